@@ -1,0 +1,1 @@
+"""Asyncio drivers of the machines in `equipoise.averaging`."""

@@ -1,0 +1,124 @@
+"""What `averaging` asks of the world: a transport of frames and a directory of peers.
+
+Both are structural Protocols. `equipoise.dht` implements them over libp2p, `equipoise.averaging.sim` in memory;
+`equipoise.peer` wires one or the other in. A frame is a small header (a msgpack control message) and an optional
+body (bulk values). Peers are named by their PeerID in base58, a `str`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+MAX_HEADER_BYTES = 64 * 1024
+"""A header carries one control message; the largest is a manifest of 64 signed joins, about 40 KB."""
+
+MAX_BODY_BYTES = 4 * 1024 * 1024
+"""A body carries one part: 512 Ki values in fp32 are 2 MiB; twice that leaves room for larger parts."""
+
+Buffer = bytes | bytearray | memoryview
+
+Place = Callable[[bytes, int], memoryview]
+"""Given a frame's header and its body's size, return the writable buffer of exactly that size to receive the body
+into, or raise `FrameRefused`. It is called before memory is taken or the body is read."""
+
+
+class FrameRefused(Exception):
+    """The receiver will not take this frame (unknown round, wrong size, not a member); the channel is closed."""
+
+
+class Channel(Protocol):
+    """An ordered, reliable, bidirectional stream of frames to one authenticated peer."""
+
+    @property
+    def peer(self) -> str:
+        """PeerID of the other end, authenticated by the transport."""
+
+    async def send(self, header: Buffer, body: Buffer = b"") -> None:
+        """Send one frame; returns when the transport has taken it (backpressure).
+
+        Concurrent callers are serialised, frame by frame.
+
+        Raises:
+            ConnectionError: The channel is closed or broken; the message says why.
+            ValueError: The header or body exceeds its maximum.
+        """
+
+    async def receive(self, place: Place) -> tuple[bytes, memoryview]:
+        """Receive one frame: (header, body); an empty body does not call `place`.
+
+        Raises:
+            ConnectionError: The channel is closed or broken, or a length exceeds its maximum.
+            FrameRefused: `place` refused the frame.
+        """
+
+    def close(self) -> None:
+        """Close the stream; idempotent. A pending `receive` raises ConnectionError at both ends."""
+
+
+class Transport(Protocol):
+    """Opens channels to peers and accepts theirs."""
+
+    @property
+    def peer(self) -> str:
+        """PeerID of this peer."""
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to this peer (False in client mode)."""
+
+    async def open(self, peer: str) -> Channel:
+        """Open a channel to `peer`, bounded by the transport's own timeout.
+
+        Raises:
+            ConnectionError: The peer cannot be reached; the message names it and says why.
+        """
+
+    def serve(self, handler: Callable[[Channel], Awaitable[None]] | None) -> None:
+        """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
+
+
+class Candidate(Protocol):
+    """What the directory tells of one peer of a run."""
+
+    @property
+    def peer(self) -> str:
+        """Its PeerID."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it waits for a group now (else it has joined the run and computes)."""
+
+    @property
+    def round(self) -> int:
+        """The number of its next round."""
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to it."""
+
+    @property
+    def bandwidth(self) -> float:
+        """What it says it can send, in bytes per second."""
+
+    @property
+    def accumulated(self) -> float:
+        """Weight it has accumulated towards its next contribution."""
+
+
+class Directory(Protocol):
+    """Who takes part in a run, as far as this peer knows."""
+
+    async def announce(
+        self, run: str, *, ready: bool, round: int, accumulated: float, reason: str
+    ) -> None:
+        """Publish this peer's state in `run` (the RunSpec's hash in hex); renewed until withdrawn.
+
+        Weather (no network) is not an error: the record is published once that is possible.
+        """
+
+    async def withdraw(self, run: str) -> None:
+        """Stop announcing this peer in `run`, and let the record expire at once where it can be."""
+
+    async def peers(self, run: str) -> Sequence[Candidate]:
+        """The verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""

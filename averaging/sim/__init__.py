@@ -1,0 +1,1 @@
+"""A deterministic simulator of rounds: the real machines under a virtual clock."""

@@ -1,0 +1,1 @@
+"""Codecs: flat fp32 vectors to bytes and back."""

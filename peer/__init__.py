@@ -1,0 +1,1 @@
+"""The program: daemon, control socket, client API and command line."""

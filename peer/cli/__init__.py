@@ -1,0 +1,1 @@
+"""The `equipoise` command line."""
