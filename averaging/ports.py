@@ -86,6 +86,10 @@ class Candidate(Protocol):
         """Its PeerID."""
 
     @property
+    def spec(self) -> str:
+        """Hash of its RunSpec; peers average together only where it equals their own."""
+
+    @property
     def ready(self) -> bool:
         """Whether it waits for a group now (else it has joined the run and computes)."""
 
@@ -110,9 +114,12 @@ class Directory(Protocol):
     """Who takes part in a run, as far as this peer knows."""
 
     async def announce(
-        self, run: str, *, ready: bool, round: int, accumulated: float, reason: str
+        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
     ) -> None:
-        """Publish this peer's state in `run` (the RunSpec's hash in hex); renewed until withdrawn.
+        """Publish this peer's state in the run named `run`; renewed until withdrawn.
+
+        `spec` is the hash of the RunSpec in hex: peers of one name with different hashes see each other, so that
+        each can tell its user why they do not meet.
 
         Weather (no network) is not an error: the record is published once that is possible.
         """

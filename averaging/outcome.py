@@ -1,0 +1,84 @@
+"""`Outcome`: what a round came to, as a value; and `RunState`: where the next round stands."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one round came to.
+
+    Attributes:
+        ok: Whether the tensors now hold the exact weighted mean over `contributors`; if not they are untouched.
+        reason: Why it ended so, one line.
+        run: The run's name.
+        round: The round's number within the run.
+        group: PeerIDs of all members of the group, in member order; empty if none formed.
+        contributors: PeerID -> weight of those whose contribution is in the mean; empty if not ok.
+        digest: SHA-256 in hex over the round's manifest, contributors and encoded mean; equal on all ok members.
+        bytes_sent: Bytes of frames sent for the round.
+        bytes_received: Bytes of frames received for the round.
+        seconds: Duration by phase: `matchmaking`, `scatter`, `decide`, `gather`, `commit`, `total`.
+        compression_ratio: fp32 bytes over encoded bytes of the vector.
+        events: What went wrong on the way (a peer lost, an owner replaced), one line each, oldest first.
+    """
+
+    ok: bool
+    reason: str
+    run: str = ""
+    round: int = 0
+    group: tuple[str, ...] = ()
+    contributors: dict[str, float] = {}
+    digest: str = ""
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: dict[str, float] = {}
+    compression_ratio: float = 1.0
+    events: tuple[str, ...] = ()
+
+    def counted(self, peer: str) -> bool:
+        """Whether `peer`'s contribution is in the mean."""
+        return self.ok and peer in self.contributors
+
+
+class NoPeers(msgspec.Struct, frozen=True, tag=True):
+    """No other peer of the run is known."""
+
+    reason: str = "no other peer of this run is known"
+
+
+class Gathering(msgspec.Struct, frozen=True, tag=True):
+    """Waiting for a group: `ready` of `target` peers are ready."""
+
+    ready: int
+    target: int
+    reason: str = ""
+
+
+class Exchanging(msgspec.Struct, frozen=True, tag=True):
+    """A round is going on in a group of `members` peers."""
+
+    members: int
+    round: int
+
+
+class Idle(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is asked of the run now; `peers` others are known."""
+
+    peers: int
+
+
+RunState = NoPeers | Gathering | Exchanging | Idle
+
+
+def check_weight(weight: float) -> float:
+    """Return `weight` as a float.
+
+    Raises:
+        ValueError: It is not a finite number >= 0.
+    """
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or weight < 0:
+        raise ValueError(f"expected a weight that is a finite number >= 0, got {weight!r}")
+    return float(weight)

@@ -1,0 +1,94 @@
+"""`RunSpec`: everything that the peers of a run must agree on, and its hash."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from equipoise.averaging.schema import Schema
+from equipoise.compression import parse_codec
+
+PROTOCOL_VERSION = 1
+"""Raised when messages change in a way that older peers would misread; part of every spec's hash."""
+
+STRATEGIES = ("allreduce",)
+
+MAX_GROUP_SIZE = 64
+"""A member exchanges with every other, so cost grows with the square; the manifest must fit one header."""
+
+MIN_PART_VALUES, MAX_PART_VALUES = 256, 1024 * 1024
+"""A part of fp32 must fit one frame's body of 4 MiB; tiny parts are for tests."""
+
+MAX_PARTS = 65_536
+"""Bounds the bitmaps of parts that messages carry (8 KiB)."""
+
+MAX_NAME_CHARS = 64
+
+
+class SpecError(ValueError):
+    """An option of a run is not valid; the message says what was expected and what came."""
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the peers of a run agree on; only peers with equal hashes meet.
+
+    Attributes:
+        name: The run's name, 1 to 64 printable characters.
+        schema: The tensors.
+        strategy: How the run averages; one of `STRATEGIES`.
+        codec: Codec spec in canonical form, as `int8:block=256`.
+        group_size: Most peers that average together in one round, 2 to 64.
+        part_values: Values per part of a share (512 Ki measured best), a multiple of 256.
+    """
+
+    name: str
+    schema: Schema
+    strategy: str = "allreduce"
+    codec: str = "int8"
+    group_size: int = 16
+    part_values: int = 256 * 1024
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        schema: Schema,
+        *,
+        strategy: str = "allreduce",
+        codec: str = "int8",
+        group_size: int = 16,
+        part_values: int = 256 * 1024,
+    ) -> RunSpec:
+        """Check every option and bring the codec into its canonical form.
+
+        Raises:
+            SpecError: An option is out of its range.
+            equipoise.compression.CodecError: The codec is unknown.
+        """
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise SpecError(f"expected a run name of 1 to {MAX_NAME_CHARS} printable characters, got {str(name)[:80]!r}")
+        if strategy not in STRATEGIES:
+            raise SpecError(f"unknown strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
+        if not isinstance(group_size, int) or not 2 <= group_size <= MAX_GROUP_SIZE:
+            raise SpecError(f"expected a group size of 2 to {MAX_GROUP_SIZE}, got {group_size!r}")
+        if not MIN_PART_VALUES <= part_values <= MAX_PART_VALUES or part_values % MIN_PART_VALUES:
+            raise SpecError(
+                f"expected part_values to be a multiple of {MIN_PART_VALUES} up to {MAX_PART_VALUES}, got {part_values}"
+            )
+        if not 0 < schema.size <= part_values * MAX_PARTS:
+            raise SpecError(f"expected 1 to {part_values * MAX_PARTS} values, got {schema.size}; raise part_values")
+        return cls(
+            name=name,
+            schema=schema,
+            strategy=strategy,
+            codec=parse_codec(codec).spec,
+            group_size=group_size,
+            part_values=part_values,
+        )
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 in hex, 64 characters, of the spec and the protocol version."""
+        content = msgspec.json.encode((PROTOCOL_VERSION, self))
+        return hashlib.sha256(content).hexdigest()
