@@ -1,0 +1,1 @@
+"""`equipoise demo`: a whole swarm of real processes on this machine, training on real data."""
