@@ -1,0 +1,178 @@
+"""What members of a group say to each other in a round: msgpack structs, the headers of frames.
+
+Members are named by their index in the manifest; sets of members are bitmasks (bit i is member i), sets of parts are
+little-endian bitmaps. Unknown fields are ignored; anything else that does not fit is refused by `decode`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from equipoise.averaging.spec import MAX_PARTS
+
+MAX_BALLOT = 2**40
+"""No round lives long enough for a millionth of it; bounds what a hostile Prepare can make others count to."""
+
+MAX_REASON_CHARS = 200
+
+Ballot = Annotated[int, msgspec.Meta(ge=0, le=MAX_BALLOT)]
+Members = Annotated[int, msgspec.Meta(ge=0)]
+PartIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
+PartBits = Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS // 8)]
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=False):
+    """Base of all messages of a round."""
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True):
+    """What a group agrees on: whose contributions are in the mean, and who reduces.
+
+    The bytes of the mean follow from the contributors alone; the owners only say who computes and sends them.
+    """
+
+    contributors: Members
+    owners: Members
+
+
+class Prepare(Message):
+    """A leader opens a ballot: promise to take part in no lower one, and say what you hold."""
+
+    ballot: Ballot
+
+
+class Promise(Message):
+    """The answer: the highest ballot in which this member held a whole mean, with its decision, if any."""
+
+    ballot: Ballot
+    held_ballot: Ballot | None = None
+    held: Decision | None = None
+
+
+class Refuse(Message):
+    """This member has promised `ballot`, or still trusts its leader."""
+
+    ballot: Ballot
+
+
+class Plan(Message):
+    """Within a ballot: these members reduce; send them what they lack. A higher sequence replaces a lower one."""
+
+    ballot: Ballot
+    sequence: Ballot
+    owners: Members
+
+
+class Report(Message):
+    """An owner tells the leader whose contributions it holds whole under a plan."""
+
+    ballot: Ballot
+    sequence: Ballot
+    whole: Members
+
+
+class Propose(Message):
+    """The leader's decision for a ballot. `holders` hold its mean already, from an earlier ballot."""
+
+    ballot: Ballot
+    decision: Decision
+    holders: Members = 0
+
+
+class Held(Message):
+    """This member holds the whole mean of the ballot's decision, with this digest: its vote."""
+
+    ballot: Ballot
+    decision: Decision
+    digest: Digest
+
+
+class Commit(Message):
+    """A majority held the mean: the round has succeeded."""
+
+    ballot: Ballot
+    decision: Decision
+    digest: Digest
+    holders: Members
+
+
+class Fetch(Message):
+    """Send me the means of these parts over these contributors, as far as you hold them."""
+
+    contributors: Members
+    parts: PartBits
+
+
+class GiveUp(Message):
+    """This member has left the round."""
+
+    reason: Reason
+
+
+class Heartbeat(Message):
+    """This member is alive."""
+
+
+class Contribution(Message):
+    """The frame's body is the sender's encoded contribution to a part."""
+
+    part: PartIndex
+
+
+class Mean(Message):
+    """The frame's body is the encoded mean of a part over these contributors."""
+
+    part: PartIndex
+    contributors: Members
+
+
+RoundMessage = (
+    Prepare
+    | Promise
+    | Refuse
+    | Plan
+    | Report
+    | Propose
+    | Held
+    | Commit
+    | Fetch
+    | GiveUp
+    | Heartbeat
+    | Contribution
+    | Mean
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RoundMessage)
+
+
+def encode(message: RoundMessage) -> bytes:
+    """The message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | memoryview) -> RoundMessage:
+    """Parse a message.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: It is not one.
+    """
+    return _decoder.decode(data)
+
+
+def to_bits(parts: set[int] | frozenset[int] | list[int]) -> bytes:
+    """A set of part indices as a bitmap."""
+    value = 0
+    for part in parts:
+        value |= 1 << part
+    return value.to_bytes(-(-value.bit_length() // 8), "little")
+
+
+def from_bits(bits: bytes) -> list[int]:
+    """The part indices in a bitmap, ascending."""
+    value = int.from_bytes(bits, "little")
+    return [part for part in range(value.bit_length()) if value >> part & 1]
