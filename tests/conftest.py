@@ -1,0 +1,33 @@
+"""Fixtures that all tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.swarm import Swarm
+
+CALL_REPORT = pytest.StashKey[pytest.TestReport]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep the report of a test's call, so that fixtures know whether it failed."""
+    report = yield
+    if report.when == "call":
+        item.stash[CALL_REPORT] = report
+    return report
+
+
+@pytest.fixture
+def swarm(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Swarm]:
+    """An empty swarm in `tmp_path`; its processes end with the test, and their logs show where it failed."""
+    swarm = Swarm(tmp_path)
+    yield swarm
+    left = swarm.close()
+    report = request.node.stash.get(CALL_REPORT, None)
+    if left or report is None or report.failed:
+        print(swarm.logs())
+    assert not left, f"these processes outlived their daemons: {left}"
