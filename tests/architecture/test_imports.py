@@ -1,0 +1,97 @@
+"""Who may import what, where import-linter cannot say it."""
+
+from __future__ import annotations
+
+import sys
+
+from architecture.sources import PACKAGES, Source, calls, imports, sources
+
+IMPURE = {
+    "asyncio",
+    "concurrent",
+    "datetime",
+    "multiprocessing",
+    "os",
+    "pathlib",
+    "queue",
+    "random",
+    "secrets",
+    "select",
+    "shutil",
+    "signal",
+    "socket",
+    "ssl",
+    "subprocess",
+    "tempfile",
+    "threading",
+    "time",
+    "uuid",
+}
+"""Clocks, sources of chance, sockets, files, processes and loops: what a machine is given, never takes."""
+
+UNPICKLERS = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
+
+UNSAFE_CALLS = {"eval", "exec", "os.popen", "os.system", "torch.load", "yaml.load"}
+
+
+def test_no_bare_imports_of_the_packages() -> None:
+    found = _found(sources(*PACKAGES, "tests", "scripts"), lambda one: one.top in PACKAGES)
+    assert not found, "write equipoise.x instead"
+
+
+def test_only_dht_imports_hivemind() -> None:
+    assert not _found(sources("averaging", "compression", "peer"), lambda one: one.top == "hivemind")
+
+
+def test_compression_imports_torch_and_numpy_only() -> None:
+    own = {"equipoise", "torch", "numpy", "numba", *sys.stdlib_module_names}
+    assert not _found(sources("compression"), lambda one: one.top not in own)
+
+
+def test_machines_read_no_clock_chance_socket_or_file() -> None:
+    # A seeded Random may be made from a round's seed; the module's own functions draw from a hidden state.
+    assert not _found(
+        _machines(),
+        lambda one: (
+            one.top in IMPURE and not one.for_typing and (one.module, one.name) != ("random", "Random")
+        ),
+    )
+
+
+def test_machines_seed_every_generator() -> None:
+    unseeded = [
+        (source, call.lineno)
+        for source in _machines()
+        for name, call in calls(source)
+        if name in {"Random", "Generator", "torch.Generator", "default_rng"}
+        and not (call.args or call.keywords)
+    ]
+    assert not unseeded
+
+
+def test_machines_do_not_know_their_drivers() -> None:
+    assert not _found(_machines(), lambda one: one.module.startswith(("equipoise.averaging.aio", "uvloop")))
+
+
+def test_nothing_is_unpickled_and_no_shell_is_started() -> None:
+    everything = sources(*PACKAGES, "scripts")
+    assert not _found(everything, lambda one: one.top in UNPICKLERS)
+    unsafe = [
+        (source, name, call.lineno)
+        for source in everything
+        for name, call in calls(source)
+        if name in UNSAFE_CALLS or any(_true(keyword, "shell", "allow_pickle") for keyword in call.keywords)
+    ]
+    assert not unsafe
+
+
+def _machines() -> list[Source]:
+    return [source for source in sources("averaging") if source.path.parts[1] not in {"aio", "sim"}]
+
+
+def _true(keyword, *names: str) -> bool:
+    return keyword.arg in names and getattr(keyword.value, "value", True) is not False
+
+
+def _found(files: list[Source], wrong) -> list[tuple[Source, int, str]]:
+    return [(source, one.line, one.module) for source in files for one in imports(source) if wrong(one)]

@@ -1,0 +1,42 @@
+"""The command line starts without torch, and neither it nor the client a training script imports pulls in hivemind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+VERBS = ("demo", "daemon", "launch", "status", "peers", "rounds", "stop")
+
+REPORT = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+
+HELP = f"""
+import atexit
+@atexit.register
+def report():
+    {REPORT}
+from equipoise.peer.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "words", [(), *((verb,) for verb in VERBS)], ids=lambda words: " ".join(words) or "top"
+)
+def test_help_is_light(words: tuple[str, ...]) -> None:
+    assert not _modules(HELP, *words, "--help") & {"torch", "hivemind", "numpy", "grpc", "sklearn"}
+
+
+def test_the_client_needs_no_hivemind() -> None:
+    loaded = _modules(f"from equipoise.peer import connect, Peer, Outcome\n{REPORT}")
+    assert not loaded & {"hivemind", "grpc", "sklearn"}
+
+
+def _modules(code: str, *args: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded after running `code`."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split())
