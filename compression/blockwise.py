@@ -1,0 +1,59 @@
+"""What the int8 codec computes, defined once for all of its kernels.
+
+A block of values x with a = max |x| is stored as a scale and one code per value:
+
+    scale   = 0                               if a < MIN_ABSMAX
+            = min(f32(a / 127), MAX_SCALE)    otherwise
+    inverse = 0                               if a < MIN_ABSMAX
+            = f32(127 / a)                    otherwise
+    code    = round_half_even(f32(x * inverse))         in [-127, 127]
+    decoded = f32(f32(code) * scale)
+
+Every operation is one IEEE-754 single-precision operation: a true division (no multiplication by a reciprocal), no
+fused multiply-add. All intermediate results that matter are normal numbers, so that hardware which flushes
+subnormal numbers to zero computes the same bytes.
+
+The error of a value is at most half a step, a / 254, and a few units in the last place of a.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+LEVELS = 127.0
+"""Greatest code. -128 is never written, so that the codes are symmetric."""
+
+MIN_ABSMAX = 2.0**-116
+"""Blocks that stay below are stored as zeros (1.2e-35). From here on the scale is a normal number, with room to
+spare, and 127 / absmax is finite."""
+
+MAX_SCALE = float.fromhex("0x1.020406p+121")
+"""Greatest scale (2.7e36) whose 127-fold is finite in f32: one step below f32(f32_max / 127)."""
+
+MIN_SCALE = 2.0**-123
+"""Below f32(MIN_ABSMAX / 127); a payload with a scale between 0 and this was not written by an encoder."""
+
+
+class Kernels(Protocol):
+    """The arithmetic above; implementations differ in speed and never in a byte.
+
+    All arguments are contiguous and on one device; n values form b = ceil(n / block) blocks, of which the last may
+    be short. values, out, into: f32 [n]; scales: f32 [b]; codes: int8 [n]; block: a power of two.
+    """
+
+    @property
+    def name(self) -> str:
+        """What EQUIPOISE_KERNELS calls it."""
+
+    def quantise(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block: int) -> bool:
+        """Fill `scales` and `codes`; False, with their content undefined, if a value is not finite."""
+
+    def dequantise(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, block: int) -> None:
+        """Fill `out` with the decoded values."""
+
+    def accumulate(
+        self, scales: torch.Tensor, codes: torch.Tensor, weight: float, into: torch.Tensor, block: int
+    ) -> None:
+        """Add f32(f32(weight) * decoded) to `into`."""

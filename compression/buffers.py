@@ -1,0 +1,68 @@
+"""Caller's buffers as torch tensors, without copying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from equipoise.compression.errors import CodecError
+
+Buffer = bytes | bytearray | memoryview | torch.Tensor
+"""Bytes: anything that exports a contiguous buffer, or a contiguous uint8 tensor on any device."""
+
+
+class _Alias:
+    """Lends the memory of a read-only array to numpy as writable, and keeps it alive."""
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
+
+
+def readable(buffer: Buffer) -> torch.Tensor:
+    """Return `buffer` as a tensor, uint8 [bytes], that shares its memory and must not be written.
+
+    Raises:
+        CodecError: The buffer is not contiguous, or a tensor of another dtype.
+    """
+    if isinstance(buffer, torch.Tensor):
+        return _flat(buffer)
+    array = np.asarray(_view(buffer))
+    if not array.flags.writeable:
+        # torch knows no read-only tensors and warns at each one it is given.
+        array = np.asarray(_Alias(array))
+    return torch.from_numpy(array)
+
+
+def writable(buffer: Buffer) -> torch.Tensor:
+    """Return `buffer` as a tensor, uint8 [bytes], that shares its memory.
+
+    Raises:
+        CodecError: The buffer is read-only, not contiguous, or a tensor of another dtype.
+    """
+    if isinstance(buffer, torch.Tensor):
+        return _flat(buffer)
+    view = _view(buffer)
+    if view.readonly:
+        raise CodecError(
+            f"the buffer to encode into is read-only ({type(buffer).__name__}); pass a writable one"
+        )
+    return torch.from_numpy(np.asarray(view))
+
+
+def _view(buffer: bytes | bytearray | memoryview) -> memoryview:
+    view = memoryview(buffer)
+    if not view.c_contiguous:
+        raise CodecError("the buffer is a strided memoryview; pass a contiguous one")
+    # An empty view of several dimensions cannot be cast, and has no bytes to share.
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+        raise CodecError(
+            f"expected a contiguous uint8 tensor as buffer, got {tensor.dtype} {list(tensor.shape)}"
+        )
+    return tensor.view(-1)

@@ -1,0 +1,152 @@
+"""The codec seam: values to bytes and back.
+
+A payload is a function of the values and the codec's spec alone. It says nothing of its own length or format: both
+sides know the codec from the run, and the number of values from the group's manifest. Payloads are little-endian.
+
+Every definition here is in IEEE-754 single precision, each operation rounded to nearest even on its own (no fused
+multiply-add), so that CPUs, kernels and accelerators agree bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from equipoise.compression.buffers import Buffer, readable, writable
+from equipoise.compression.errors import CodecError
+from equipoise.compression.finite import F32_MAX
+
+if sys.byteorder != "little":
+    raise ImportError("equipoise.compression: payloads are little-endian and this machine is not")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeReport:
+    """What an encoding did to the values beyond rounding.
+
+    Attributes:
+        clamped: How many values lay outside of the format's range and were set to its nearest end.
+    """
+
+    clamped: int = 0
+
+
+class Codec(ABC):
+    """One way for values to travel; immutable, equal to others of the same spec, usable from several threads.
+
+    Subclasses fill in the underscored methods and may rely on what the public ones have checked: dtypes,
+    contiguity, exact sizes, alignment, one device.
+
+    Attributes:
+        spec: The canonical spec string, all options spelled out: `parse_codec(codec.spec) == codec`.
+        alignment: Bytes to which `_encode`, `_decode`, ... need their payload's first byte aligned.
+    """
+
+    spec: str
+    alignment: int = 4
+
+    @abstractmethod
+    def encoded_size(self, count: int) -> int:
+        """Return the exact size in bytes of a payload of `count` values."""
+
+    def encode(self, values: torch.Tensor, out: Buffer) -> EncodeReport:
+        """Encode `values` into `out`.
+
+        Args:
+            values: f32 [n], contiguous, on any device.
+            out: Writable, `encoded_size(n)` bytes. On an error its content is undefined.
+
+        Raises:
+            NonFiniteError: A value is NaN or infinite; names the first.
+            CodecError: `values` or `out` has another dtype, shape or size.
+        """
+        values = _vector(values)
+        target = self._sized(writable(out), values.numel())
+        if self._direct(target, values):
+            return self._encode(values, target)
+        staged = torch.empty(target.numel(), dtype=torch.uint8, device=values.device)
+        report = self._encode(values, staged)
+        target.copy_(staged)
+        return report
+
+    def decode(self, payload: Buffer, out: torch.Tensor) -> None:
+        """Decode `payload` into `out`, f32 [n], contiguous, on any device.
+
+        Any bytes of the right size decode to something; `check` says whether they are what a codec writes.
+
+        Raises:
+            CodecError: `payload` or `out` has another dtype, shape or size.
+        """
+        out = _vector(out)
+        self._decode(self._source(payload, out), out)
+
+    def accumulate(self, payload: Buffer, weight: float, into: torch.Tensor) -> None:
+        """Add `weight` times the decoded `payload` to `into`, f32 [n], contiguous, on any device.
+
+        Exactly `into = f32(into + f32(f32(weight) * decoded))` for every value, whatever the codec.
+
+        Raises:
+            CodecError: `weight` is no finite f32, or `payload` or `into` has another dtype, shape or size.
+        """
+        if not math.isfinite(weight) or abs(weight) > F32_MAX:
+            raise CodecError(f"a weight is a finite f32, not {weight}")
+        into = _vector(into)
+        self._accumulate(self._source(payload, into), weight, into)
+
+    def check(self, payload: Buffer, count: int) -> None:
+        """Verify that `payload` is `count` encoded values, all of which decode to finite ones.
+
+        Raises:
+            CodecError: The size differs, or a value is not finite, or a code is one that no encoder writes.
+        """
+        source = self._sized(readable(payload), count)
+        self._check(self._aligned(source), count)
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport: ...
+
+    @abstractmethod
+    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None: ...
+
+    @abstractmethod
+    def _check(self, payload: torch.Tensor, count: int) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        return self.spec == other.spec if isinstance(other, Codec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    def __repr__(self) -> str:
+        return f"<codec {self.spec}>"
+
+    def _sized(self, payload: torch.Tensor, count: int) -> torch.Tensor:
+        expected = self.encoded_size(count)
+        if payload.numel() != expected:
+            raise CodecError(f"{self.spec}: {count} values are {expected} bytes, not {payload.numel()}")
+        return payload
+
+    def _source(self, payload: Buffer, values: torch.Tensor) -> torch.Tensor:
+        return self._aligned(self._sized(readable(payload), values.numel()).to(values.device))
+
+    def _aligned(self, payload: torch.Tensor) -> torch.Tensor:
+        return payload if payload.data_ptr() % self.alignment == 0 else payload.clone()
+
+    def _direct(self, target: torch.Tensor, values: torch.Tensor) -> bool:
+        return target.device == values.device and target.data_ptr() % self.alignment == 0
+
+
+def _vector(values: torch.Tensor) -> torch.Tensor:
+    if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
+        raise CodecError(
+            f"expected a contiguous float32 tensor of one dimension, got {values.dtype} {list(values.shape)}"
+            f"{'' if values.is_contiguous() else ', strided'}"
+        )
+    return values.detach()

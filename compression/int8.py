@@ -1,0 +1,83 @@
+"""The codec int8: symmetric 8-bit codes with one scale per block."""
+
+from __future__ import annotations
+
+import torch
+
+from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE
+from equipoise.compression.codec import Codec, EncodeReport
+from equipoise.compression.errors import CodecError, NonFiniteError
+from equipoise.compression.finite import first_non_finite, locate
+from equipoise.compression.kernels import kernels_for
+
+SCALE_BYTES = 4
+"""Scales are f32."""
+
+MIN_BLOCK = 32
+"""In smaller blocks the scales would be more than an eighth of the codes, and fp16 the better bargain."""
+
+MAX_BLOCK = 4096
+"""In larger blocks one outlier coarsens too many values, and the scales are a thousandth of the codes already."""
+
+DEFAULT_BLOCK = 256
+"""8.125 bits per value at an error of 0.7-0.9 % on gradients: half the block gains a tenth, for 1.5 % more bytes."""
+
+
+class Int8Codec(Codec):
+    """Planar `[f32 scale per block][int8 code per value]`; the arithmetic is defined in `blockwise`."""
+
+    def __init__(self, block: int = DEFAULT_BLOCK) -> None:
+        """Make the codec; `block` is a power of two from MIN_BLOCK to MAX_BLOCK.
+
+        Raises:
+            CodecError: It is not.
+        """
+        if not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
+            raise CodecError(f"int8: block is a power of two from {MIN_BLOCK} to {MAX_BLOCK}, not {block}")
+        self.spec = f"int8:block={block}"
+        self.block = block
+
+    def encoded_size(self, count: int) -> int:
+        """Return the exact size in bytes of a payload of `count` values."""
+        return self._blocks(count) * SCALE_BYTES + count
+
+    def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
+        scales, codes = self._planes(out, values.numel())
+        if not kernels_for(values.device).quantise(values, scales, codes, self.block):
+            index = first_non_finite(values)
+            if index is None:
+                raise CodecError(f"{self.spec}: the values changed while they were encoded")
+            raise NonFiniteError(index, values.numel(), values[index].item())
+        return EncodeReport()
+
+    def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
+        scales, codes = self._planes(payload, out.numel())
+        kernels_for(out.device).dequantise(scales, codes, out, self.block)
+
+    def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
+        scales, codes = self._planes(payload, into.numel())
+        kernels_for(into.device).accumulate(scales, codes, weight, into, self.block)
+
+    def _check(self, payload: torch.Tensor, count: int) -> None:
+        if not count:
+            return
+        scales, codes = self._planes(payload, count)
+        # As written by an encoder; NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
+        faulty = ~((scales == 0.0) | ((scales >= MIN_SCALE) & (scales <= MAX_SCALE)))
+        if faulty.any():
+            index = locate(faulty)
+            raise CodecError(
+                f"{self.spec}: the scale of block {index} of {scales.numel()} is {scales[index].item()};"
+                f" expected 0, or {MIN_SCALE:.4g} to {MAX_SCALE:.4g}"
+            )
+        if int(codes.amin()) == -128:
+            raise CodecError(
+                f"{self.spec}: code {int(codes.argmin())} of {count} is -128; expected -127 to 127"
+            )
+
+    def _blocks(self, count: int) -> int:
+        return -(-count // self.block)
+
+    def _planes(self, payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        split = self._blocks(count) * SCALE_BYTES
+        return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
