@@ -1,0 +1,59 @@
+"""How long it is worth waiting for the last member: learnt from how late peers have been."""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW = 32
+"""Rounds remembered: long enough for a quantile, short enough to follow a swarm that changes."""
+
+QUANTILE = 0.9
+"""The last of a group is waited for in nine rounds of ten; the tenth goes on without."""
+
+FACTOR = 1.25
+"""Room above the quantile, for peers a little later than they ever were."""
+
+MARGIN = 0.1
+"""Seconds on top: the jitter of a network and of two busy cores."""
+
+FEW = 4
+"""Below this many rounds nothing is known yet, and the wait stays at least the initial one."""
+
+INITIAL_WAIT = 3.0
+"""Seconds: the first step of a training script (warm-up, compilation) is the most uneven one."""
+
+MIN_WAIT = 0.25
+"""Seconds: below this a hiccup of a scheduler costs a member its round."""
+
+MAX_WAIT = 10.0
+"""Seconds: whoever is later than this every time belongs in the next round; it bounds what a liar can teach."""
+
+
+class Lateness:
+    """Seconds from the first ready to the last in past rounds, and the wait that follows from them."""
+
+    def __init__(self) -> None:
+        self._seen: deque[float] = deque(maxlen=WINDOW)
+
+    def learn(self, seconds: float) -> None:
+        """Note how late the last peer of a round was, in seconds after the first; clamped to 0 .. `MAX_WAIT`."""
+        self._seen.append(min(max(seconds, 0.0), MAX_WAIT))
+
+    @property
+    def wait(self) -> float:
+        """Seconds to wait beyond the first ready."""
+        if not self._seen:
+            return INITIAL_WAIT
+        floor = INITIAL_WAIT if len(self._seen) < FEW else MIN_WAIT
+        return min(max(self._usual() * FACTOR + MARGIN, floor), MAX_WAIT)
+
+    @property
+    def reason(self) -> str:
+        """Why it is that long, one line."""
+        if len(self._seen) < FEW:
+            return f"{self.wait:.2f} s, with {len(self._seen)} rounds seen so far"
+        return f"{self.wait:.2f} s: in {len(self._seen)} rounds the last was up to {self._usual():.2f} s late"
+
+    def _usual(self) -> float:
+        ordered = sorted(self._seen)
+        return ordered[min(int(QUANTILE * len(ordered)), len(ordered) - 1)]

@@ -1,0 +1,225 @@
+"""Who averages with whom in one round: joins that members sign of themselves, and the manifest made of them.
+
+A convener puts signed joins together; it can leave a member out, but it cannot speak for one. The hash of the manifest
+is the round's id, so members who were shown different manifests find out before they exchange a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+
+from equipoise.averaging.outcome import check_weight
+from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
+
+MAX_PEER_CHARS = 64
+"""A PeerID in base58 is 46 to 52 characters."""
+
+MAX_ROUND = 2**53
+"""At a thousand rounds a second a run gets there in 285,000 years; every msgpack reader holds it."""
+
+MAX_WEIGHT = 1e12
+"""Samples in one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
+
+MAX_BANDWIDTH = 1e13
+"""Bytes per second, a hundred times the fastest link of today; bounds what a boast can do to the balance."""
+
+NONCE_BYTES = 16
+"""Two joins of one peer must never be equal by chance."""
+
+MAX_SIGNATURE_BYTES = 512
+"""Ed25519 takes 64 bytes; RSA-4096 identities, which libp2p knows too, 512."""
+
+ROUND_ID_BYTES = 16
+TICKET_BYTES = 8
+"""Enough to tell one peer's few joins apart; nothing is trusted for it."""
+
+DOMAIN = b"equipoise join 1\0"
+"""Keeps a signature of a join from being taken for one of anything else that an identity signs."""
+
+PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+SpecHash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+RoundNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROUND)]
+Weight = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WEIGHT)]
+Bandwidth = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_BANDWIDTH)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_SIGNATURE_BYTES)]
+Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
+
+Sign = Callable[[bytes], bytes]
+"""Sign with this peer's identity key."""
+
+Verify = Callable[[str, bytes, bytes], bool]
+"""(peer, data, signature) -> whether the identity key behind that PeerID signed the data."""
+
+
+class ManifestError(ValueError):
+    """A manifest must not be acted on; the message says what was expected and what came."""
+
+
+class Join(msgspec.Struct, frozen=True, array_like=True):
+    """What one member states of itself for one round, signed by its identity key.
+
+    Attributes:
+        peer: Its PeerID.
+        spec: Hash of its RunSpec in hex.
+        round: Number of the round it joins.
+        weight: What its contribution counts; 0 observes.
+        bandwidth: What it can send, bytes per second; 0 if unknown.
+        dialable: Whether others can open channels to it.
+        nonce: 16 random bytes, new each time it becomes ready.
+        signature: Over all of the above.
+    """
+
+    peer: PeerName
+    spec: SpecHash
+    round: RoundNumber
+    weight: Weight
+    bandwidth: Bandwidth
+    dialable: bool
+    nonce: Nonce
+    signature: Signature
+
+    @classmethod
+    def create(
+        cls,
+        sign: Sign,
+        *,
+        peer: str,
+        spec: str,
+        round: int,
+        weight: float,
+        bandwidth: float,
+        dialable: bool,
+        nonce: bytes,
+    ) -> Join:
+        """Check and sign what this peer states of itself.
+
+        Raises:
+            ValueError: A value is out of its range.
+        """
+        if check_weight(weight) > MAX_WEIGHT:
+            raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {weight!r}")
+        if len(nonce) != NONCE_BYTES:
+            raise ValueError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(nonce)}")
+        if not 0 <= bandwidth <= MAX_BANDWIDTH:
+            raise ValueError(f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {bandwidth!r}")
+        unsigned = cls(peer, spec, round, float(weight), float(bandwidth), dialable, nonce, b"")
+        return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
+
+    @property
+    def content(self) -> bytes:
+        """The bytes that the signature is over."""
+        fields = (self.peer, self.spec, self.round, self.weight, self.bandwidth, self.dialable, self.nonce)
+        return DOMAIN + msgspec.msgpack.encode(fields)
+
+    @property
+    def ticket(self) -> bytes:
+        """8 bytes that name this join in answers to it."""
+        return hashlib.sha256(self.content).digest()[:TICKET_BYTES]
+
+    def genuine(self, verify: Verify) -> bool:
+        """Whether the peer it names signed it."""
+        return verify(self.peer, self.content, self.signature)
+
+
+class Manifest(msgspec.Struct, frozen=True, array_like=True):
+    """The members of one round's group.
+
+    Attributes:
+        version: Protocol version.
+        spec: Hash of the RunSpec in hex.
+        round: The round's number.
+        convener: PeerID of who put it together; not always a member.
+        members: Their joins, sorted by PeerID.
+    """
+
+    version: int
+    spec: SpecHash
+    round: RoundNumber
+    convener: PeerName
+    members: Annotated[tuple[Join, ...], msgspec.Meta(min_length=2, max_length=MAX_GROUP_SIZE)]
+
+    @classmethod
+    def of(cls, convener: str, joins: list[Join]) -> Manifest:
+        """Put joins of one spec and one round together."""
+        members = tuple(sorted(joins, key=lambda join: join.peer))
+        return cls(PROTOCOL_VERSION, members[0].spec, members[0].round, convener, members)
+
+    @property
+    def id(self) -> bytes:
+        """The round's id: 16 bytes of SHA-256 over the manifest in msgpack, which is canonical for its types."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()[:ROUND_ID_BYTES]
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """PeerIDs in member order."""
+        return tuple(join.peer for join in self.members)
+
+    def index(self, peer: str) -> int:
+        """The member's place in member order.
+
+        Raises:
+            ManifestError: It is no member.
+        """
+        for index, join in enumerate(self.members):
+            if join.peer == peer:
+                return index
+        raise ManifestError(f"expected {peer} among the {len(self.members)} members, it is not")
+
+    def check(self, verify: Verify, *, spec: str, group_size: int, own: Join | None) -> None:
+        """Refuse a manifest that this peer must not act on.
+
+        Args:
+            verify: Checks the signature of each join but the own.
+            spec: Hash of this peer's RunSpec.
+            group_size: Most members.
+            own: The join that must be among the members, unaltered; None for a manifest of others.
+
+        Raises:
+            ManifestError: Naming the first thing that is wrong.
+        """
+        self._check_frame(spec, group_size)
+        self._check_members()
+        if own is not None and own not in self.members:
+            raise ManifestError(f"expected this peer's own join of round {own.round} unaltered, it is not there")
+        for join in self.members:
+            if join != own and not join.genuine(verify):
+                raise ManifestError(f"expected a join signed by {join.peer}, the signature is not its own")
+
+    def _check_frame(self, spec: str, group_size: int) -> None:
+        if self.version != PROTOCOL_VERSION:
+            raise ManifestError(f"expected protocol version {PROTOCOL_VERSION}, got {self.version}")
+        if self.spec != spec:
+            raise ManifestError(f"expected the spec {spec[:12]}, got {self.spec[:12]}")
+        if not 2 <= len(self.members) <= group_size:
+            raise ManifestError(f"expected 2 to {group_size} members, got {len(self.members)}")
+
+    def _check_members(self) -> None:
+        peers = self.peers
+        if any(first >= second for first, second in itertools.pairwise(peers)):
+            raise ManifestError("expected members sorted by PeerID, each once, they are not")
+        for join in self.members:
+            if (join.spec, join.round) != (self.spec, self.round):
+                raise ManifestError(f"expected joins of this spec and round {self.round}, {join.peer}'s differs")
+        problem = shortfall(self.members)
+        if problem:
+            raise ManifestError(problem)
+
+
+def shortfall(joins: tuple[Join, ...] | list[Join]) -> str:
+    """What these joins lack to make a group whose round can succeed; empty if nothing."""
+    contributors = sum(join.weight > 0 for join in joins)
+    if contributors < 2:
+        return f"expected at least 2 members with a weight above 0, there {_are(contributors)}"
+    if not any(join.dialable for join in joins):
+        return "expected at least 1 member that the others can dial, there is none"
+    return ""
+
+
+def _are(count: int) -> str:
+    return f"is {count}" if count == 1 else f"are {count}"

@@ -1,0 +1,165 @@
+"""What daemons say to each other to form a group: msgpack structs, each one frame's header.
+
+A requester sends `JoinRequest` to the convener of its group, which answers `JoinAccepted` or `JoinRefused` and, in the
+end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+
+from equipoise.averaging.lateness import MAX_WAIT
+from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, Ticket
+from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_NAME_CHARS, PROTOCOL_VERSION
+
+MAX_DETAIL_CHARS = 200
+MAX_HOPS = 3
+"""Redirects a join follows before whoever has it keeps it: two views differ by one, three are bad luck."""
+
+MAX_PATIENCE = 86_400.0
+"""Seconds; longer is as good as for ever."""
+
+MAX_COUNT = 1_000_000
+
+RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
+Hops = Annotated[int, msgspec.Meta(ge=0, le=MAX_HOPS)]
+Patience = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PATIENCE)]
+Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT)]
+
+
+class MessageError(ValueError):
+    """These bytes are no matchmaking message; the message says why."""
+
+
+class Why(StrEnum):
+    """Why a join is refused."""
+
+    ELSEWHERE = "elsewhere"
+    """Ask the peer in `redirect`."""
+    ROUND_GONE = "round gone"
+    """The round is over here; `round` is the next."""
+    FULL = "full"
+    """The group closed without it; `round` is the next."""
+    OTHER_SPEC = "other spec"
+    OTHER_VERSION = "other version"
+    UNKNOWN_RUN = "unknown run"
+    NOT_VALID = "not valid"
+    """Forged, or its round is out of bounds."""
+    BUSY = "busy"
+    """More joins are parked here than may be."""
+
+
+class JoinRequest(msgspec.Struct, frozen=True, tag=True):
+    """Put me into your group.
+
+    Attributes:
+        run: Name of the run.
+        join: The requester's signed join.
+        patience: Seconds it is going to wait at all.
+        hops: How many redirects it has followed; at `MAX_HOPS` it is not redirected again.
+        version: Protocol version.
+    """
+
+    run: RunName
+    join: Join
+    patience: Patience = MAX_PATIENCE
+    hops: Hops = 0
+    version: int = PROTOCOL_VERSION
+
+
+class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
+    """You are in the group that I am gathering.
+
+    Attributes:
+        run: Name of the run.
+        ticket: Of the join.
+        wait: Seconds until the group closes, or until I say more.
+        ready: How many are in.
+        target: How many I wait for.
+    """
+
+    run: RunName
+    ticket: Ticket
+    wait: Wait
+    ready: Count
+    target: Count
+
+
+class JoinRefused(msgspec.Struct, frozen=True, tag=True):
+    """You are not in.
+
+    Attributes:
+        run: Name of the run.
+        ticket: Of the join.
+        why: The reason that machines read.
+        detail: The reason that people read.
+        round: The next round here.
+        redirect: Whom to ask instead.
+    """
+
+    run: RunName
+    ticket: Ticket
+    why: Why
+    detail: Detail
+    round: RoundNumber = 0
+    redirect: PeerName | None = None
+
+
+class LeaveRequest(msgspec.Struct, frozen=True, tag=True):
+    """Forget my join."""
+
+    run: RunName
+    ticket: Ticket
+
+
+class GroupFormed(msgspec.Struct, frozen=True, tag=True):
+    """The group is closed. Goes to its members, and to those that were waited for in vain.
+
+    Attributes:
+        run: Name of the run.
+        manifest: The group.
+        lateness: Seconds from the first join to the last.
+        absent: PeerIDs waited for in vain.
+        reason: Why it closed.
+    """
+
+    run: RunName
+    manifest: Manifest
+    lateness: Wait
+    absent: Annotated[tuple[PeerName, ...], msgspec.Meta(max_length=MAX_GROUP_SIZE)] = ()
+    reason: Detail = ""
+
+
+MatchmakingMessage = JoinRequest | JoinAccepted | JoinRefused | LeaveRequest | GroupFormed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(MatchmakingMessage)
+
+
+def encode(message: MatchmakingMessage) -> bytes:
+    """The message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> MatchmakingMessage:
+    """Parse and check a message that a peer sent.
+
+    Raises:
+        MessageError: It is none, or a value is out of its bounds.
+    """
+    try:
+        message: MatchmakingMessage = _decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MessageError(f"expected a matchmaking message, got {len(data)} bytes that are none: {error}") from error
+    return message
+
+
+def refuse_unknown_run(request: JoinRequest) -> JoinRefused:
+    """The answer of a daemon that has no part in the run."""
+    detail = f"no run named {request.run!r} here"
+    return JoinRefused(request.run, request.join.ticket, Why.UNKNOWN_RUN, detail)

@@ -1,0 +1,59 @@
+"""Which peers of a run average together in which round, when the run is larger than a group.
+
+Moshpit all-reduce (Ryabinin et al. 2021, arXiv:2103.03239) puts the peers on a grid of M^d cells and averages along
+one axis after the other; d rounds make the mean exact where the grid is full. A half-empty grid is worse than random
+groups, so here the grid is dealt like cards: the peers stand in a row that is cut into as few groups of even sizes as
+will do, and the next round's row takes one peer from each group in turn. With M^d peers and groups of M these *are* the
+lines of the full grid, axis by axis; with any other number the sizes stay even, no group is smaller than need be, and
+each new group draws evenly from all old ones.
+
+Everyone who knows the same peers computes the same groups, with no message about it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+PERIOD = 60
+"""Rounds after which the deal starts over: a multiple of 1 to 6 axes, so that full grids wrap around exactly."""
+
+Groups = list[tuple[str, ...]]
+
+
+def rank(key: str, peer: str) -> bytes:
+    """A place in an order that nobody can choose, and everyone computes alike."""
+    return hashlib.sha256(f"{key}\0{peer}".encode()).digest()
+
+
+def plan(peers: Iterable[str], round: int, group_size: int) -> Groups:
+    """Assign every peer to one group of the round.
+
+    Args:
+        peers: PeerIDs, in any order, duplicates ignored.
+        round: The round's number.
+        group_size: Most peers in a group, at least 2.
+
+    Returns:
+        The groups: sizes differ by at most one, and a group of one is left only where pairs of an odd number of
+        peers cannot be avoided.
+    """
+    row = sorted(set(peers), key=lambda peer: rank("row", peer))
+    count = -(-len(row) // group_size)
+    if count <= 1:
+        return [tuple(row)] if row else []
+    groups = _cut(row, count)
+    for _ in range(round % PERIOD):
+        groups = _cut(_deal(groups), count)
+    return groups
+
+
+def _cut(row: Sequence[str], count: int) -> Groups:
+    return [tuple(row[index * len(row) // count : (index + 1) * len(row) // count]) for index in range(count)]
+
+
+def _deal(groups: Groups) -> list[str]:
+    sizes = [len(group) for group in groups]
+    row = [group[place] for place in range(max(sizes)) for group in groups if place < len(group)]
+    # Dealing leaves the first peer first: where that is a group of one, it would stay alone for ever.
+    return row[1:] + row[:1] if min(sizes) == 1 else row

@@ -1,0 +1,180 @@
+"""What a peer knows of the others in its run: who is alive, in which round, in which group, and who convenes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from equipoise.averaging.moshpit import Groups, plan, rank
+from equipoise.averaging.ports import Candidate
+
+MAX_PEERS = 4096
+"""Peers of one run that are looked at; a directory that shows more is flooded."""
+
+SUSPECT_SECONDS = 15.0
+"""A peer that could not be reached is left alone this long, or until it is heard from: its record may take a minute to
+expire, and each attempt may cost the seconds that an unanswered one is waited for."""
+
+MISSES = 2
+"""A peer waited for in vain in this many rounds running is not waited for again until it shows itself."""
+
+LEAP = 16
+"""Rounds that one peer alone can make another skip. Honest ones are one or two apart; who restarts at 0 sees the others
+in the directory, where two of them must agree."""
+
+MAX_PLANS = 8
+"""Plans kept: this round's, the next ones', and some for peers that are behind."""
+
+
+class _Other(msgspec.Struct):
+    """One other peer of the run, with the same spec."""
+
+    ready: bool
+    round: int
+    dialable: bool
+    misses: int = 0
+    suspect_until: float = float("-inf")
+
+
+class Roster:
+    """The peers of a run as one of them sees them. Times are the seconds of one monotonic clock."""
+
+    def __init__(self, peer: str, spec: str, group_size: int) -> None:
+        self.peer = peer
+        self.dialable = True
+        self.strangers = 0
+        self.seen_at = float("-inf")
+        self._spec = spec
+        self._group_size = group_size
+        self._others: dict[str, _Other] = {}
+        self._plans: dict[int, Groups] = {}
+
+    def see(self, candidates: Iterable[Candidate], now: float) -> None:
+        """Take over a view of the directory; what is known better from the peers themselves stays."""
+        others = [one for one in candidates if one.peer != self.peer]
+        same = [one for one in others if one.spec == self._spec][:MAX_PEERS]
+        known, self._others = self._others, {}
+        for one in same:
+            self._others[one.peer] = _merge(known.get(one.peer), one)
+        self.strangers = len(others) - len(same)
+        self.seen_at = now
+        if known.keys() != self._others.keys():
+            self._plans.clear()
+
+    def knows(self, peer: str) -> bool:
+        """Whether the peer is in the run as far as this one can see."""
+        return peer == self.peer or peer in self._others
+
+    def lose(self, peer: str, now: float) -> None:
+        """Note that the peer could not be reached."""
+        if peer in self._others:
+            self._others[peer].suspect_until = now + SUSPECT_SECONDS
+
+    def hear(self, peer: str) -> None:
+        """Note that the peer is alive."""
+        if peer in self._others:
+            self._others[peer].suspect_until = float("-inf")
+
+    def welcome(self, peer: str, round: int) -> None:
+        """Note that the peer takes part, and that its next round is no earlier than `round`."""
+        other = self._others.get(peer)
+        if other is not None:
+            other.misses = 0
+            other.round = max(other.round, round)
+
+    def miss(self, peers: Iterable[str]) -> None:
+        """Note that these were waited for in vain."""
+        for peer in peers:
+            if peer in self._others:
+                self._others[peer].misses += 1
+
+    def alive(self, peer: str, now: float) -> bool:
+        """Whether the peer is in the run and not suspected dead."""
+        return peer == self.peer or (peer in self._others and self._others[peer].suspect_until <= now)
+
+    def others(self, now: float) -> list[str]:
+        """The live peers but this one."""
+        return [peer for peer in self._others if self.alive(peer, now)]
+
+    def ready(self) -> int:
+        """How many others say that they are ready."""
+        return sum(other.ready for other in self._others.values())
+
+    def plan(self, round: int) -> Groups:
+        """All groups of the round; dead peers keep their places until their records expire, as others see them."""
+        if round not in self._plans:
+            if len(self._plans) >= MAX_PLANS:
+                self._plans.clear()
+            self._plans[round] = plan([self.peer, *self._others], round, self._group_size)
+        return self._plans[round]
+
+    def group(self, peer: str, round: int) -> tuple[str, ...]:
+        """The planned group of a peer; it alone if it is not known."""
+        return next((group for group in self.plan(round) if peer in group), (peer,))
+
+    def expected(self, round: int, now: float) -> set[str]:
+        """Members of this peer's planned group that are worth waiting for."""
+        return {
+            peer
+            for peer in self.group(self.peer, round)
+            if peer == self.peer or (self.alive(peer, now) and self._may_come(self._others[peer], round))
+        }
+
+    def convener(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:
+        """Who convenes the peer's group: the first live, dialable one, in an order that changes from round to round.
+
+        Args:
+            peer: Whose group.
+            round: The round's number.
+            now: The time.
+            anywhere: Take the first of the whole run, where those meet whose own group did not come about.
+
+        Returns:
+            A PeerID, maybe this peer's or `peer` itself; None if nobody that is alive can be dialled.
+        """
+        groups = self.plan(round)
+        group = self.group(peer, round)
+        alone = len(groups) > 1 and not any(self.alive(one, now) for one in group if one != peer)
+        pool: Sequence[str] = [one for each in groups for one in each] if anywhere or alone else group
+        able = [one for one in pool if self.alive(one, now) and self._can_be_dialled(one)]
+        return min(able, key=lambda one: rank(str(round), one), default=None)
+
+    def believed_round(self, now: float) -> int | None:
+        """The highest round that more than one peer vouches for, or the one of two; None if nobody is there."""
+        rounds = sorted((self._others[peer].round for peer in self.others(now)), reverse=True)
+        if not rounds:
+            return None
+        return rounds[1] if len(rounds) > 2 else rounds[0]
+
+    def highest_round(self, limit: int, now: float) -> int | None:
+        """The highest round up to `limit` that any live peer is in."""
+        return max(
+            (self._others[peer].round for peer in self.others(now) if self._others[peer].round <= limit),
+            default=None,
+        )
+
+    def left_behind(self, round: int, now: float) -> bool:
+        """Whether all live others of this peer's planned group have gone beyond the round."""
+        group = [one for one in self.group(self.peer, round) if one != self.peer and self.alive(one, now)]
+        return bool(group) and all(self._others[one].round > round for one in group)
+
+    def _can_be_dialled(self, peer: str) -> bool:
+        return self.dialable if peer == self.peer else self._others[peer].dialable
+
+    @staticmethod
+    def _may_come(other: _Other, round: int) -> bool:
+        return other.misses < MISSES and other.round <= round
+
+
+def _merge(known: _Other | None, seen: Candidate) -> _Other:
+    if known is None:
+        return _Other(seen.ready, seen.round, seen.dialable)
+    shows_itself = (seen.ready and not known.ready) or seen.round > known.round
+    return _Other(
+        ready=seen.ready,
+        round=max(seen.round, known.round),
+        dialable=seen.dialable,
+        misses=0 if shows_itself else known.misses,
+        suspect_until=known.suspect_until,
+    )
