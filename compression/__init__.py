@@ -1,9 +1,9 @@
 """Codecs: flat fp32 vectors to bytes and back."""
 
+from equipoise.compression.choice import kernels
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.finite import first_non_finite
-from equipoise.compression.kernels import kernels
 from equipoise.compression.spec import parse_codec
 
 __all__ = [

@@ -63,8 +63,13 @@ class FloatCodec(Codec):
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
         encoded = payload.view(self._format.dtype)
         for span in spans(into.numel(), into.device):
-            decoded = scratch(span.stop - span.start, into.device)
-            into[span].add_(decoded.copy_(encoded[span]).mul_(weight))
+            weighted = scratch(span.stop - span.start, into.device)
+            if encoded.dtype == torch.float32:
+                torch.mul(encoded[span], weight, out=weighted)
+            else:
+                # A product of half-precision values would be rounded to half precision.
+                weighted.copy_(encoded[span]).mul_(weight)
+            into[span].add_(weighted)
 
     def _check(self, payload: torch.Tensor, count: int) -> None:
         encoded = payload.view(self._format.dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE
+from equipoise.compression.choice import kernels_for
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.finite import first_non_finite, locate
-from equipoise.compression.kernels import kernels_for
 
 SCALE_BYTES = 4
 """Scales are f32."""

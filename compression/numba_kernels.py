@@ -1,7 +1,7 @@
 """Blockwise int8 compiled by numba, for CPUs. Importing this module imports numba.
 
 Compiled code is kept in numba's cache beside this file (or in the user's cache directory where that is read-only),
-so that a process starts in a fraction of a second instead of compiling for several; it is trusted like a .pyc.
+so that only a machine's first process compiles; it is trusted like a .pyc.
 No fastmath: it would let the compiler fuse and reassociate, and bytes would differ. error_model="numpy" makes division
 by zero a value rather than an exception, whose test would keep loops from being vectorised.
 """

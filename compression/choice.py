@@ -40,8 +40,8 @@ class Choice:
 def kernels() -> Choice:
     """Choose the kernels, once per process; numba, where it is installed and does not disagree with torch.
 
-    The first call imports numba (half a second) and, once per machine, lets it compile (some seconds). Call it at
-    start, where nobody waits.
+    The first call imports numba and loads its compiled code (0.6-0.9 s; longer once per machine, when it compiles).
+    Call it at start, where nobody waits.
 
     Raises:
         CodecError: EQUIPOISE_KERNELS is neither unset nor one of NAMES.

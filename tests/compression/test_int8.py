@@ -1,0 +1,202 @@
+"""int8: error bounds, edges of the number range, figures, malformed payloads."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as st_numpy
+
+from equipoise.compression import CodecError, parse_codec
+from equipoise.compression.blockwise import MAX_SCALE, MIN_ABSMAX, MIN_SCALE, Kernels
+from equipoise.compression.chunks import CHUNK_VALUES
+from equipoise.compression.int8 import Int8Codec
+from equipoise.compression.torch_kernels import TorchKernels
+from oracles import codecs as oracle
+
+F32_MAX = torch.finfo(torch.float32).max
+finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def numba_kernels() -> Kernels:
+    pytest.importorskip("numba")
+    from equipoise.compression.numba_kernels import NumbaKernels
+
+    return NumbaKernels()
+
+
+def encode(values: torch.Tensor, block: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales f32 [b] and codes int8 [n]."""
+    codec = Int8Codec(block)
+    payload = torch.empty(codec.encoded_size(values.numel()), dtype=torch.uint8)
+    codec.encode(values, payload)
+    split = payload.numel() - values.numel()
+    return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
+
+
+def roundtrip(values: torch.Tensor, block: int = 256) -> torch.Tensor:
+    codec = Int8Codec(block)
+    payload = bytearray(codec.encoded_size(values.numel()))
+    codec.encode(values, payload)
+    out = torch.empty_like(values)
+    codec.decode(payload, out)
+    return out
+
+
+def nrmse(values: torch.Tensor, block: int = 256) -> float:
+    return float((roundtrip(values, block) - values).double().norm() / values.double().norm())
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.numpy().tobytes() == other.numpy().tobytes()
+
+
+@given(st_numpy.arrays(np.float32, st.integers(1, 200), elements=finite), st.sampled_from([32, 64, 128]))
+def test_error_is_half_a_step_of_the_block(values: np.ndarray, block: int) -> None:
+    out = roundtrip(torch.from_numpy(values), block).numpy().astype(np.float64)
+    for start in range(0, len(values), block):
+        x = values[start : start + block].astype(np.float64)
+        absmax = np.abs(x).max()
+        bound = absmax / 254 + absmax * 2.0**-21 if absmax >= MIN_ABSMAX else absmax
+        assert (np.abs(out[start : start + block] - x) <= bound).all()
+
+
+@pytest.mark.parametrize("block", [32, 256, 4096])
+@pytest.mark.parametrize("count", [0, 1, 31, 33, 300, 4097, 20_000])
+@pytest.mark.parametrize("magnitude", [1e-44, 1e-37, 1e-30, 1.0, 1e30, F32_MAX])
+def test_kernels_agree(block: int, count: int, magnitude: float) -> None:
+    generator = torch.Generator().manual_seed(count)
+    values = torch.rand(count, generator=generator).mul_(2).sub_(1).mul_(magnitude)
+    compare_kernels(values, block)
+
+
+@given(st_numpy.arrays(np.float32, st.integers(0, 200), elements=st.floats(width=32)))
+def test_kernels_agree_on_anything(values: np.ndarray) -> None:
+    compare_kernels(torch.from_numpy(values), 32)
+
+
+def compare_kernels(values: torch.Tensor, block: int) -> None:
+    results = []
+    for each in (TorchKernels(), numba_kernels()):
+        scales, codes = (
+            torch.empty(-(-values.numel() // block)),
+            torch.empty(values.numel(), dtype=torch.int8),
+        )
+        ok = each.quantise(values, scales, codes, block)
+        assert ok == bool(values.isfinite().all())
+        if not ok:
+            continue
+        decoded, total = torch.empty_like(values), values.flip(0) * 0.25
+        each.dequantise(scales, codes, decoded, block)
+        each.accumulate(scales, codes, 0.3, total, block)
+        results.append((scales, codes, decoded, total))
+    for one, other in zip(*results, strict=True):
+        assert same_bytes(one, other)
+
+
+def test_half_steps_round_to_even() -> None:
+    values = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])
+    scales, codes = encode(values)
+    assert scales.tolist() == [1.0]
+    assert codes.tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+def test_layout_is_scales_then_codes_little_endian() -> None:
+    codec = parse_codec("int8:block=32")
+    values = torch.cat([torch.full((32,), 254.0), torch.tensor([-127.0])])
+    payload = bytearray(codec.encoded_size(33))
+    codec.encode(values, payload)
+    assert payload == struct.pack("<ff33b", 2.0, 1.0, *[127] * 32, -127)
+
+
+def test_blocks_of_zeros_have_scale_zero() -> None:
+    values = torch.zeros(600)
+    values[256:512] = -0.0
+    values[-1] = 1.0
+    scales, codes = encode(values)
+    assert scales[:2].view(torch.int32).tolist() == [0, 0]
+    assert codes.tolist() == [0] * 599 + [127]
+
+
+@pytest.mark.parametrize(
+    "absmax", [1e-45, 1e-38, 1e-36, np.nextafter(np.float32(MIN_ABSMAX), np.float32(0)).item()]
+)
+def test_blocks_too_small_to_scale_are_zeros(absmax: float) -> None:
+    scales, codes = encode(torch.tensor([absmax, -absmax, 0.0]))
+    assert scales.view(torch.int32).tolist() == [0]
+    assert codes.tolist() == [0, 0, 0]
+
+
+def test_smallest_block_that_is_scaled() -> None:
+    scales, codes = encode(torch.tensor([MIN_ABSMAX, -MIN_ABSMAX / 2]))
+    assert scales.item() >= MIN_SCALE >= 2 * torch.finfo(torch.float32).tiny
+    assert codes.tolist() == [127, -64]
+
+
+def test_largest_values_stay_finite() -> None:
+    values = torch.tensor([F32_MAX, -F32_MAX, F32_MAX / 2])
+    scales, codes = encode(values)
+    assert scales.item() == MAX_SCALE == oracle.largest_scale()
+    assert codes.tolist() == [127, -127, 64]
+    torch.testing.assert_close(roundtrip(values)[:2], values[:2], rtol=1e-6, atol=0)
+
+
+def test_size() -> None:
+    assert [parse_codec("int8").encoded_size(count) for count in (0, 1, 256, 257)] == [0, 5, 260, 265]
+
+
+@pytest.mark.parametrize(
+    ("block", "low", "high"), [(128, 0.006, 0.007), (256, 0.0065, 0.0075), (4096, 0.008, 0.010)]
+)
+def test_error_on_a_normal_distribution(block: int, low: float, high: float) -> None:
+    values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    assert low <= nrmse(values, block) <= high
+
+
+def test_an_outlier_costs_its_own_block_only() -> None:
+    values = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
+    values[12_345] = 1000.0
+    out = roundtrip(values)
+    error = (out - values).norm() / values.norm()
+    assert error <= 0.013
+    start = 12_345 // 256 * 256
+    others = torch.ones_like(values, dtype=torch.bool)
+    others[start : start + 256] = False
+    assert (out - values)[others].norm() / values[others].norm() <= 0.0075
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [-1.0, torch.nan, torch.inf, -torch.inf, 1e-45, MIN_SCALE / 2, MAX_SCALE * 1.0001, F32_MAX, -1e-45],
+)
+@pytest.mark.parametrize("index", [0, 3])
+def test_check_names_the_faulty_scale(scale: float, index: int) -> None:
+    values = torch.ones(1000)
+    payload = bytearray(parse_codec("int8").encoded_size(1000))
+    parse_codec("int8").encode(values, payload)
+    struct.pack_into("<f", payload, 4 * index, scale)
+    with pytest.raises(CodecError, match=f"the scale of block {index} of 4 is .*; expected 0, or"):
+        parse_codec("int8").check(payload, 1000)
+
+
+@pytest.mark.parametrize("index", [0, 999, CHUNK_VALUES + 5])
+def test_check_names_the_code_that_is_none(index: int) -> None:
+    codec, count = parse_codec("int8"), CHUNK_VALUES + 6
+    payload = bytearray(codec.encoded_size(count))
+    codec.check(payload, count)
+    payload[codec.encoded_size(count) - count + index] = 0x80
+    with pytest.raises(CodecError, match=f"code {index} of {count} is -128; expected -127 to 127"):
+        codec.check(payload, count)
+
+
+def test_extreme_payloads_that_pass_the_check_decode_to_finite_values() -> None:
+    codec = parse_codec("int8")
+    payload = struct.pack("<f", MAX_SCALE) + bytes([127, 0x81, 0])
+    codec.check(payload, 3)
+    out = torch.empty(3)
+    codec.decode(payload, out)
+    assert out.isfinite().all()

@@ -1,0 +1,98 @@
+"""What codecs compute, one value at a time, in numpy scalars and integers: slow, and plain to check by eye."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+F32_MAX = np.finfo(np.float32).max
+TINY = np.float32(2.0**-116)
+
+
+def int8_encode(values: Floats, block: int) -> bytes:
+    """Scales of all blocks, then codes of all values."""
+    scales, codes = b"", b""
+    for start in range(0, len(values), block):
+        x = values[start : start + block]
+        absmax = np.float32(max(abs(value) for value in x))
+        if absmax < TINY:
+            scale, inverse = np.float32(0), np.float32(0)
+        else:
+            scale = min(np.float32(absmax / np.float32(127)), largest_scale())
+            inverse = np.float32(127) / absmax
+        scales += struct.pack("<f", scale)
+        # Python's round is half to even, and exact on the double that holds the single.
+        codes += struct.pack(f"<{len(x)}b", *(round(float(value * inverse)) for value in x))
+    return scales + codes
+
+
+def int8_decode(payload: bytes, count: int, block: int) -> Floats:
+    """Code times scale."""
+    blocks = math.ceil(count / block)
+    scales = np.frombuffer(payload[: 4 * blocks], dtype="<f4")
+    codes = np.frombuffer(payload[4 * blocks :], dtype=np.int8)
+    return np.array([np.float32(code) * scales[i // block] for i, code in enumerate(codes)], dtype=np.float32)
+
+
+def largest_scale() -> np.float32:
+    """The greatest f32 whose product with 127 is finite."""
+    scale = F32_MAX / np.float32(127)
+    with np.errstate(over="ignore"):
+        while not np.isfinite(np.float32(127) * scale):
+            scale = np.nextafter(scale, np.float32(0))
+    return scale
+
+
+def fp16_encode(values: Floats) -> bytes:
+    """struct's half precision rounds to nearest even."""
+    return b"".join(struct.pack("<e", max(-65504.0, min(65504.0, float(value)))) for value in values)
+
+
+def bf16_encode(values: Floats) -> bytes:
+    """The upper half of the single's bits, rounded to nearest even, kept from carrying into an infinity."""
+    halves = []
+    for (bits,) in struct.iter_unpack("<I", values.astype("<f4").tobytes()):
+        sign, magnitude = bits & 0x8000_0000, bits & 0x7FFF_FFFF
+        rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+        halves.append(sign >> 16 | min(rounded, 0x7F7F))
+    return struct.pack(f"<{len(halves)}H", *halves)
+
+
+def float_decode(spec: str, payload: bytes) -> Floats:
+    """Every fp16 and bf16 is an f32."""
+    if spec == "fp32":
+        return np.frombuffer(payload, dtype="<f4")
+    if spec == "fp16":
+        return np.frombuffer(payload, dtype="<f2").astype(np.float32)
+    return (np.frombuffer(payload, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def encode(spec: str, values: Floats) -> bytes:
+    """What the codec of the canonical `spec` makes of `values`."""
+    if spec.startswith("int8:block="):
+        return int8_encode(values, int(spec.removeprefix("int8:block=")))
+    return {"fp32": _raw, "fp16": fp16_encode, "bf16": bf16_encode}[spec](values)
+
+
+def decode(spec: str, payload: bytes, count: int) -> Floats:
+    """What the codec of the canonical `spec` makes of `payload`."""
+    if spec.startswith("int8:block="):
+        return int8_decode(payload, count, int(spec.removeprefix("int8:block=")))
+    return float_decode(spec, payload)
+
+
+def accumulate(total: Floats, weight: float, decoded: Floats) -> Floats:
+    """One product and one sum, each rounded to f32."""
+    return np.array(
+        [t + np.float32(np.float32(weight) * d) for t, d in zip(total, decoded, strict=True)],
+        dtype=np.float32,
+    )
+
+
+def _raw(values: Floats) -> bytes:
+    return values.astype("<f4").tobytes()
