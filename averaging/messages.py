@@ -25,7 +25,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
 
 
-class Message(msgspec.Struct, frozen=True, tag=True, array_like=False):
+class Message(msgspec.Struct, frozen=True, tag=True):
     """Base of all messages of a round."""
 
 
@@ -39,13 +39,13 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     owners: Members
 
 
-class Prepare(Message):
+class Prepare(Message, frozen=True):
     """A leader opens a ballot: promise to take part in no lower one, and say what you hold."""
 
     ballot: Ballot
 
 
-class Promise(Message):
+class Promise(Message, frozen=True):
     """The answer: the highest ballot in which this member held a whole mean, with its decision, if any."""
 
     ballot: Ballot
@@ -53,13 +53,13 @@ class Promise(Message):
     held: Decision | None = None
 
 
-class Refuse(Message):
+class Refuse(Message, frozen=True):
     """This member has promised `ballot`, or still trusts its leader."""
 
     ballot: Ballot
 
 
-class Plan(Message):
+class Plan(Message, frozen=True):
     """Within a ballot: these members reduce; send them what they lack. A higher sequence replaces a lower one."""
 
     ballot: Ballot
@@ -67,7 +67,7 @@ class Plan(Message):
     owners: Members
 
 
-class Report(Message):
+class Report(Message, frozen=True):
     """An owner tells the leader whose contributions it holds whole under a plan."""
 
     ballot: Ballot
@@ -75,7 +75,7 @@ class Report(Message):
     whole: Members
 
 
-class Propose(Message):
+class Propose(Message, frozen=True):
     """The leader's decision for a ballot. `holders` hold its mean already, from an earlier ballot."""
 
     ballot: Ballot
@@ -83,7 +83,7 @@ class Propose(Message):
     holders: Members = 0
 
 
-class Held(Message):
+class Held(Message, frozen=True):
     """This member holds the whole mean of the ballot's decision, with this digest: its vote."""
 
     ballot: Ballot
@@ -91,7 +91,7 @@ class Held(Message):
     digest: Digest
 
 
-class Commit(Message):
+class Commit(Message, frozen=True):
     """A majority held the mean: the round has succeeded."""
 
     ballot: Ballot
@@ -100,30 +100,30 @@ class Commit(Message):
     holders: Members
 
 
-class Fetch(Message):
+class Fetch(Message, frozen=True):
     """Send me the means of these parts over these contributors, as far as you hold them."""
 
     contributors: Members
     parts: PartBits
 
 
-class GiveUp(Message):
+class GiveUp(Message, frozen=True):
     """This member has left the round."""
 
     reason: Reason
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """This member is alive."""
 
 
-class Contribution(Message):
+class Contribution(Message, frozen=True):
     """The frame's body is the sender's encoded contribution to a part."""
 
     part: PartIndex
 
 
-class Mean(Message):
+class Mean(Message, frozen=True):
     """The frame's body is the encoded mean of a part over these contributors."""
 
     part: PartIndex
@@ -161,7 +161,8 @@ def decode(data: bytes | memoryview) -> RoundMessage:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: It is not one.
     """
-    return _decoder.decode(data)
+    message: RoundMessage = _decoder.decode(data)
+    return message
 
 
 def to_bits(parts: set[int] | frozenset[int] | list[int]) -> bytes:

@@ -89,7 +89,9 @@ class Schema(msgspec.Struct, frozen=True):
                     f"tensor {spec.name!r}: expected shape {list(spec.shape)}, got {list(tensor.shape)}"
                 )
             if _DTYPE_NAMES.get(tensor.dtype) != spec.dtype:
-                raise SchemaError(f"tensor {spec.name!r}: expected dtype {spec.dtype}, got {_short(tensor.dtype)}")
+                raise SchemaError(
+                    f"tensor {spec.name!r}: expected dtype {spec.dtype}, got {_short(tensor.dtype)}"
+                )
         if len(tensors) > len(self.tensors):
             known = {spec.name for spec in self.tensors}
             extra = next(name for name in tensors if name not in known)
@@ -141,7 +143,9 @@ def _finite(flat: torch.Tensor) -> bool:
 
 def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
-        raise SchemaError(f"expected a tensor name of 1 to {MAX_NAME_CHARS} characters, got {str(name)[:64]!r}")
+        raise SchemaError(
+            f"expected a tensor name of 1 to {MAX_NAME_CHARS} characters, got {str(name)[:64]!r}"
+        )
     if not isinstance(tensor, torch.Tensor):
         raise SchemaError(f"tensor {name!r}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:

@@ -67,7 +67,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
             equipoise.compression.CodecError: The codec is unknown.
         """
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
-            raise SpecError(f"expected a run name of 1 to {MAX_NAME_CHARS} printable characters, got {str(name)[:80]!r}")
+            raise SpecError(
+                f"expected a run name of 1 to {MAX_NAME_CHARS} printable characters, got {str(name)[:80]!r}"
+            )
         if strategy not in STRATEGIES:
             raise SpecError(f"unknown strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
         if not isinstance(group_size, int) or not 2 <= group_size <= MAX_GROUP_SIZE:
@@ -77,7 +79,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
                 f"expected part_values to be a multiple of {MIN_PART_VALUES} up to {MAX_PART_VALUES}, got {part_values}"
             )
         if not 0 < schema.size <= part_values * MAX_PARTS:
-            raise SpecError(f"expected 1 to {part_values * MAX_PARTS} values, got {schema.size}; raise part_values")
+            raise SpecError(
+                f"expected 1 to {part_values * MAX_PARTS} values, got {schema.size}; raise part_values"
+            )
         return cls(
             name=name,
             schema=schema,

@@ -1,0 +1,84 @@
+"""The agreement at the heart of a round: Paxos acceptors and votes, as plain values.
+
+A round decides once (Lamport, "Paxos Made Simple", 2001, section 2). The value is a `Decision`; a member *accepts* it
+by holding the whole mean over its contributors, so that whatever a majority accepted can be fetched from any of them.
+A ballot belongs to one leader: ballot b to member b mod n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from equipoise.averaging.messages import Decision, Promise
+
+
+def members_of(mask: int) -> Iterator[int]:
+    """The member indices in a bitmask, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class Vote(msgspec.Struct, frozen=True):
+    """One member's word that it holds the mean of `decision`, proposed in `ballot`, with this digest."""
+
+    ballot: int
+    decision: Decision
+    digest: bytes
+
+
+class Tally:
+    """Counts votes until a majority of the group has cast the same one."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._voters: dict[Vote, int] = {}
+
+    def add(self, vote: Vote, member: int) -> None:
+        """Count `member`'s vote; a repeated one changes nothing."""
+        self._voters[vote] = self._voters.get(vote, 0) | 1 << member
+
+    def voters(self, vote: Vote) -> int:
+        """Bitmask of those who cast `vote`."""
+        return self._voters.get(vote, 0)
+
+    def holders(self, decision: Decision) -> int:
+        """Bitmask of those who said, in any ballot, that they hold the mean over these contributors."""
+        mask = 0
+        for vote, voters in self._voters.items():
+            if vote.decision.contributors == decision.contributors:
+                mask |= voters
+        return mask
+
+    def chosen(self) -> Vote | None:
+        """The vote that a majority cast, if there is one."""
+        return next((vote for vote, mask in self._voters.items() if is_majority(mask, self.size)), None)
+
+
+def is_majority(mask: int, size: int) -> bool:
+    """Whether more than half of a group of `size` is in the bitmask."""
+    return 2 * mask.bit_count() > size
+
+
+def next_ballot(after: int, member: int, size: int) -> int:
+    """The lowest ballot above `after` that belongs to `member`."""
+    ballot = after - after % size + member
+    return ballot if ballot > after else ballot + size
+
+
+def inherited(promises: dict[int, Promise]) -> tuple[Decision | None, int]:
+    """What a new ballot must propose, given promises of a majority.
+
+    Returns:
+        The decision held in the highest ballot among the promises, which an earlier ballot may have chosen, with the
+        bitmask of those that hold it; or (None, 0): the leader is free.
+    """
+    held = [promise for promise in promises.values() if promise.held is not None]
+    if not held:
+        return None, 0
+    decision = max(held, key=lambda promise: promise.held_ballot or 0).held
+    holders = sum(1 << member for member, promise in promises.items() if promise.held == decision)
+    return decision, holders

@@ -1,0 +1,158 @@
+"""What one member has sent, received and reduced of each part in a round: the bookkeeping under `AllReduce`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+
+from equipoise.averaging.ballot import members_of
+from equipoise.averaging.messages import Decision
+from equipoise.averaging.partition import assign
+from equipoise.averaging.round import Action, Group, Reduce, SendContribution, SendMean
+
+NO_MEAN = (0, b"")
+
+
+class Ledger:
+    """Contributions and means by part, and the transfers that they make due.
+
+    `due` holds the parts to look at again; `work` looks at them.
+    """
+
+    def __init__(self, group: Group, me: int) -> None:
+        self.group = group
+        self.me = me
+        self.owner_of: tuple[int, ...] = ()
+        self._due: set[int] = set()
+        self._sent: set[tuple[int, int]] = set()
+        self._arrived = [0] * len(group.parts)
+        self._reducing: dict[int, int] = {}
+        self._means: dict[int, tuple[int, bytes]] = {}
+        self._kept: Counter[int] = Counter()
+        self._mean_sent: dict[int, tuple[int, int]] = {}
+
+    @property
+    def owners(self) -> int:
+        """Bitmask of the members that have parts to reduce."""
+        return sum(1 << owner for owner in set(self.owner_of))
+
+    def assign(self, owners: int) -> None:
+        """Deal the parts out to the members in the bitmask `owners`."""
+        self.owner_of = assign(self.group.parts, owners)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Make every part due."""
+        self._due = set(range(len(self.group.parts)))
+
+    def wants_contribution(self, sender: int, part: int) -> bool:
+        """Whether a contribution is one that can count and is not here yet."""
+        return (
+            part < len(self.group.parts)
+            and bool(self.group.contributors >> sender & 1)
+            and not self._arrived[part] >> sender & 1
+        )
+
+    def take_contribution(self, sender: int, part: int) -> None:
+        """A wanted contribution has arrived."""
+        self._arrived[part] |= 1 << sender
+        self._due.add(part)
+
+    def wants_mean(self, part: int, contributors: int) -> bool:
+        """Whether a mean of this part over these contributors is not here yet."""
+        return part < len(self.group.parts) and not self.has_mean(part, contributors)
+
+    def has_mean(self, part: int, contributors: int) -> bool:
+        """Whether the mean of `part` over `contributors` is here."""
+        return self._means.get(part, NO_MEAN)[0] == contributors
+
+    def take_mean(self, part: int, contributors: int, digest: bytes) -> None:
+        """A wanted mean is here, in place of any other of that part."""
+        self._kept[self._means.get(part, NO_MEAN)[0]] -= 1
+        self._means[part] = (contributors, digest)
+        self._kept[contributors] += 1
+        self._due.add(part)
+
+    def drop_means(self) -> None:
+        """Forget every mean."""
+        self._means.clear()
+        self._kept.clear()
+
+    def is_whole(self, decision: Decision) -> bool:
+        """Whether all parts of the decision's mean are here."""
+        return self._kept[decision.contributors] == len(self.group.parts)
+
+    def missing(self, decision: Decision) -> list[int]:
+        """The parts of the decision's mean that are not here."""
+        parts = range(len(self.group.parts))
+        return [part for part in parts if not self.has_mean(part, decision.contributors)]
+
+    def whole(self) -> int:
+        """Bitmask of the contributors whose contributions to all parts of ours are here."""
+        whole = self.group.contributors
+        for part, owner in enumerate(self.owner_of):
+            if owner == self.me:
+                whole &= self._arrived[part] | 1 << self.me
+        return whole
+
+    def digest(self, decision: Decision) -> bytes:
+        """SHA-256 over the round, the contributors and the digests of all parts of the mean."""
+        whole = hashlib.sha256(self.group.round_id + decision.contributors.to_bytes(8, "little"))
+        for part in range(len(self.group.parts)):
+            whole.update(self._means[part][1])
+        return whole.digest()
+
+    def lose(self, member: int) -> None:
+        """What was under way to `member` may not have arrived: should it return, it is sent again."""
+        self._sent = {(part, to) for part, to in self._sent if to != member}
+        self._mean_sent = {part: (over, to & ~(1 << member)) for part, (over, to) in self._mean_sent.items()}
+
+    def work(self, decision: Decision | None, release_means: bool, targets: int) -> list[Action]:
+        """Send, reduce and pass on what the due parts allow.
+
+        Args:
+            decision: Whose contributions count, once that is decided.
+            release_means: Whether the means over the decision's contributors may be sent.
+            targets: Bitmask of the members to send to.
+        """
+        due, self._due = self._due, set()
+        actions: list[Action] = []
+        for part in sorted(due, key=lambda part: (self._ring(self.owner_of[part]), part)):
+            if self.owner_of[part] != self.me:
+                if decision is None:
+                    actions += self._contribute(part, targets)
+            elif not self.has_mean(
+                part, over := decision.contributors if decision else self.group.contributors
+            ):
+                actions += self._reduce(part, over)
+            elif release_means:
+                actions += self._send_mean(part, over, targets)
+        return actions
+
+    def _contribute(self, part: int, targets: int) -> list[Action]:
+        owner = self.owner_of[part]
+        due = (
+            self.group.contributors >> self.me & 1
+            and targets >> owner & 1
+            and (part, owner) not in self._sent
+        )
+        if not due:
+            return []
+        self._sent.add((part, owner))
+        return [SendContribution(owner, part)]
+
+    def _reduce(self, part: int, over: int) -> list[Action]:
+        if over & ~(self._arrived[part] | 1 << self.me) or self._reducing.get(part) == over:
+            return []
+        self._reducing[part] = over
+        return [Reduce(part, over)]
+
+    def _send_mean(self, part: int, over: int, targets: int) -> list[Action]:
+        sent_over, sent_to = self._mean_sent.get(part, (over, 0))
+        done = sent_to if sent_over == over else 0
+        self._mean_sent[part] = (over, done | targets)
+        return [SendMean(to, part, over) for to in sorted(members_of(targets & ~done), key=self._ring)]
+
+    def _ring(self, member: int) -> int:
+        # Everyone starts with its successor, so that not all send to the same member first.
+        return (member - self.me) % self.group.size
