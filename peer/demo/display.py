@@ -1,0 +1,134 @@
+"""The demo on a terminal, as plain lines where there is none, and its summary."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from equipoise.peer.demo.options import DemoOptions
+from equipoise.peer.demo.summary import Round, Summary
+
+ROWS = 12
+"""Rows of the live table; with the notes they fit a terminal of 24 lines."""
+
+COLUMNS = ("round", "group", "contributors", "loss", "bytes", "seconds")
+
+
+class LiveTable:
+    """The last rounds as a table that is drawn anew in place."""
+
+    def __init__(self, console: Console, options: DemoOptions) -> None:
+        # No thread that refreshes: children are tied to the life of the thread that started them.
+        self._live = Live(console=console, auto_refresh=False)
+        self._title = f"{options.peers} peers, {options.strategy}, {options.codec}, {options.rounds} rounds"
+        self._rounds: dict[int, Round] = {}
+
+    def __enter__(self) -> LiveTable:
+        self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def note(self, text: str) -> None:
+        """Print a line above the table."""
+        self._live.console.print(Text(text, style="dim"))
+
+    def show(self, round_: Round) -> None:
+        """Draw the table with the round's newest state."""
+        self._rounds[round_.update] = round_
+        while len(self._rounds) > ROWS:
+            del self._rounds[min(self._rounds)]
+        self._live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        table = Table(title=self._title)
+        for column in COLUMNS:
+            table.add_column(column, justify="right")
+        for update in sorted(self._rounds):
+            table.add_row(*_cells(self._rounds[update]))
+        return table
+
+
+class PlainLines:
+    """One line for each round, for files and pipes; `rounds` off leaves the notes."""
+
+    def __init__(self, console: Console, options: DemoOptions, rounds: bool = True) -> None:
+        self._console = console
+        self._options = options
+        self._rounds = rounds
+
+    def __enter__(self) -> PlainLines:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def show(self, round_: Round) -> None:
+        """Print a round once all its contributors have reported it."""
+        if self._rounds and round_.reports == round_.contributors:
+            cells = zip(COLUMNS, _cells(round_), strict=True)
+            self.note("  ".join(f"{column} {cell}" for column, cell in cells))
+
+
+def render_summary(summary: Summary, options: DemoOptions) -> Group:
+    """The summary for people."""
+    grid = Table.grid(padding=(0, 3))
+    for name, value in _facts(summary, options):
+        grid.add_row(name, value)
+    verdict = (
+        Text("It worked.", style="bold green") if summary.ok else Text("It did not work:", style="bold red")
+    )
+    return Group(Text(), grid, Text(), verdict, *(Text(f"  {problem}") for problem in summary.problems))
+
+
+def _facts(summary: Summary, options: DemoOptions) -> list[tuple[str, str]]:
+    survivors = summary.peers - summary.killed
+    alike = "bit-identical" if summary.bit_identical else "NOT bit-identical"
+    return [
+        ("test accuracy", f"{100 * summary.accuracy:.1f} % in the swarm"),
+        (
+            "",
+            f"{100 * summary.accuracy_alone:.1f} % alone with 1/{summary.peers} of the data, as many updates",
+        ),
+        ("rounds", f"{summary.rounds}, and {summary.failed_rounds} attempts that failed and were made again"),
+        (
+            "sent",
+            f"{_size(summary.bytes_sent)}; {options.codec} saved {_size(summary.bytes_saved)} against fp32",
+        ),
+        ("parameters", f"{alike} on {survivors} of {summary.peers} peers ({summary.killed} killed)"),
+        ("duration", f"{summary.seconds:.1f} s"),
+    ]
+
+
+def _cells(round_: Round) -> tuple[str, ...]:
+    return (
+        str(round_.update),
+        str(round_.group),
+        str(round_.contributors),
+        f"{round_.loss:.3f}",
+        _size(round_.bytes_sent),
+        f"{round_.seconds:.2f}",
+    )
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that reads best."""
+    size = float(count)
+    for unit in ("B", "kB", "MB"):
+        if abs(size) < 1000:
+            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
+        size /= 1000
+    return f"{size:.1f} GB"

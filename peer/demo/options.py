@@ -1,0 +1,79 @@
+"""What `equipoise demo` can be asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import msgspec
+
+from equipoise.peer.errors import EquipoiseError
+
+MAX_PEERS = 16
+"""A daemon and a trainer take about 0.7 GB together; more would not fit an ordinary machine."""
+
+MAX_ROUNDS = 10_000
+
+MIN_SURVIVORS = 2
+"""One peer alone has nobody to average with."""
+
+BATCH = 32
+"""Samples that a trainer adds to what it contributes at a time."""
+
+BATCHES_PER_PEER = 2
+"""The swarm steps when it has this many batches for each peer, wherever they came from."""
+
+
+class DemoUsageError(EquipoiseError, ValueError):
+    """The demo cannot be run as asked."""
+
+    exit_status = 2
+
+
+class DemoError(EquipoiseError):
+    """The demo cannot be run here, or its swarm did not come up."""
+
+
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What to show.
+
+    Attributes:
+        peers: Daemons, each with a trainer of its own.
+        rounds: Updates that every trainer makes.
+        codec: Codec spec in which gradients travel.
+        kill: Daemons to SIGKILL half-way, the one that the others joined through among them.
+        strategy: How the run averages.
+        seconds: Time after which the demo gives up.
+    """
+
+    peers: int = 4
+    rounds: int = 60
+    codec: str = "int8"
+    kill: int = 0
+    strategy: str = "allreduce"
+    seconds: float = 85.0
+
+    def check(self) -> None:
+        """Refuse what cannot work before anything is started.
+
+        Raises:
+            DemoUsageError: A count is out of its range.
+            DemoError: scikit-learn is missing.
+        """
+        if not MIN_SURVIVORS <= self.peers <= MAX_PEERS:
+            raise DemoUsageError(f"expected --peers from {MIN_SURVIVORS} to {MAX_PEERS}, got {self.peers}")
+        if not 1 <= self.rounds <= MAX_ROUNDS:
+            raise DemoUsageError(f"expected --rounds from 1 to {MAX_ROUNDS}, got {self.rounds}")
+        if not 0 <= self.kill <= self.peers - MIN_SURVIVORS:
+            most = self.peers - MIN_SURVIVORS
+            raise DemoUsageError(
+                f"expected --kill from 0 to {most}, so that {MIN_SURVIVORS} remain, got {self.kill}"
+            )
+        if importlib.util.find_spec("sklearn") is None:
+            raise DemoError(
+                "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
+            )
+
+    @property
+    def target(self) -> float:
+        """Samples that the swarm gathers before it steps."""
+        return float(BATCH * BATCHES_PER_PEER * self.peers)

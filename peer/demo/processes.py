@@ -1,0 +1,168 @@
+"""The demo's child processes: started together, heard line by line, and all ended whatever happens."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+STOP_SECONDS = 5.0
+"""A daemon that stops gracefully needs well under a second; after this it is killed."""
+
+MAX_LINE_BYTES = 64 * 1024
+"""A report is under 1 KB, an address under 200 bytes."""
+
+READ_BYTES = 64 * 1024
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """One child process; its standard output is heard, its standard error goes to a file."""
+
+    def __init__(self, name: str, process: subprocess.Popen[bytes], errors: Path) -> None:
+        self.name = name
+        self.errors = errors
+        self._process = process
+        self._unfinished = b""
+
+    @property
+    def output(self) -> int:
+        """File descriptor of its standard output."""
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.poll() is None
+
+    @property
+    def ending(self) -> str:
+        """How it ended, with the last line of what it wrote to standard error."""
+        lines = self.errors.read_text(errors="replace").strip().splitlines()
+        last = f": {lines[-1][:500]}" if lines else ""
+        return f"{self.name} ended with status {self._process.poll()}{last}"
+
+    def read(self) -> list[str] | None:
+        """The whole lines that have come, or None where no more will come."""
+        chunk = os.read(self.output, READ_BYTES)
+        if not chunk or len(self._unfinished) > MAX_LINE_BYTES:
+            return None
+        *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def kill(self) -> None:
+        """SIGKILL: no last words."""
+        self._process.kill()
+
+    def release(self) -> None:
+        """End its standard input, which tells it to go."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def terminate(self) -> None:
+        """SIGTERM: it may finish what it does."""
+        if self.running:
+            self._process.terminate()
+
+    def reap(self, seconds: float) -> int:
+        """Wait for its end, kill it where it takes longer than `seconds`, and return its exit status."""
+        try:
+            return self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
+
+
+class Family:
+    """All children of the demo; leaving the context ends every one of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> Family:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, name: str, command: Sequence[str]) -> Child:
+        """Start `command` as a child, which dies with this process."""
+        errors = self._folder / f"{name}.log"
+        with errors.open("wb") as log:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(os.environ),
+                # The terminal's Ctrl-C is for this process, which ends the children in order.
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
+        child = Child(name, process, errors)
+        self._children.append(child)
+        self._selector.register(child.output, selectors.EVENT_READ, child)
+        return child
+
+    def hear(self, seconds: float) -> Iterator[tuple[Child, str | None]]:
+        """What the children say within `seconds`: (child, line), and (child, None) once where one says no more."""
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            child: Child = key.data
+            lines = child.read()
+            if lines is None:
+                self._selector.unregister(key.fd)
+                yield child, None
+            else:
+                yield from ((child, line) for line in lines)
+
+    def close(self) -> None:
+        """End all children, the last started first: trainers before the daemons that they use."""
+        for child in reversed(self._children):
+            child.release()
+            child.terminate()
+        deadline = time.monotonic() + STOP_SECONDS
+        for child in self._children:
+            child.reap(deadline - time.monotonic())
+        self._selector.close()
+
+
+def daemon_command(home: Path, join: Sequence[str]) -> list[str]:
+    """The command of a daemon that only this machine can reach."""
+    joins = [word for address in join for word in ("--join", address)]
+    code = "from equipoise.peer.cli import main; main()"
+    return [
+        *(sys.executable, "-c", code, "daemon"),
+        *("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", *joins),
+    ]
+
+
+def trainer_command(home: Path, index: int, options: str) -> list[str]:
+    """The command of trainer `index`, with `options` in JSON."""
+    return [sys.executable, "-m", "equipoise.peer.demo.trainer", str(home), str(index), options]
+
+
+def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+    # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
+    kept = {name: value for name, value in environment.items() if not name.startswith("EQUIPOISE_")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """On Linux, what has the kernel end a child when this process is killed and cannot end it itself."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,174 @@
+"""The demo's swarm: daemons and trainers are started, listened to, killed half-way where asked, and ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from equipoise.peer.demo.options import DemoError, DemoOptions
+from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command, trainer_command
+from equipoise.peer.demo.reports import Failed, Report, decode_report
+from equipoise.peer.demo.summary import Ledger, Round, Summary
+
+HEAR_SECONDS = 0.5
+"""How long to listen at a time before looking at the clock."""
+
+DEATH_SECONDS = 1.0
+"""A child that has closed its standard output ends at once, or is made to."""
+
+
+class Display(Protocol):
+    """What shows the demo while it runs."""
+
+    def note(self, text: str) -> None:
+        """Show one line about something that happened."""
+
+    def show(self, round_: Round) -> None:
+        """Show a round, again where more about it has become known."""
+
+
+class DemoSwarm:
+    """One run of the demo; all its processes belong to `family`, all its files to `folder`."""
+
+    def __init__(self, options: DemoOptions, family: Family, folder: Path, display: Display) -> None:
+        self._options = options
+        self._family = family
+        self._folder = folder
+        self._display = display
+        self._ledger = Ledger(options)
+        self._daemons: list[Child] = []
+        self._trainers: list[Child] = []
+        self._gone: set[Child] = set()
+        self._killed: set[int] = set()
+        self._problems: list[str] = []
+        self._start = time.monotonic()
+
+    def run(self) -> Summary:
+        """Start everything, train, kill half-way where asked, and say what it came to.
+
+        Raises:
+            DemoError: A daemon did not come up.
+        """
+        self._start_daemons()
+        self._start_trainers()
+        self._train()
+        self._dismiss()
+        seconds = time.monotonic() - self._start
+        return self._ledger.summarize(frozenset(self._killed), self._problems, seconds)
+
+    def _start_daemons(self) -> None:
+        self._display.note(f"starting {self._options.peers} daemons")
+        first = self._start_daemon(0, [])
+        address = self._addresses(1)[first]
+        for index in range(1, self._options.peers):
+            self._start_daemon(index, [address])
+        self._addresses(self._options.peers - 1)
+        self._display.note(f"{self._options.peers - 1} daemons joined through {address}")
+
+    def _start_daemon(self, index: int, join: list[str]) -> Child:
+        child = self._family.start(f"daemon {index + 1}", daemon_command(self._home(index), join))
+        self._daemons.append(child)
+        return child
+
+    def _addresses(self, count: int) -> dict[Child, str]:
+        """Wait until `count` more daemons have each printed an address."""
+        addresses: dict[Child, str] = {}
+        while len(addresses) < count:
+            if self._late:
+                raise DemoError(
+                    f"{count - len(addresses)} daemons did not start in {self._options.seconds:g} s"
+                )
+            for child, line in self._family.hear(HEAR_SECONDS):
+                if line is None:
+                    child.reap(DEATH_SECONDS)
+                    raise DemoError(child.ending)
+                if line.startswith("/"):
+                    addresses.setdefault(child, line.strip())
+        return addresses
+
+    def _start_trainers(self) -> None:
+        self._display.note(f"starting {self._options.peers} trainers, each with its own share of the data")
+        left = self._options.seconds - (time.monotonic() - self._start)
+        options = msgspec.json.encode(msgspec.structs.replace(self._options, seconds=left)).decode()
+        for index in range(self._options.peers):
+            command = trainer_command(self._home(index), index, options)
+            self._trainers.append(self._family.start(f"trainer {index + 1}", command))
+
+    def _train(self) -> None:
+        while self._working():
+            if self._late:
+                self._problems.append(f"gave up after {self._options.seconds:g} s")
+                return
+            for child, line in self._family.hear(HEAR_SECONDS):
+                if line is None:
+                    self._bury(child)
+                elif child in self._trainers:
+                    self._take(self._trainers.index(child), decode_report(line))
+            self._kill_half_way()
+
+    def _working(self) -> bool:
+        """Whether a trainer that can still finish has not."""
+        return any(child not in self._gone and not self._finished(child) for child in self._trainers)
+
+    def _finished(self, trainer: Child) -> bool:
+        return self._trainers.index(trainer) in self._ledger.finished
+
+    def _take(self, trainer: int, report: Report) -> None:
+        round_ = self._ledger.add(trainer, report)
+        if round_ is not None:
+            self._display.show(round_)
+        elif isinstance(report, Failed):
+            self._display.note(f"trainer {trainer + 1}, update {report.update}: {report.reason}")
+
+    def _kill_half_way(self) -> None:
+        """SIGKILL the first daemons, through which the others joined: nobody is needed for the rest to go on."""
+        if self._killed or not self._options.kill:
+            return
+        made = min(self._ledger.updates(index) for index in range(self._options.peers))
+        if made < max(1, self._options.rounds // 2):
+            return
+        self._killed = set(range(self._options.kill))
+        for index in self._killed:
+            self._daemons[index].kill()
+        names = ", ".join(str(index + 1) for index in self._killed)
+        self._display.note(f"killed daemon {names} after update {made}")
+
+    def _bury(self, child: Child) -> None:
+        """A child has ended; a problem unless its daemon was killed."""
+        self._gone.add(child)
+        child.reap(DEATH_SECONDS)
+        group = self._trainers if child in self._trainers else self._daemons
+        if group.index(child) not in self._killed:
+            self._problems.append(child.ending)
+            self._display.note(child.ending)
+
+    def _dismiss(self) -> None:
+        """Let the trainers go, then the daemons; all must end well that were not killed."""
+        finished = [child for child in self._trainers if self._finished(child)]
+        for trainer in finished:
+            trainer.release()
+        self._expect_end(finished)
+        for daemon in self._daemons:
+            daemon.terminate()
+        self._expect_end(self._daemons)
+
+    def _expect_end(self, children: list[Child]) -> None:
+        deadline = time.monotonic() + STOP_SECONDS
+        for child in self._unkilled(children):
+            if child.reap(deadline - time.monotonic()) != 0:
+                self._problems.append(child.ending)
+
+    def _unkilled(self, children: list[Child]) -> Iterator[Child]:
+        killed = {child for group in (self._daemons, self._trainers) for child in group[: len(self._killed)]}
+        return (child for child in children if child not in killed and child not in self._gone)
+
+    def _home(self, index: int) -> Path:
+        return self._folder / f"peer{index + 1}"
+
+    @property
+    def _late(self) -> bool:
+        return time.monotonic() - self._start > self._options.seconds
