@@ -26,14 +26,17 @@ class Choice:
     """The kernels for tensors on a CPU.
 
     Attributes:
-        name: "torch" or "numba".
-        reason: Why these, in a few words, for logs and `status`.
         int8: The arithmetic of the int8 codec.
+        reason: Why these, in a few words, for logs and `status`.
     """
 
-    name: str
-    reason: str
     int8: Kernels
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """One of NAMES."""
+        return self.int8.name
 
 
 @functools.cache
@@ -50,21 +53,21 @@ def kernels() -> Choice:
     if wanted not in (None, "", *NAMES):
         raise CodecError(f"{ENVIRONMENT}={wanted!r} is not known; expected {' or '.join(NAMES)}, or unset")
     if wanted == "torch":
-        return Choice("torch", f"{ENVIRONMENT}=torch", _TORCH)
+        return Choice(_TORCH, f"{ENVIRONMENT}=torch")
     origin = f"{ENVIRONMENT}=numba" if wanted else "numba is installed"
     try:
         compiled = _numba()
     except ModuleNotFoundError as error:
         hint = "pip install 'equipoise[fast]' for kernels that are 2-3 times as fast"
-        return Choice("torch", f"{error.name} is not installed; {hint}", _TORCH)
+        return Choice(_TORCH, f"{error.name} is not installed; {hint}")
     # What can go wrong in a compiler, its binary dependencies and its cache is not for us to enumerate; all of it
     # leaves the other kernels, and its reason is shown.
     except Exception as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
-        return Choice("torch", f"numba failed: {text}", _TORCH)
+        return Choice(_TORCH, f"numba failed: {text}")
     if not _agree(compiled, _TORCH):
-        return Choice("torch", "numba's bytes differ from torch's on this machine", _TORCH)
-    return Choice("numba", origin, compiled)
+        return Choice(_TORCH, "numba's bytes differ from torch's on this machine")
+    return Choice(compiled, origin)
 
 
 def kernels_for(device: torch.device) -> Kernels:

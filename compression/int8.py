@@ -14,7 +14,7 @@ SCALE_BYTES = 4
 """Scales are f32."""
 
 MIN_BLOCK = 32
-"""In smaller blocks the scales would be more than an eighth of the codes, and fp16 the better bargain."""
+"""In smaller blocks the scales would be more than an eighth of the codes, for an error that hardly falls."""
 
 MAX_BLOCK = 4096
 """In larger blocks one outlier coarsens too many values, and the scales are a thousandth of the codes already."""
