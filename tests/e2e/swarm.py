@@ -28,7 +28,8 @@ STOP_SECONDS = 20.0
 LEFTOVER_SECONDS = 5.0
 """A p2pd must be gone 2 s after its daemon; the rest is room for a busy machine."""
 
-MARK = "EQUIPOISE_TEST_SWARM"
+MARK = "SWARM_UNDER_TEST"
+"""Not EQUIPOISE_..., which the daemon and the demo take for their own."""
 
 CLI = (sys.executable, "-c", "from equipoise.peer.cli import main; main()")
 
@@ -60,11 +61,11 @@ class ChildProcess:
         self._env = dict(env)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def spawn(self) -> None:
-        """Start the process; its earlier output, if any, is kept."""
+    def spawn(self, folder: Path | None = None) -> None:
+        """Start the process in `folder`; its earlier output, if any, is kept."""
         with self.out.open("ab") as out, self.err.open("ab") as err:
             self._process = subprocess.Popen(
-                self.command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self._env
+                self.command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self._env, cwd=folder
             )
 
     @property

@@ -1,0 +1,109 @@
+"""Everything that the README shows is run, in its order, against real daemons.
+
+Blocks marked `console` are commands, `python` scripts, `toml` a daemon's configuration. ADDRESS stands for an address
+of the first daemon. A block after the comment `<!-- elsewhere: ... -->` is run by another test.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+
+import pytest
+
+from architecture.sources import ROOT
+from e2e.swarm import CLI, ChildProcess, DaemonProcess, Swarm, eventually
+
+README = (ROOT / "README.md").read_text()
+
+BLOCK = re.compile(
+    r"(?P<elsewhere><!-- elsewhere: [^>]*-->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
+)
+
+KNOWN_KINDS = {"console", "python", "toml"}
+
+
+def blocks(kind: str) -> list[str]:
+    return [
+        found["text"] for found in BLOCK.finditer(README) if found["kind"] == kind and not found["elsewhere"]
+    ]
+
+
+def commands() -> list[list[str]]:
+    lines = [line for text in blocks("console") for line in text.splitlines()]
+    return [shlex.split(line.removeprefix("$ ")) for line in lines if line.startswith("$ ")]
+
+
+def script(name: str) -> str:
+    """The Python block whose first line is the comment `name`, or the only one without a name."""
+    named = {text.splitlines()[0].removeprefix("# "): text for text in blocks("python")}
+    return named.get(name) or next(text for first, text in named.items() if not first.endswith(".py"))
+
+
+def test_every_block_is_of_a_kind_that_is_run() -> None:
+    assert {found["kind"] for found in BLOCK.finditer(README)} == KNOWN_KINDS
+
+
+def test_every_command_is_one_that_the_story_runs() -> None:
+    told = [words[:2] for words in commands()]
+    assert [words[1] for words in told] == ["daemon", "daemon", "launch", "status", "peers", "rounds", "stop"]
+    assert {words[0] for words in told} == {"equipoise"}
+
+
+@pytest.mark.timeout(240)
+def test_the_story(swarm: Swarm) -> None:
+    _, join, launch, *looks = commands()
+    first = swarm.daemon("first")
+    second = swarm.daemon("second", join=told(join[3:], first))
+    (swarm.folder / "train.py").write_text(script("train.py"))
+    trainers = [launched(swarm, told(launch, first), f"trainer{index}") for index in range(2)]
+
+    for trainer in trainers:
+        assert trainer.wait(120) == 0, trainer.errors
+        assert trainer.output.count("round ") >= 3
+    for words in looks[:-1]:
+        done = second.cli(*words[1:])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
+        second.json(*words[1:])
+    assert second.cli(*looks[-1][1:]).returncode == 0
+    assert second.wait(30) == 0
+
+
+@pytest.mark.timeout(120)
+def test_the_daemon_within_a_script(swarm: Swarm) -> None:
+    first = swarm.daemon("first")
+    code = script("the daemon within").replace("ADDRESS", first.address)
+    process = swarm.script(f"import os; os.chdir({str(swarm.folder)!r})\n{code}")
+    assert process.wait(60) == 0, process.errors
+    assert process.output.strip()
+
+
+@pytest.mark.timeout(120)
+def test_the_configuration(swarm: Swarm) -> None:
+    first = swarm.daemon("first")
+    (text,) = blocks("toml")
+    home = swarm.folder / "second"
+    home.mkdir(mode=0o700)
+    (home / "config.toml").write_text(text.replace("ADDRESS", first.address))
+    second = swarm.daemon("second")
+    eventually(lambda: second.json("status")["swarm"]["state"] == "joined", "joining through config.toml")
+    settings = {setting["key"]: setting for setting in second.json("status")["settings"]}
+    assert settings["name"]["value"] == "gpu-box"
+    assert "config.toml" in settings["name"]["origin"]
+
+
+def told(words: list[str], first: DaemonProcess) -> list[str]:
+    return [first.address if word == "ADDRESS" else word for word in words]
+
+
+def launched(swarm: Swarm, words: list[str], name: str) -> ChildProcess:
+    """The command as told, with a home of its own and `equipoise` and `python` those of this environment."""
+    home = swarm.folder / name
+    command = [*CLI, *words[1:]]
+    command[command.index("python")] = sys.executable
+    process = ChildProcess(command, home, {**swarm.env, "EQUIPOISE_HOME": str(home)})
+    swarm.processes.append(process)
+    process.spawn(swarm.folder)
+    return process

@@ -1,0 +1,73 @@
+"""`equipoise demo`, as a stranger runs it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from typing import Any
+
+import pytest
+
+from e2e.swarm import ChildProcess, Swarm, eventually
+
+pytestmark = pytest.mark.timeout(180)
+
+DEMO_SECONDS = 90
+"""What the demo promises on two cores; it gives up by itself before that."""
+
+
+def finish(demo: ChildProcess) -> dict[str, Any]:
+    status = demo.wait(DEMO_SECONDS)
+    assert status == 0, demo.output + demo.errors
+    summary: dict[str, Any] = json.loads(demo.output)
+    return summary
+
+
+def test_it_works(swarm: Swarm) -> None:
+    summary = finish(swarm.command("demo", "--json"))
+    assert summary["ok"]
+    assert summary["bit_identical"]
+    assert summary["accuracy"] > summary["accuracy_alone"]
+    assert summary["bytes_saved"] > 2 * summary["bytes_sent"]
+    assert summary["killed"] == 0
+
+
+def test_the_others_finish_when_the_first_daemon_is_killed(swarm: Swarm) -> None:
+    summary = finish(swarm.command("demo", "--kill", "1", "--rounds", "40", "--json"))
+    assert summary["ok"]
+    assert summary["killed"] == 1
+    assert summary["rounds"] == 40
+
+
+def test_people_see_rounds_and_a_verdict(swarm: Swarm) -> None:
+    demo = swarm.command("demo", "--peers", "2", "--rounds", "30", "--codec", "fp32")
+    status = demo.wait(DEMO_SECONDS)
+    assert "round 30" in demo.output
+    assert "test accuracy" in demo.output
+    assert ("It worked." in demo.output) == (status == 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_when_it_is_interrupted(swarm: Swarm, number: signal.Signals) -> None:
+    demo = swarm.command("demo", "--peers", "2", "--rounds", "10000")
+    eventually(lambda: "round 2" in demo.output or not demo.running, "the second round", DEMO_SECONDS)
+    assert demo.running, demo.output + demo.errors
+    demo.signal(number)
+    assert demo.wait(30) != 0
+    assert "Traceback" not in demo.errors
+    # That no process of its remains is what the fixture checks.
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("--peers", "1"), "--peers from 2"),
+        (("--kill", "3"), "--kill from 0 to 2"),
+        (("--codec", "int9"), "int9"),
+    ],
+)
+def test_wrong_usage_is_one_line(swarm: Swarm, words: tuple[str, ...], hint: str) -> None:
+    demo = swarm.command("demo", *words)
+    assert demo.wait(60) == 2
+    assert hint in demo.errors
+    assert "Traceback" not in demo.errors
