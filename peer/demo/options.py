@@ -56,7 +56,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Refuse what cannot work before anything is started.
 
         Raises:
-            DemoUsageError: A count is out of its range.
+            DemoUsageError: A count is out of its range, or the codec or the strategy is unknown.
             DemoError: scikit-learn is missing.
         """
         if not MIN_SURVIVORS <= self.peers <= MAX_PEERS:
@@ -68,10 +68,23 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise DemoUsageError(
                 f"expected --kill from 0 to {most}, so that {MIN_SURVIVORS} remain, got {self.kill}"
             )
+        self._check_exchange()
         if importlib.util.find_spec("sklearn") is None:
             raise DemoError(
                 "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
             )
+
+    def _check_exchange(self) -> None:
+        # Here, because they import torch, which the command line does without until the demo really runs.
+        from equipoise.averaging.spec import STRATEGIES
+        from equipoise.compression import CodecError, parse_codec
+
+        if self.strategy not in STRATEGIES:
+            raise DemoUsageError(f"expected --strategy {' or '.join(STRATEGIES)}, got {self.strategy!r}")
+        try:
+            parse_codec(self.codec)
+        except CodecError as error:
+            raise DemoUsageError(f"--codec: {error}") from error
 
     @property
     def target(self) -> float:

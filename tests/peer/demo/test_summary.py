@@ -109,9 +109,11 @@ def test_reports_survive_the_pipe(report: Report) -> None:
         ({"rounds": 0}, "--rounds from 1"),
         ({"kill": 3}, "--kill from 0 to 2"),
         ({"kill": -1}, "--kill from 0 to 2"),
+        ({"strategy": "telepathy"}, "expected --strategy allreduce"),
+        ({"codec": "int9"}, "int9"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, int], message: str) -> None:
+def test_options_out_of_range_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(DemoUsageError, match=message):
         msgspec.convert(options, DemoOptions).check()
 
