@@ -107,7 +107,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(nonce)}")
         if not 0 <= bandwidth <= MAX_BANDWIDTH:
-            raise ValueError(f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {bandwidth!r}")
+            raise ValueError(
+                f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {bandwidth!r}"
+            )
         unsigned = cls(peer, spec, round, float(weight), float(bandwidth), dialable, nonce, b"")
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
 
@@ -186,7 +188,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         self._check_frame(spec, group_size)
         self._check_members()
         if own is not None and own not in self.members:
-            raise ManifestError(f"expected this peer's own join of round {own.round} unaltered, it is not there")
+            raise ManifestError(
+                f"expected this peer's own join of round {own.round} unaltered, it is not there"
+            )
         for join in self.members:
             if join != own and not join.genuine(verify):
                 raise ManifestError(f"expected a join signed by {join.peer}, the signature is not its own")
@@ -205,7 +209,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             raise ManifestError("expected members sorted by PeerID, each once, they are not")
         for join in self.members:
             if (join.spec, join.round) != (self.spec, self.round):
-                raise ManifestError(f"expected joins of this spec and round {self.round}, {join.peer}'s differs")
+                raise ManifestError(
+                    f"expected joins of this spec and round {self.round}, {join.peer}'s differs"
+                )
         problem = shortfall(self.members)
         if problem:
             raise ManifestError(problem)

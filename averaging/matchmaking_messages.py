@@ -155,7 +155,9 @@ def decode(data: bytes | bytearray | memoryview) -> MatchmakingMessage:
     try:
         message: MatchmakingMessage = _decoder.decode(data)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(f"expected a matchmaking message, got {len(data)} bytes that are none: {error}") from error
+        raise MessageError(
+            f"expected a matchmaking message, got {len(data)} bytes that are none: {error}"
+        ) from error
     return message
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
@@ -12,16 +12,16 @@ from equipoise.averaging.ports import Candidate
 MAX_PEERS = 4096
 """Peers of one run that are looked at; a directory that shows more is flooded."""
 
-SUSPECT_SECONDS = 15.0
-"""A peer that could not be reached is left alone this long, or until it is heard from: its record may take a minute to
-expire, and each attempt may cost the seconds that an unanswered one is waited for."""
+SUSPECT_SECONDS = 5.0
+"""A peer that could not be reached is left alone this long, or until it is heard from: each attempt may cost the
+seconds that an unanswered one is waited for, but it may only have been busy."""
 
 MISSES = 2
 """A peer waited for in vain in this many rounds running is not waited for again until it shows itself."""
 
-LEAP = 16
-"""Rounds that one peer alone can make another skip. Honest ones are one or two apart; who restarts at 0 sees the others
-in the directory, where two of them must agree."""
+LEAP = 1000
+"""Rounds that one peer alone can make another skip: more than the directory is ever behind fast rounds. Who restarts
+at 0 sees the others in the directory, where two of them must agree."""
 
 MAX_PLANS = 8
 """Plans kept: this round's, the next ones', and some for peers that are behind."""
@@ -44,11 +44,13 @@ class Roster:
         self.peer = peer
         self.dialable = True
         self.strangers = 0
+        self.own_misses = 0
         self.seen_at = float("-inf")
         self._spec = spec
         self._group_size = group_size
         self._others: dict[str, _Other] = {}
         self._plans: dict[int, Groups] = {}
+        self._orders: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
         """Take over a view of the directory; what is known better from the peers themselves stays."""
@@ -60,7 +62,12 @@ class Roster:
         self.strangers = len(others) - len(same)
         self.seen_at = now
         if known.keys() != self._others.keys():
-            self._plans.clear()
+            self._forget_plans()
+
+    @property
+    def count(self) -> int:
+        """How many others there are, dead or alive."""
+        return len(self._others)
 
     def knows(self, peer: str) -> bool:
         """Whether the peer is in the run as far as this one can see."""
@@ -83,10 +90,17 @@ class Roster:
             other.misses = 0
             other.round = max(other.round, round)
 
+    def note_ready(self, peer: str, ready: bool) -> None:
+        """Note what a peer shows before its next record does: that it wants a group, or has found one."""
+        if peer in self._others:
+            self._others[peer].ready = ready
+
     def miss(self, peers: Iterable[str]) -> None:
         """Note that these were waited for in vain."""
         for peer in peers:
-            if peer in self._others:
+            if peer == self.peer:
+                self.own_misses += 1
+            elif peer in self._others:
                 self._others[peer].misses += 1
 
     def alive(self, peer: str, now: float) -> bool:
@@ -97,15 +111,11 @@ class Roster:
         """The live peers but this one."""
         return [peer for peer in self._others if self.alive(peer, now)]
 
-    def ready(self) -> int:
-        """How many others say that they are ready."""
-        return sum(other.ready for other in self._others.values())
-
     def plan(self, round: int) -> Groups:
         """All groups of the round; dead peers keep their places until their records expire, as others see them."""
         if round not in self._plans:
             if len(self._plans) >= MAX_PLANS:
-                self._plans.clear()
+                self._forget_plans()
             self._plans[round] = plan([self.peer, *self._others], round, self._group_size)
         return self._plans[round]
 
@@ -118,7 +128,7 @@ class Roster:
         return {
             peer
             for peer in self.group(self.peer, round)
-            if peer == self.peer or (self.alive(peer, now) and self._may_come(self._others[peer], round))
+            if self.alive(peer, now) and self._may_come(peer, round)
         }
 
     def convener(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:
@@ -136,9 +146,15 @@ class Roster:
         groups = self.plan(round)
         group = self.group(peer, round)
         alone = len(groups) > 1 and not any(self.alive(one, now) for one in group if one != peer)
-        pool: Sequence[str] = [one for each in groups for one in each] if anywhere or alone else group
-        able = [one for one in pool if self.alive(one, now) and self._can_be_dialled(one)]
-        return min(able, key=lambda one: rank(str(round), one), default=None)
+        pool = tuple(one for each in groups for one in each) if anywhere or alone else group
+        # Alone, it is rather a guest of another group, which may have room.
+        barred = peer if alone and not anywhere else None
+        return next((one for one in self._order(round, pool) if one != barred and self._able(one, now)), None)
+
+    def mate_ready(self, round: int, now: float) -> bool:
+        """Whether a live other of this peer's planned group says that it is ready."""
+        mates = (one for one in self.group(self.peer, round) if one != self.peer)
+        return any(self.alive(one, now) and self._others[one].ready for one in mates)
 
     def believed_round(self, now: float) -> int | None:
         """The highest round that more than one peer vouches for, or the one of two; None if nobody is there."""
@@ -159,12 +175,29 @@ class Roster:
         group = [one for one in self.group(self.peer, round) if one != self.peer and self.alive(one, now)]
         return bool(group) and all(self._others[one].round > round for one in group)
 
-    def _can_be_dialled(self, peer: str) -> bool:
-        return self.dialable if peer == self.peer else self._others[peer].dialable
+    def _able(self, peer: str, now: float) -> bool:
+        dialable = (
+            self.dialable if peer == self.peer else peer in self._others and self._others[peer].dialable
+        )
+        return dialable and self.alive(peer, now)
 
-    @staticmethod
-    def _may_come(other: _Other, round: int) -> bool:
+    def _may_come(self, peer: str, round: int) -> bool:
+        if peer == self.peer:
+            return self.own_misses < MISSES
+        other = self._others[peer]
         return other.misses < MISSES and other.round <= round
+
+    def _order(self, round: int, pool: tuple[str, ...]) -> list[str]:
+        key = (round, pool)
+        if key not in self._orders:
+            if len(self._orders) >= MAX_PLANS:
+                self._orders.clear()
+            self._orders[key] = sorted(pool, key=lambda one: rank(str(round), one))
+        return self._orders[key]
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._orders.clear()
 
 
 def _merge(known: _Other | None, seen: Candidate) -> _Other:

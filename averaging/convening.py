@@ -1,0 +1,273 @@
+"""Convening groups: parking the joins of others, closing groups, handing joins on to whoever should have them.
+
+A daemon convenes whether or not it is ready itself, and sees no tensors. It may die at any moment: whoever asked it
+notices and asks the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equipoise.averaging.gathering import Closing, Gathering, Outlook, Parked
+from equipoise.averaging.lateness import MAX_WAIT
+from equipoise.averaging.manifest import Join, Manifest
+from equipoise.averaging.matchmaking_messages import (
+    MAX_DETAIL_CHARS,
+    MAX_HOPS,
+    GroupFormed,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    Why,
+)
+from equipoise.averaging.moshpit import rank
+from equipoise.averaging.spec import PROTOCOL_VERSION
+from equipoise.averaging.standing import Standing
+
+MAX_GATHERINGS = 4
+"""Rounds gathered at once: this one, and the next ones of groups that are ahead."""
+
+CLOSED_KEPT = 4
+"""Closed groups remembered, to send a manifest again to a member that lost it, and to tell the late."""
+
+
+@dataclass(slots=True)
+class _Closed:
+    formed: GroupFormed
+    began: float
+    awaited: set[str]
+
+
+class Convening:
+    """The gatherings of one run at one daemon."""
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._gatherings: dict[int, Gathering] = {}
+        self._closed: dict[int, _Closed] = {}
+        self._elsewhere: str | None = None
+        self._redirects = True
+        self._seen_at = float("-inf")
+
+    @property
+    def gathering(self) -> bool:
+        """Whether joins are parked here."""
+        return any(each.parked for each in self._gatherings.values())
+
+    def count(self, round: int, now: float) -> tuple[int, int]:
+        """How many joins of a round are parked here, and how many are waited for in all."""
+        gathering = self._gatherings.get(round)
+        if gathering is None:
+            return 0, 0
+        parked = gathering.parked.keys()
+        return len(parked), len(self._outlook(gathering, now).expected | parked)
+
+    def has_closed(self, round: int) -> bool:
+        """Whether a group of this round has been closed here."""
+        return round in self._closed
+
+    def has_strangers(self, now: float) -> bool:
+        """Whether joins are parked here whose peers the latest view of the directory could not show."""
+        return any(self._outlook(each, now).strangers for each in self._gatherings.values())
+
+    def note_own(self, convener: str | None, redirects: bool) -> None:
+        """Note with whom this peer's own join is, and whether members of its group should follow it there."""
+        self._elsewhere = None if convener == self._standing.peer else convener
+        self._redirects = redirects
+
+    def park_own(self, join: Join, patience: float, now: float) -> None:
+        """Park this peer's own join with itself."""
+        # It needs no answer; and it is this peer itself that moves it elsewhere.
+        self._gathering(join.round).park(Parked(join, now, patience, MAX_HOPS, answered=True))
+
+    def drop(self, peer: str, ticket: bytes | None = None) -> None:
+        """Forget a peer's joins: it left, or was lost."""
+        for gathering in self._gatherings.values():
+            gathering.drop(peer, ticket)
+
+    def request(self, peer: str, request: JoinRequest, now: float) -> None:
+        """Park a join, or say why not."""
+        refusal = self._objection(peer, request, now)
+        if refusal is not None:
+            self._standing.send(peer, refusal)
+            return
+        join = request.join
+        self._standing.roster.welcome(peer, join.round)
+        self._standing.roster.note_ready(peer, True)
+        closed = self._closed.get(join.round)
+        if closed is not None:
+            self._answer_late(peer, join, closed, now)
+            return
+        better = self._better(peer, join.round, now) if request.hops < MAX_HOPS else None
+        if better is not None:
+            self._redirect(join, better)
+        elif not self._gathering(join.round).park(Parked(join, now, request.patience, request.hops)):
+            self._refuse(join, Why.BUSY, "more joins are parked here than may be")
+
+    def settle(self, now: float) -> tuple[Manifest, str] | None:
+        """Hand on, close, speak; returns the manifest of the group that this peer is in, if one closed, and why."""
+        if self._standing.roster.seen_at != self._seen_at:
+            self._seen_at = self._standing.roster.seen_at
+            self._hand_on(now)
+        own = None
+        for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
+            closing = gathering.decide(self._outlook(gathering, now), now)
+            if closing is not None:
+                own = self._close(gathering, closing, now) or own
+        return own
+
+    def end_rounds_gone(self) -> None:
+        """Tell those who are parked for rounds that are over here."""
+        for round in [one for one in self._gatherings if one < self._standing.round]:
+            for peer, parked in self._gatherings.pop(round).parked.items():
+                if peer != self._standing.peer:
+                    self._refuse(parked.join, Why.ROUND_GONE, f"round {round} is over here", self._next())
+
+    def speak(self, now: float) -> bool:
+        """Tell the parked that they are; returns whether this peer's own join is one that could not be a group yet."""
+        own_waits = False
+        for gathering in self._gatherings.values():
+            outlook = self._outlook(gathering, now)
+            told = gathering.speak(outlook, now)
+            for parked in told:
+                if parked.join.peer == self._standing.peer:
+                    own_waits = True
+                else:
+                    parked.answered = True
+                    self._accept(gathering, parked.join, outlook, now)
+        return own_waits
+
+    def deadline(self, now: float) -> float:
+        """When something is to be decided or said; infinity if nobody is parked."""
+        each = self._gatherings.values()
+        return min((one.deadline(self._outlook(one, now)) for one in each), default=float("inf"))
+
+    def _objection(self, peer: str, request: JoinRequest, now: float) -> JoinRefused | None:
+        standing, join = self._standing, request.join
+        if request.version != PROTOCOL_VERSION:
+            detail = f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: update the older daemon"
+            return self._refusal(join, Why.OTHER_VERSION, detail)
+        if request.run != standing.run:
+            return self._refusal(join, Why.UNKNOWN_RUN, f"expected the run {standing.run!r}")
+        if join.spec != standing.spec:
+            detail = f"expected spec {standing.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
+            return self._refusal(join, Why.OTHER_SPEC, detail)
+        if self._is_gone(join.round):
+            return self._refusal(join, Why.ROUND_GONE, f"round {join.round} is over here", self._next())
+        if not standing.within_reach(join.round, now):
+            return self._refusal(
+                join, Why.NOT_VALID, f"round {join.round} is far ahead of {standing.round} here"
+            )
+        if join.peer != peer or not join.genuine(standing.verify):
+            return self._refusal(join, Why.NOT_VALID, f"expected a join signed by {peer}")
+        return None
+
+    def _is_gone(self, round: int) -> bool:
+        # A group of the round before the one last closed here may still be gathering; none of an older one.
+        return round not in self._closed and (
+            round < self._standing.round or round + 2 <= max(self._closed, default=0)
+        )
+
+    def _next(self) -> int:
+        return max(self._standing.round, max(self._closed, default=-1) + 1)
+
+    def _answer_late(self, peer: str, join: Join, closed: _Closed, now: float) -> None:
+        if join in closed.formed.manifest.members:
+            self._standing.send(peer, closed.formed)
+            return
+        if peer in closed.awaited and now - closed.began <= MAX_WAIT:
+            closed.awaited.discard(peer)
+            self._standing.lateness.learn(now - closed.began)
+        self._refuse(join, Why.ROUND_GONE, f"the group of round {join.round} has closed", join.round + 1)
+
+    def _better(self, peer: str, round: int, now: float) -> str | None:
+        """Who should have this peer's join instead of this one; None if nobody."""
+        roster = self._standing.roster
+        group = roster.group(self._standing.peer, round)
+        best: str | None
+        if peer == self._elsewhere:
+            # They ask each other: both have the lower ranked one convene.
+            best = min(peer, self._standing.peer, key=lambda one: rank(str(round), one))
+        elif self._elsewhere and self._redirects and round == self._standing.round and peer in group:
+            best = self._elsewhere
+        elif roster.knows(peer):
+            best = roster.convener(peer, round, now)
+        else:
+            best = roster.convener(self._standing.peer, round, now) if len(roster.plan(round)) == 1 else None
+        return None if best == self._standing.peer else best
+
+    def _hand_on(self, now: float) -> None:
+        for gathering in self._gatherings.values():
+            for parked in list(gathering.parked.values()):
+                if parked.hops >= MAX_HOPS:
+                    continue
+                better = self._better(parked.join.peer, gathering.round, now)
+                if better is not None:
+                    gathering.drop(parked.join.peer)
+                    self._redirect(parked.join, better)
+
+    def _outlook(self, gathering: Gathering, now: float) -> Outlook:
+        roster, lateness = self._standing.roster, self._standing.lateness
+        expected = roster.expected(gathering.round, now)
+        if self._elsewhere is not None:
+            expected.discard(self._standing.peer)
+        strangers = any(
+            not roster.knows(peer) and parked.arrived >= roster.seen_at
+            for peer, parked in gathering.parked.items()
+        )
+        group = frozenset(roster.group(self._standing.peer, gathering.round))
+        return Outlook(group, expected, lateness.wait, lateness.reason, strangers)
+
+    def _close(self, gathering: Gathering, closing: Closing, now: float) -> tuple[Manifest, str] | None:
+        standing = self._standing
+        manifest = Manifest.of(standing.peer, closing.members)
+        reason = f"{closing.reason}; convened by {standing.peer}"[:MAX_DETAIL_CHARS]
+        lateness = min(closing.lateness, MAX_WAIT)
+        formed = GroupFormed(standing.run, manifest, lateness, tuple(closing.absent), reason)
+        for peer in dict.fromkeys((*manifest.peers, *closing.absent)):
+            if peer != standing.peer:
+                standing.send(peer, formed)
+        for join in closing.left_over:
+            if join.peer != standing.peer:
+                detail = f"the group of round {join.round} is full without it"
+                self._refuse(join, Why.FULL, detail, join.round + 1)
+        del self._gatherings[gathering.round]
+        self._remember(formed, now - closing.lateness)
+        standing.learn(formed)
+        return (manifest, reason) if standing.peer in manifest.peers else None
+
+    def _remember(self, formed: GroupFormed, began: float) -> None:
+        self._closed[formed.manifest.round] = _Closed(formed, began, set(formed.absent))
+        while len(self._closed) > CLOSED_KEPT:
+            del self._closed[min(self._closed)]
+
+    def _gathering(self, round: int) -> Gathering:
+        if round not in self._gatherings:
+            empty = [one for one, each in self._gatherings.items() if not each.parked]
+            if len(self._gatherings) >= MAX_GATHERINGS:
+                self._abandon(empty[0] if empty else max(self._gatherings))
+            self._gatherings[round] = Gathering(round, self._standing.group_size)
+        return self._gatherings[round]
+
+    def _abandon(self, round: int) -> None:
+        for parked in self._gatherings.pop(round).parked.values():
+            if parked.join.peer != self._standing.peer:
+                self._refuse(parked.join, Why.BUSY, "more rounds are gathered here than may be")
+
+    def _accept(self, gathering: Gathering, join: Join, outlook: Outlook, now: float) -> None:
+        wait = min(max(gathering.deadline(outlook) - now, 0.0), MAX_WAIT)
+        target = len(outlook.expected | gathering.parked.keys())
+        ready = len(gathering.parked)
+        self._standing.send(join.peer, JoinAccepted(self._standing.run, join.ticket, wait, ready, target))
+
+    def _redirect(self, join: Join, better: str) -> None:
+        detail = f"{better} convenes its group"
+        self._standing.send(join.peer, self._refusal(join, Why.ELSEWHERE, detail, redirect=better))
+
+    def _refuse(self, join: Join, why: Why, detail: str, round: int = 0) -> None:
+        self._standing.send(join.peer, self._refusal(join, why, detail, round))
+
+    def _refusal(
+        self, join: Join, why: Why, detail: str, round: int = 0, redirect: str | None = None
+    ) -> JoinRefused:
+        return JoinRefused(self._standing.run, join.ticket, why, detail[:MAX_DETAIL_CHARS], round, redirect)

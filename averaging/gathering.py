@@ -1,0 +1,162 @@
+"""The convener's side of one round: the joins parked with it, and when to close the group."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import msgspec
+
+from equipoise.averaging.lateness import MIN_WAIT
+from equipoise.averaging.manifest import Join, shortfall
+
+KEEPALIVE = 2.0
+"""Seconds between words to joins that cannot be a group yet; their peers must be told that the convener lives."""
+
+PATIENCE_SPENT = 0.5
+"""A group closes when half its joins have waited this part of what they are going to wait at all: the round itself
+needs the rest."""
+
+MAX_PARKED_GROUPS = 4
+"""Parked joins in group sizes: views of the run differ by a group or two, never by this many."""
+
+
+class Parked(msgspec.Struct):
+    """A join that waits for its group."""
+
+    join: Join
+    arrived: float
+    patience: float
+    hops: int
+    answered: bool = False
+
+
+class Closing(msgspec.Struct, frozen=True):
+    """The decision to close a group now."""
+
+    members: list[Join]
+    left_over: list[Join]
+    absent: list[str]
+    lateness: float
+    reason: str
+
+
+class Outlook(msgspec.Struct, frozen=True):
+    """What the convener knows beside the joins.
+
+    Attributes:
+        group: The planned group, whose members come before guests.
+        expected: Those of it worth waiting for.
+        wait: Seconds to wait beyond the first.
+        why_wait: Why it is that long.
+        strangers: Whether some joins came from peers that the latest view of the directory could not have had.
+    """
+
+    group: Set[str]
+    expected: Set[str]
+    wait: float
+    why_wait: str
+    strangers: bool
+
+
+class Gathering:
+    """Joins of one round, parked with this peer. Times are the seconds of one monotonic clock."""
+
+    def __init__(self, round: int, group_size: int) -> None:
+        self.round = round
+        self.parked: dict[str, Parked] = {}
+        self._group_size = group_size
+        self._opened: float | None = None
+        self._told_at = float("-inf")
+
+    def park(self, parked: Parked) -> bool:
+        """Take a join, in place of an earlier one of the same peer; False if there is no room."""
+        peer = parked.join.peer
+        before = self.parked.get(peer)
+        if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._group_size:
+            return False
+        if before is not None and before.join == parked.join:
+            parked.arrived = before.arrived
+        self.parked[peer] = parked
+        if self._opened is None:
+            self._opened = self._told_at = parked.arrived
+        return True
+
+    def drop(self, peer: str, ticket: bytes | None = None) -> None:
+        """Forget the peer's join, if it is the one with this ticket."""
+        parked = self.parked.get(peer)
+        if parked is None or ticket not in (None, parked.join.ticket):
+            return
+        del self.parked[peer]
+        if not self.parked:
+            self._opened = None
+        elif self._opened is not None:
+            self._opened = max(self._opened, min(one.arrived for one in self.parked.values()))
+
+    def deadline(self, outlook: Outlook) -> float:
+        """When to decide, or to speak, at the latest; infinity if nobody is parked."""
+        if not self.parked:
+            return float("inf")
+        if self._opened is None or shortfall(self._choose(outlook)):
+            return self._told_at + KEEPALIVE
+        return min(self._opened + outlook.wait, self._out_of_patience())
+
+    def decide(self, outlook: Outlook, now: float) -> Closing | None:
+        """Close now, with a reason, or not yet."""
+        members = self._choose(outlook)
+        if shortfall(members):
+            return None
+        missing = outlook.expected - self.parked.keys()
+        if not missing and len(members) == self._group_size:
+            return self._close(members, missing, "it is full")
+        if not missing and not outlook.strangers:
+            return self._close(members, missing, "all that are expected are in")
+        if self._opened is not None and now >= self._opened + outlook.wait:
+            return self._close(members, missing, f"waited {outlook.why_wait}")
+        if now >= self._out_of_patience():
+            return self._close(members, missing, "half of them have spent half their time")
+        return None
+
+    def speak(self, outlook: Outlook, now: float) -> list[Parked]:
+        """The joins that must be told now that they are parked: new ones; from time to time those that are no group.
+
+        An early bird says nothing about how late the others are: after the wait, time counts from the next arrival.
+        """
+        if self.parked and now >= self._told_at + KEEPALIVE and shortfall(self._choose(outlook)):
+            self._told_at = now
+            if self._opened is not None and now >= self._opened + outlook.wait:
+                self._opened = None
+            return list(self.parked.values())
+        return [parked for parked in self.parked.values() if not parked.answered]
+
+    def _joins(self) -> list[Join]:
+        return [parked.join for parked in self.parked.values()]
+
+    def _out_of_patience(self) -> float:
+        spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
+        latest = max(one.arrived for one in self.parked.values())
+        # Those who come within a moment of the last still count, however long the others have waited before.
+        return max(spent[(len(spent) - 1) // 2], latest + MIN_WAIT)
+
+    def _choose(self, outlook: Outlook) -> list[Join]:
+        order = sorted(
+            self.parked.values(), key=lambda one: (one.join.peer not in outlook.group, one.arrived)
+        )
+        joins = [one.join for one in order]
+        chosen = joins[: self._group_size]
+        if not shortfall(chosen):
+            return chosen
+        dialable = sorted((join for join in joins if join.dialable), key=lambda join: join.weight == 0)
+        contributors = [join for join in joins if join.weight > 0]
+        first = dict.fromkeys([*dialable[:1], *contributors[:2], *joins])
+        return list(first)[: self._group_size]
+
+    def _close(self, members: list[Join], missing: Set[str], reason: str) -> Closing:
+        peers = {join.peer for join in members}
+        arrivals = [self.parked[peer].arrived for peer in peers]
+        return Closing(
+            members=members,
+            left_over=[join for join in self._joins() if join.peer not in peers],
+            absent=sorted(missing),
+            lateness=max(arrivals) - (min(arrivals) if self._opened is None else self._opened),
+            reason=reason,
+        )

@@ -1,0 +1,233 @@
+"""Forming groups: the machine of one peer in one run.
+
+A ready peer signs a join and sends it straight to the convener of its planned group, which every peer computes alike
+from what it knows of the run; the directory is read ahead, and is in nobody's way. The last one to ask makes the group
+close at once: from then it is one message each way. The convener closes when all that are worth waiting for are in, or
+when waiting longer is not worth it. Where views of the run differ, joins are redirected; where a convener dies, the
+next in the same order is asked; where a round is over, the late are told and come to the next. Whatever happens, a peer
+begins at most one round each time that it became ready.
+"""
+
+from __future__ import annotations
+
+from equipoise.averaging.convening import Convening
+from equipoise.averaging.manifest import Manifest, ManifestError
+from equipoise.averaging.matchmaking_events import (
+    Action,
+    Announce,
+    BecameReady,
+    CandidatesSeen,
+    Event,
+    Form,
+    LookUp,
+    MessageReceived,
+    PeerLost,
+    RoundEnded,
+    Withdrew,
+    Woke,
+)
+from equipoise.averaging.matchmaking_messages import (
+    GroupFormed,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    LeaveRequest,
+)
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
+from equipoise.averaging.seeking import Seeking
+from equipoise.averaging.standing import Standing
+
+LOOK_OFTEN = 1.0
+"""Seconds between looks at the directory while a group is gathered: that is how long views of the run may differ."""
+
+LOOK_SELDOM = 5.0
+"""Seconds between looks otherwise: a warm view is what makes a group form in one message each way."""
+
+LOOK_FOR_STRANGERS = 0.25
+"""Seconds between looks while joins have come from peers that the last view did not show: the view is behind."""
+
+ANNOUNCE_PERIOD = 1.0
+"""Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
+
+
+class Matchmaking:
+    """One peer's matchmaking in one run, for as long as it has joined the run.
+
+    It is told events and returns what to do; `deadline` says by when it must be told `Woke`. It takes part in groups,
+    and convenes them whether or not it is ready itself. Times are seconds of one monotonic clock.
+    """
+
+    def __init__(self, standing: Standing) -> None:
+        self._standing = standing
+        self._convening = Convening(standing)
+        self._seeking = Seeking(standing, self._convening)
+        self._exchanging: Manifest | None = None
+        self._announced: tuple[bool, int] | None = None
+        self._announced_at = float("-inf")
+        self._look_at = float("-inf")
+        self._looked_at = float("-inf")
+        self._now = float("-inf")
+        self._deadline = float("-inf")
+        self._reason = "the run has just been joined"
+
+    @property
+    def deadline(self) -> float:
+        """When `Woke` is due; at once after construction."""
+        return self._deadline
+
+    @property
+    def round(self) -> int:
+        """Number of this peer's next round."""
+        return self._standing.round
+
+    @property
+    def reason(self) -> str:
+        """Why matchmaking stands where it does, one line."""
+        return self._reason
+
+    @property
+    def state(self) -> RunState:
+        """Where the next round stands."""
+        standing, roster = self._standing, self._standing.roster
+        others = roster.count
+        if self._exchanging is not None:
+            return Exchanging(len(self._exchanging.members), self._exchanging.round)
+        if not others:
+            return NoPeers(self._why_nobody())
+        if not self._seeking.ready:
+            return Idle(others)
+        ready, target = self._seeking.count
+        if self._seeking.convener == standing.peer:
+            ready, target = self._convening.count(standing.round, self._now)
+        return Gathering(max(ready, 1), max(target, ready, 2), self._reason)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in what has happened, and say what to do.
+
+        Raises:
+            ValueError: The caller's mistake: `BecameReady` while ready, or with a weight or nonce that is not valid.
+        """
+        self._now = now
+        self._take(event, now)
+        self._settle(now)
+        actions, self._standing.out = self._standing.out, []
+        return actions
+
+    def _take(self, event: Event, now: float) -> None:
+        match event:
+            case CandidatesSeen(candidates):
+                self._standing.roster.see(candidates, now)
+            case BecameReady():
+                self._seeking.begin(event, now)
+                if now - self._standing.roster.seen_at >= LOOK_OFTEN:
+                    self._look_at = now
+            case Withdrew():
+                self._seeking.end()
+                self._reason = "withdrawn"
+            case MessageReceived(peer, message):
+                self._standing.roster.hear(peer)
+                self._receive(peer, message, now)
+            case PeerLost(peer):
+                self._convening.drop(peer)
+                if not self._seeking.lost(peer, now):
+                    self._standing.roster.lose(peer, now)
+            case RoundEnded(round):
+                if self._exchanging is not None and self._exchanging.round == round:
+                    self._exchanging = None
+                    self._reason = f"round {round} is over"
+            case Woke():
+                pass
+
+    def _receive(self, peer: str, message: object, now: float) -> None:
+        match message:
+            case JoinRequest():
+                self._convening.request(peer, message, now)
+            case JoinAccepted():
+                self._seeking.accepted(peer, message, now)
+            case JoinRefused():
+                self._seeking.refused(peer, message, now)
+            case LeaveRequest():
+                self._convening.drop(peer, message.ticket)
+            case GroupFormed():
+                self._take_manifest(peer, message, now)
+
+    def _take_manifest(self, peer: str, message: GroupFormed, now: float) -> None:
+        try:
+            manifest = self._seeking.formed(message)
+            if manifest is None:
+                self._take_notice(peer, message, now)
+                return
+        except ManifestError as error:
+            self._reason = f"{peer} sent a manifest that is not valid: {error}"
+            self._seeking.give_up(peer, now)
+            return
+        self._standing.learn(message)
+        self._begin_round(manifest, message.reason)
+
+    def _take_notice(self, peer: str, message: GroupFormed, now: float) -> None:
+        """A group has formed without this peer: it learns who is in the next round now.
+
+        Raises:
+            ManifestError: The manifest is not valid.
+        """
+        standing, manifest = self._standing, message.manifest
+        late = manifest.round < standing.round or not standing.within_reach(manifest.round, now)
+        if late or standing.peer in manifest.peers or not standing.roster.knows(peer):
+            return
+        manifest.check(standing.verify, spec=standing.spec, group_size=standing.group_size, own=None)
+        standing.learn_members(manifest)
+        standing.roster.miss({standing.peer}.intersection(message.absent))
+
+    def _begin_round(self, manifest: Manifest, reason: str) -> None:
+        self._seeking.end()
+        self._standing.advance(manifest)
+        self._exchanging = manifest
+        self._reason = f"round {manifest.round} with {len(manifest.members)} members: {reason}"
+        self._standing.out.append(Form(manifest, self._reason))
+
+    def _settle(self, now: float) -> None:
+        self._seeking.settle(now)
+        self._convening.note_own(self._seeking.convener, self._seeking.redirects)
+        own = self._convening.settle(now)
+        if own is not None:
+            self._begin_round(*own)
+            self._convening.note_own(None, True)
+        self._convening.end_rounds_gone()
+        if self._convening.speak(now):
+            self._seeking.alone()
+        if self._seeking.ready:
+            self._reason = self._seeking.reason
+        self._announce(now)
+        self._look(now)
+        self._deadline = min(
+            self._seeking.deadline(),
+            self._convening.deadline(now),
+            self._look_at,
+            self._announced_at + ANNOUNCE_PERIOD if self._to_announce() else float("inf"),
+        )
+
+    def _to_announce(self) -> bool:
+        return self._announced != (self._seeking.ready, self._standing.round)
+
+    def _announce(self, now: float) -> None:
+        if self._to_announce() and now >= self._announced_at + ANNOUNCE_PERIOD:
+            self._announced = (self._seeking.ready, self._standing.round)
+            self._announced_at = now
+            self._standing.out.append(Announce(*self._announced, self._reason))
+
+    def _look(self, now: float) -> None:
+        busy = self._seeking.ready or self._convening.gathering
+        if self._convening.has_strangers(now):
+            self._look_at = min(self._look_at, self._looked_at + LOOK_FOR_STRANGERS)
+        if busy:
+            self._look_at = min(self._look_at, now + LOOK_OFTEN)
+        if now >= self._look_at:
+            self._look_at = now + (LOOK_OFTEN if busy else LOOK_SELDOM)
+            self._looked_at = now
+            self._standing.out.append(LookUp(self._reason))
+
+    def _why_nobody(self) -> str:
+        strangers = self._standing.roster.strangers
+        if strangers:
+            return f"{strangers} peers of this name have another spec: schema or options of the run differ"
+        return "no other peer of this run is known"

@@ -1,0 +1,258 @@
+"""Seeking a group: whom to ask, what to do about the answer, and when to ask somebody else."""
+
+from __future__ import annotations
+
+from equipoise.averaging.convening import Convening
+from equipoise.averaging.lateness import MAX_WAIT
+from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
+from equipoise.averaging.matchmaking_events import BecameReady
+from equipoise.averaging.matchmaking_messages import (
+    MAX_HOPS,
+    MAX_PATIENCE,
+    GroupFormed,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    LeaveRequest,
+    Why,
+)
+from equipoise.averaging.roster import LEAP
+from equipoise.averaging.standing import Standing
+
+REPLY_SECONDS = 2.0
+"""An answer that takes longer does not come: the same bound by which a stalled member of a round is noticed."""
+
+ASK_AGAIN_SECONDS = 1.0
+"""With nobody to ask, look again this often."""
+
+LONELY_SECONDS = 10.0
+"""After this long alone in its planned group a peer looks for company in the whole run. Shorter, and an early bird
+would be missing from its own group."""
+
+
+class Seeking:
+    """One peer's search for a group, from ready to formed or withdrawn; then for the next one."""
+
+    _join: Join | None
+    _asked: str | None
+    _parked: bool
+    _retried: bool
+    _alone: bool
+    _anywhere: bool
+    _hops: int
+
+    def __init__(self, standing: Standing, convening: Convening) -> None:
+        self._standing = standing
+        self._convening = convening
+        self._ready: BecameReady | None = None
+        self._since = 0.0
+        self._rest()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a group is sought."""
+        return self._ready is not None
+
+    def begin(self, ready: BecameReady, now: float) -> None:
+        """Start to seek.
+
+        Raises:
+            ValueError: It seeks already, or the weight or the nonce is not valid.
+        """
+        if self._ready is not None:
+            raise ValueError(
+                "expected Withdrew or Form before another BecameReady: this peer is ready already"
+            )
+        if not ready.patience >= 0:
+            raise ValueError(f"expected a patience of 0 or more seconds, got {ready.patience!r}")
+        self._standing.join(ready)
+        self._standing.roster.dialable = ready.dialable
+        self._standing.roster.own_misses = 0
+        self._ready, self._since = ready, now
+        self._step_down(now)
+
+    def end(self) -> None:
+        """Stop: the group has formed, or is no longer wanted. Whoever holds the join is told to forget it."""
+        self._leave()
+        self._ready = None
+        self._rest()
+
+    def accepted(self, peer: str, message: JoinAccepted, now: float) -> None:
+        """The convener has parked the join, or says that it holds it still."""
+        if not self._is_answer(peer, message.ticket):
+            self._standing.send(peer, LeaveRequest(self._standing.run, message.ticket))
+            return
+        if self._parked:
+            self.alone()
+        self._parked = True
+        self.count = message.ready, message.target
+        self.reason = f"{peer} convenes"
+        self._answer_by = now + min(message.wait, MAX_WAIT) + REPLY_SECONDS
+
+    def alone(self) -> None:
+        """The join could not be put into a group yet: views of the run may have differed, so begin with the latest."""
+        self._hops = 0
+        self._alone = True
+
+    def refused(self, peer: str, message: JoinRefused, now: float) -> None:
+        """The convener will not have the join: follow what it says, or turn to the next."""
+        if not self._is_answer(peer, message.ticket):
+            return
+        self._asked = None
+        self.reason = f"{peer} refused: {message.detail}"
+        if message.why is Why.ELSEWHERE and message.redirect is not None:
+            self._follow(peer, message.redirect, now)
+        elif message.why in (Why.ROUND_GONE, Why.FULL) and self._can_skip_to(message.round, now):
+            self._standing.roster.welcome(peer, message.round)
+            self._standing.round = message.round
+        else:
+            self._standing.roster.lose(peer, now)
+
+    def lost(self, peer: str, now: float) -> bool:
+        """The channel to `peer` broke; returns whether it is asked once more rather than given up."""
+        if peer != self._asked:
+            return False
+        first_time, self._asked = not self._retried, None
+        self.reason = f"the channel to {peer} broke"
+        if first_time:
+            self._ask(peer, now)
+            self._retried = True
+        return first_time
+
+    def give_up(self, peer: str, now: float) -> None:
+        """Do not trust this peer with the join."""
+        if peer == self._asked:
+            self._leave()
+        self._standing.roster.lose(peer, now)
+
+    def formed(self, message: GroupFormed) -> Manifest | None:
+        """The manifest, if it is one that this peer waits for, whoever sent it.
+
+        Raises:
+            ManifestError: It has this peer's join, and is not valid.
+        """
+        if self._ready is None or self._join is None or self._join not in message.manifest.members:
+            return None
+        message.manifest.check(
+            self._standing.verify,
+            spec=self._standing.spec,
+            group_size=self._standing.group_size,
+            own=self._join,
+        )
+        return message.manifest
+
+    def settle(self, now: float) -> None:
+        """Ask whom this peer's view of the run says, unless it was sent elsewhere by one that knew better."""
+        if self._ready is None:
+            return
+        self._keep_up(now)
+        if self._join is None or self._join.round != self._standing.round:
+            self._start_round(self._ready)
+        if self._asked is not None and now >= self._answer_by:
+            self.reason = f"{self._asked} did not answer in time"
+            self._standing.roster.lose(self._asked, now)
+            self._leave()
+        target = self._target(now)
+        if target is None and self._asked is None:
+            self.reason = "no peer that can be dialled is alive"
+            self._answer_by = now + ASK_AGAIN_SECONDS
+        elif target is not None and target != self._asked:
+            self._leave()
+            self._ask(target, now)
+
+    def deadline(self) -> float:
+        """When an answer is overdue; infinity if none is awaited, or the join is parked with this peer itself."""
+        return self._answer_by
+
+    @property
+    def convener(self) -> str | None:
+        """Who has this peer's join, or was asked to take it."""
+        return self._asked
+
+    @property
+    def redirects(self) -> bool:
+        """Whether members of its own group should follow it to its convener, rather than find it a guest there."""
+        return not self._anywhere
+
+    def _keep_up(self, now: float) -> None:
+        standing = self._standing
+        while self._convening.has_closed(standing.round):
+            standing.round += 1
+        believed = standing.roster.believed_round(now)
+        if believed is not None and believed >= standing.round + 2:
+            standing.round = min(believed, MAX_ROUND - 1)
+        elif standing.roster.left_behind(standing.round, now):
+            standing.round += 1
+        elif self._alone:
+            highest = standing.roster.highest_round(standing.round + LEAP, now)
+            standing.round = max(standing.round, highest or 0)
+
+    def _step_down(self, now: float) -> None:
+        # Who was talked into a round that nobody else is in comes back, but never to one it has had.
+        believed = self._standing.roster.believed_round(now)
+        if believed is not None and believed <= self._standing.round - 2:
+            self._standing.round = max(self._standing.floor, believed)
+
+    def _can_skip_to(self, round: int, now: float) -> bool:
+        return round > self._standing.round and self._standing.within_reach(round, now)
+
+    def _start_round(self, ready: BecameReady) -> None:
+        self._leave()
+        self._join = self._standing.join(ready)
+        self._hops = 0
+
+    def _target(self, now: float) -> str | None:
+        roster, standing = self._standing.roster, self._standing
+        long_alone = self._alone and now - self._since >= LONELY_SECONDS
+        self._anywhere = long_alone and not roster.mate_ready(standing.round, now)
+        asked = self._asked
+        was_sent = self._hops > 0 and not self._anywhere
+        if asked is not None and was_sent and (roster.alive(asked, now) or not roster.knows(asked)):
+            return asked
+        return roster.convener(standing.peer, standing.round, now, anywhere=self._anywhere)
+
+    def _follow(self, peer: str, redirect: str, now: float) -> None:
+        roster = self._standing.roster
+        self._hops = min(self._hops + 1, MAX_HOPS)
+        to_itself = redirect == self._standing.peer
+        dead = roster.knows(redirect) and not roster.alive(redirect, now)
+        if redirect == peer or dead or (to_itself and not roster.dialable):
+            self._hops, redirect = MAX_HOPS, peer
+        self._ask(redirect, now)
+
+    def _ask(self, convener: str, now: float) -> None:
+        if self._ready is None or self._join is None:
+            return
+        self._asked, self._parked, self._retried = convener, False, False
+        patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
+        if convener == self._standing.peer:
+            self._convening.park_own(self._join, patience, now)
+            self._answer_by = float("inf")
+            self.reason = "this peer convenes"
+        else:
+            hops = MAX_HOPS if self._anywhere else self._hops
+            self._standing.send(convener, JoinRequest(self._standing.run, self._join, patience, hops))
+            self._answer_by = now + REPLY_SECONDS
+            self.reason = f"{convener} is asked"
+
+    def _leave(self) -> None:
+        if self._asked == self._standing.peer:
+            self._convening.drop(self._standing.peer)
+        elif self._asked is not None and self._join is not None:
+            self._standing.send(self._asked, LeaveRequest(self._standing.run, self._join.ticket))
+        self._asked = None
+
+    def _is_answer(self, peer: str, ticket: bytes) -> bool:
+        return self._join is not None and peer == self._asked and ticket == self._join.ticket
+
+    def _rest(self) -> None:
+        self._join = None
+        self._asked = None
+        self._parked = False
+        self._retried = False
+        self._alone = False
+        self._anywhere = False
+        self._hops = 0
+        self._answer_by = float("inf")
+        self.count = 0, 0
+        self.reason = ""

@@ -1,0 +1,83 @@
+"""Where a peer stands in a run: what both sides of its matchmaking, asking and convening, know and write to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from equipoise.averaging.lateness import Lateness
+from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
+from equipoise.averaging.matchmaking_events import Action, BecameReady, Send
+from equipoise.averaging.matchmaking_messages import GroupFormed, MatchmakingMessage
+from equipoise.averaging.roster import LEAP, Roster
+
+
+@dataclass(slots=True)
+class Standing:
+    """One peer in one run.
+
+    Attributes:
+        run: Name of the run.
+        spec: Hash of its RunSpec.
+        peer: This peer's PeerID.
+        group_size: Most peers in a group.
+        sign: Signs with this peer's identity key.
+        verify: Checks another peer's signature.
+        roster: The others.
+        lateness: How late they are.
+        round: Number of this peer's next round.
+        floor: The lowest number that may still be: one beyond the last round that formed with this peer.
+        out: Actions of the event that is being handled.
+    """
+
+    run: str
+    spec: str
+    peer: str
+    group_size: int
+    sign: Sign
+    verify: Verify
+    roster: Roster = field(init=False)
+    lateness: Lateness = field(default_factory=Lateness)
+    round: int = 0
+    floor: int = 0
+    out: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.roster = Roster(self.peer, self.spec, self.group_size)
+
+    def send(self, peer: str, message: MatchmakingMessage) -> None:
+        """Ask for a message to be sent."""
+        self.out.append(Send(peer, message))
+
+    def join(self, ready: BecameReady) -> Join:
+        """This peer's signed join of its next round."""
+        return Join.create(
+            self.sign,
+            peer=self.peer,
+            spec=self.spec,
+            round=self.round,
+            weight=ready.weight,
+            bandwidth=ready.bandwidth,
+            dialable=ready.dialable,
+            nonce=ready.nonce,
+        )
+
+    def within_reach(self, round: int, now: float) -> bool:
+        """Whether one peer's word is enough for a round of this number."""
+        return round <= min(max(self.round, self.roster.believed_round(now) or 0) + LEAP, MAX_ROUND - 1)
+
+    def learn(self, formed: GroupFormed) -> None:
+        """Take from a checked manifest which peers are beyond its round, and how late they were."""
+        self.lateness.learn(formed.lateness)
+        self.learn_members(formed.manifest)
+        planned = set(self.roster.group(self.peer, formed.manifest.round))
+        self.roster.miss(planned.intersection(formed.absent))
+
+    def learn_members(self, manifest: Manifest) -> None:
+        """Take from a checked manifest that its members are beyond its round."""
+        for peer in manifest.peers:
+            self.roster.welcome(peer, manifest.round + 1)
+            self.roster.note_ready(peer, False)
+
+    def advance(self, manifest: Manifest) -> None:
+        """This peer takes part in a round: its next is the one after."""
+        self.round = self.floor = manifest.round + 1
