@@ -1,0 +1,137 @@
+"""Sums of weighted gradients, in fp32, on the tensors' own device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from equipoise.averaging.outcome import check_weight
+from equipoise.averaging.schema import SchemaError
+
+LIMIT = torch.finfo(torch.float32).max
+"""No partial sum may exceed it."""
+
+
+class Accumulator:
+    """A weighted sum of gradients and the sum of their weights.
+
+    Attributes:
+        weight: Sum of the weights.
+    """
+
+    def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
+        """Start at zero, with fp32 tensors of the shapes and devices of `like`."""
+        self._sums = {
+            name: torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+            for name, tensor in like.items()
+        }
+        self.weight = 0.0
+        self._bound = 0.0  # No value of the sums is larger than that.
+
+    def add(self, gradients: Mapping[str, torch.Tensor | None], weight: float) -> None:
+        """Add `weight` * gradient; a gradient that is None counts as zeros. On an error nothing is added.
+
+        Args:
+            gradients: By name; floating-point, of the shapes of this accumulator.
+            weight: A finite number >= 0.
+
+        Raises:
+            ValueError: The weight is not a finite number >= 0.
+            SchemaError: A gradient is missing, has another shape, or holds NaN or Inf, or the sum would exceed fp32.
+        """
+        weight = check_weight(weight)
+        present = self._checked(gradients)
+        largest = _largest(present)
+        if not self._bound + weight * largest < LIMIT:
+            raise SchemaError(
+                f"the accumulated sum would exceed fp32: {weight:g} times a gradient of up to {largest:g}; "
+                f"give smaller weights, or step more often"
+            )
+        if weight > 0:
+            with torch.no_grad():
+                for name, gradient in present.items():
+                    self._sums[name].add_(gradient.to(self._sums[name].device), alpha=weight)
+        self._bound += weight * largest
+        self.weight += weight
+
+    def merge(self, other: Accumulator) -> None:
+        """Add what another accumulator of the same shapes holds."""
+        with torch.no_grad():
+            for name, total in other._sums.items():
+                self._sums[name].add_(total)
+        self.weight += other.weight
+        self._bound += other._bound
+
+    def clear(self) -> None:
+        """Back to zero."""
+        for total in self._sums.values():
+            total.zero_()
+        self.weight = self._bound = 0.0
+
+    def mean_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write sum / weight, or zeros where nothing has been accumulated, into fp32 tensors."""
+        with torch.no_grad():
+            for name, total in self._sums.items():
+                tensors[name].copy_(total)
+                if self.weight > 0:
+                    tensors[name].div_(self.weight)
+
+    def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+        present = {}
+        for name, total in self._sums.items():
+            if name not in gradients:
+                raise SchemaError(
+                    f"gradient {name!r} is missing: expected {len(self._sums)}, got {len(gradients)}"
+                )
+            gradient = gradients[name]
+            if gradient is not None:
+                _check(name, gradient, total)
+                present[name] = gradient.detach()
+        for name in gradients:
+            if name not in self._sums:
+                raise SchemaError(
+                    f"gradient {name!r} is not part of the run, which has {len(self._sums)} of them"
+                )
+        return present
+
+
+def _check(name: str, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    if not isinstance(gradient, torch.Tensor):
+        raise SchemaError(
+            f"gradient {name!r}: expected a torch.Tensor or None, got {type(gradient).__name__}"
+        )
+    if gradient.layout is not torch.strided or not gradient.dtype.is_floating_point:
+        raise SchemaError(f"gradient {name!r}: expected dense floating-point values, got {gradient.dtype}")
+    if gradient.shape != total.shape:
+        raise SchemaError(
+            f"gradient {name!r}: expected shape {list(total.shape)}, got {list(gradient.shape)}"
+        )
+
+
+def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
+    """The largest absolute value of all gradients, with one synchronisation per device.
+
+    Raises:
+        SchemaError: One of them holds NaN or Inf.
+    """
+    peaks: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients.values():
+        if gradient.numel():
+            low, high = gradient.aminmax()
+            peaks.setdefault(gradient.device, []).append(torch.maximum(-low, high).double())
+    largest = max((float(torch.stack(of_device).max()) for of_device in peaks.values()), default=0.0)
+    if not largest <= LIMIT:
+        _blame(gradients)
+    return largest
+
+
+def _blame(gradients: Mapping[str, torch.Tensor]) -> None:
+    for name, gradient in gradients.items():
+        bad = (~torch.isfinite(gradient.float())).flatten().nonzero()
+        if len(bad):
+            value = float(gradient.flatten()[bad[0]])
+            raise SchemaError(
+                f"gradient {name!r} holds {value} at flat index {int(bad[0])} ({len(bad)} such values): expected "
+                f"finite values within fp32's range; nothing was accumulated"
+            )

@@ -1,0 +1,194 @@
+"""What only this machine decides, from a TOML file < environment < flags, each value with its origin."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import socket
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import platformdirs
+
+from equipoise.peer.errors import ConfigError
+
+ENV_PREFIX = "EQUIPOISE_"
+HOME_ENV = ENV_PREFIX + "HOME"
+FILE_NAME = "config.toml"
+
+MAX_FILE_BYTES = 64 * 1024
+"""A configuration is some lines; whatever is larger is not one."""
+
+MAX_ADDRESSES = 64
+"""More bootstrap addresses than that only slow down the start."""
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """What only this machine decides; nothing of it is hashed or must be equal elsewhere.
+
+    Attributes:
+        home: Directory of identity, control socket and log.
+        name: What people call this daemon; shown by `status`.
+        join: Addresses of daemons to join the swarm through; tried all, again and again.
+        listen: Multiaddresses to listen on; port 0 lets the system choose.
+        client_mode: Whether this machine cannot be dialled: it then contributes and receives, and owns no share.
+        log_level: Least severe of what is logged.
+        bandwidth: What this machine can send, in bytes per second; 0 if unknown.
+    """
+
+    home: str
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    join: Addresses = ()
+    listen: Addresses = ()
+    client_mode: bool = False
+    log_level: str = "info"
+    bandwidth: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class Setting(msgspec.Struct, frozen=True):
+    """One value of the configuration and where it came from."""
+
+    key: str
+    value: Any
+    origin: str
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A configuration with the origin of each value, and what looked like a mistake in the environment."""
+
+    config: Config
+    settings: tuple[Setting, ...]
+    warnings: tuple[str, ...] = ()
+
+
+KEYS = tuple(field for field in Config.__struct_fields__ if field != "home")
+_TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
+
+
+def default_home() -> Path:
+    """Where a daemon lives if neither a flag nor the environment says otherwise."""
+    return Path(platformdirs.user_data_dir("equipoise", appauthor=False))
+
+
+def find_home(flag: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> tuple[Path, str]:
+    """The home and the origin of that choice: the flag, else `$EQUIPOISE_HOME`, else the default."""
+    if flag is not None:
+        return Path(flag).expanduser().absolute(), "flag --home"
+    if environ.get(HOME_ENV):
+        return Path(environ[HOME_ENV]).expanduser().absolute(), f"environment {HOME_ENV}"
+    return default_home(), "default"
+
+
+def load(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Loaded:
+    """Read the configuration of a daemon.
+
+    Args:
+        flags: Values by key, `home` included; None means not given.
+        environ: The environment; the process's own by default.
+
+    Raises:
+        ConfigError: A key is unknown, or a value has the wrong type or is out of its range.
+    """
+    environ = os.environ if environ is None else environ
+    home, home_origin = find_home(flags.get("home"), environ)
+    settings = {"home": Setting("home", str(home), home_origin)}
+    settings["name"] = Setting("name", socket.gethostname()[:64] or "equipoise", "default")
+    for key, value, origin in [
+        *_from_file(home / FILE_NAME),
+        *_from_environment(environ),
+        *_from_flags(flags),
+    ]:
+        settings[key] = Setting(key, _checked(key, value, origin), origin)
+    config = Config(**{key: setting.value for key, setting in settings.items()})
+    for key in KEYS:
+        settings.setdefault(key, Setting(key, getattr(config, key), "default"))
+    return Loaded(config, tuple(settings[key] for key in ("home", *KEYS)), _lookalikes(environ))
+
+
+def _from_file(path: Path) -> list[tuple[str, Any, str]]:
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", "make it a readable file or remove it"
+        ) from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", "is it the right file?")
+    try:
+        table = tomllib.loads(content.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}", "correct it or remove it") from error
+    for key in table:
+        if key not in KEYS:
+            raise ConfigError(f"{path}: unknown key {key[:64]!r}", f"known are {', '.join(KEYS)}")
+    return [(key, value, f"file {path}") for key, value in table.items()]
+
+
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
+    found = []
+    for key in KEYS:
+        name = ENV_PREFIX + key.upper()
+        if environ.get(name):
+            found.append((key, _parse(key, environ[name], name), f"environment {name}"))
+    return found
+
+
+def _from_flags(flags: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    given = {key: value for key, value in flags.items() if value not in (None, ()) and key != "home"}
+    return [(key, value, "flag --" + key.replace("_", "-")) for key, value in given.items()]
+
+
+def _parse(key: str, text: str, name: str) -> Any:
+    """The text of an environment variable as a value of the key's type."""
+    if _TYPES[key] is Addresses:
+        return text.replace(",", " ").split()
+    if _TYPES[key] is bool:
+        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if text.strip().lower() not in words:
+            raise ConfigError(f"environment {name}: expected true or false, got {text[:64]!r}")
+        return words[text.strip().lower()]
+    if key == "bandwidth":
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigError(f"environment {name}: expected bytes per second, got {text[:64]!r}") from None
+    return text
+
+
+def _checked(key: str, value: Any, origin: str) -> Any:
+    try:
+        value = msgspec.convert(value, _TYPES[key])
+    except msgspec.ValidationError as error:
+        reason = str(error)[:1].lower() + str(error)[1:]
+        raise ConfigError(f"{origin}: {key}: {reason}", f"got {str(value)[:64]!r}") from error
+    if key == "log_level" and value not in LOG_LEVELS:
+        raise ConfigError(f"{origin}: {key}: expected {' or '.join(LOG_LEVELS)}", f"got {value[:64]!r}")
+    if key == "name" and not value.isprintable():
+        raise ConfigError(f"{origin}: {key}: expected printable characters", f"got {value!r}")
+    if key == "bandwidth" and not math.isfinite(value):
+        raise ConfigError(f"{origin}: {key}: expected a finite number of bytes per second", f"got {value}")
+    return value
+
+
+def _lookalikes(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Warn of variables that resemble ours; others may share the prefix for good reasons."""
+    known = [HOME_ENV, *(ENV_PREFIX + key.upper() for key in KEYS)]
+    warnings = []
+    for name in sorted(environ):
+        if name.startswith(ENV_PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, 1, cutoff=0.85)
+            if close:
+                warnings.append(f"environment variable {name} is not known; did you mean {close[0]}?")
+    return tuple(warnings)

@@ -1,0 +1,282 @@
+"""One client of the daemon: its requests, its runs, and what happens when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, Protocol
+
+from equipoise.peer.errors import ControlError, EquipoiseError, Refused
+from equipoise.peer.messages import (
+    CONTROL_VERSION,
+    MAX_TEXT,
+    AskPeers,
+    AskProgress,
+    AskRounds,
+    AskState,
+    AskStatus,
+    Done,
+    Failed,
+    Hello,
+    JoinRun,
+    LeaveRun,
+    NotUnderstood,
+    PeersAre,
+    ProgressIs,
+    ReplyBody,
+    ReportAccumulated,
+    RequestBody,
+    RoundEnded,
+    RoundsAre,
+    StartRound,
+    StateIs,
+    StatusIs,
+    StopDaemon,
+    Welcome,
+    decode_request,
+    encode,
+)
+from equipoise.peer.service import Service
+from equipoise.peer.session import Session
+from equipoise.peer.status import Status
+from equipoise.peer.wire import SEND_SECONDS, FrameSocket
+
+MAX_PENDING = 64
+"""Requests of one client that are worked on at once, at most one round for each of its runs; more have to wait."""
+
+MAX_RUNS_PER_CLIENT = 16
+
+MAX_ROUNDS_LISTED = 64
+"""An outcome of a group of 64 takes about 8 KB; so many fit one frame."""
+
+HELLO_SECONDS = 5.0
+"""A client says hello at once; whoever does not is no client."""
+
+log = logging.getLogger(__name__)
+
+
+class Host(Protocol):
+    """The daemon, as its clients see it."""
+
+    @property
+    def service(self) -> Service:
+        """Joins, serves and leaves runs."""
+
+    def welcome(self) -> Welcome:
+        """Who this is."""
+
+    def status(self) -> Status:
+        """What is going on."""
+
+    def request_stop(self, reason: str) -> None:
+        """Begin to stop, gracefully."""
+
+
+class Connection:
+    """One client: reads its requests, answers each when its answer is there, leaves its runs when it goes."""
+
+    def __init__(self, connected: FrameSocket, host: Host, pid: int) -> None:
+        self._socket = connected
+        self._host = host
+        self._pid = pid
+        self._client = f"process {pid}"
+        self._sessions: dict[str, Session] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = asyncio.Event()
+
+    async def refuse(self, reason: str) -> None:
+        """Answer that this client cannot be served, and close."""
+        with contextlib.suppress(OSError, TimeoutError):
+            await self._send(0, Failed(f"the daemon refuses this client: {reason}"))
+        self._socket.close()
+
+    async def serve(self) -> None:
+        """Serve until the client goes or `close` is called; then leave its runs and close the socket."""
+        with _watching(self._pid, self.close):
+            reading = asyncio.create_task(self._read())
+            closed = asyncio.create_task(self._closed.wait())
+            await asyncio.wait({reading, closed}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (reading, closed):
+            task.cancel()
+        await asyncio.gather(reading, closed, return_exceptions=True)
+        await self.leave_all()
+        self._socket.close()
+
+    def close(self) -> None:
+        """Stop serving; `serve` then cleans up."""
+        self._closed.set()
+
+    async def leave_all(self) -> None:
+        """Leave all runs of this client, and wait until what was asked has been answered."""
+        await self._leave_sessions()
+        if self._tasks:
+            _, late = await asyncio.wait(self._tasks, timeout=SEND_SECONDS)
+            for task in late:
+                task.cancel()
+        await self._leave_sessions()  # A join may have been on its way.
+
+    async def _leave_sessions(self) -> None:
+        sessions = list(self._sessions.values())
+        self._sessions.clear()
+        await asyncio.gather(*(self._host.service.leave(session) for session in sessions))
+
+    async def _read(self) -> None:
+        try:
+            async with asyncio.timeout(HELLO_SECONDS):
+                frames = await self._socket.frames()
+                await self._greet(frames.pop(0))
+            while True:
+                for frame in frames:
+                    await self._dispatch(frame)
+                frames = await self._socket.frames()
+        except (TimeoutError, ControlError, Refused) as error:
+            log.warning("dropped %s: %s", self._client, error or "it said nothing")
+            with contextlib.suppress(OSError, TimeoutError):
+                await self._send(0, Failed(_reason(error)))
+        except (OSError, EOFError) as error:
+            log.debug("%s has gone: %s", self._client, error)
+
+    async def _greet(self, frame: bytes) -> None:
+        number, hello = decode_request(frame)
+        if not isinstance(hello, Hello):
+            raise ControlError(f"expected Hello as the first request, got {type(hello).__name__}")
+        if hello.version != CONTROL_VERSION:
+            raise ControlError(_version_mismatch(hello.version))
+        self._client = f"{hello.client[:64]!r} (process {self._pid})"
+        await self._send(number, self._host.welcome())
+
+    async def _dispatch(self, frame: bytes) -> None:
+        while len(self._tasks) >= MAX_PENDING:
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        task = asyncio.create_task(self._answer(frame))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, frame: bytes) -> None:
+        number = 0
+        try:
+            number, request = decode_request(frame)
+            reply = encode(number, await self._handle(request))
+        except NotUnderstood as error:
+            reply = encode(error.number, Failed(f"the daemon does not understand this: {_reason(error)}"))
+        except ControlError as error:
+            reply = encode(number, Failed(_reason(error)))
+        try:
+            await self._socket.send(reply)
+        except (OSError, TimeoutError) as error:
+            log.info("%s cannot be answered: %s", self._client, error)
+            self.close()
+
+    async def _handle(self, request: RequestBody) -> ReplyBody:
+        handler = _HANDLERS.get(type(request))
+        if handler is None:
+            return Failed(f"expected a request, got {type(request).__name__}")
+        try:
+            return await handler(self, request)
+        except (EquipoiseError, ValueError) as error:
+            return Failed(_reason(error))
+        except Exception as error:
+            log.exception("%s failed", type(request).__name__)
+            return Failed(
+                f"the daemon failed at {type(request).__name__}: {_reason(error)}; its log says more"
+            )
+
+    async def _join(self, request: JoinRun) -> ReplyBody:
+        fd = self._socket.take_descriptor()
+        if len(self._sessions) >= MAX_RUNS_PER_CLIENT:
+            os.close(fd)
+            raise Refused(
+                f"expected at most {MAX_RUNS_PER_CLIENT} runs of one client", "leave one, or connect again"
+            )
+        self._sessions[request.run] = await self._host.service.join(request, fd, self._client)
+        return Done()
+
+    async def _round(self, request: StartRound) -> ReplyBody:
+        session = self._session(request.run)
+        return RoundEnded(await session.start_round(request.purpose, request.weight, request.timeout))
+
+    async def _report(self, request: ReportAccumulated) -> ReplyBody:
+        await self._session(request.run).report_accumulated(request.weight)
+        return Done()
+
+    async def _state(self, request: AskState) -> ReplyBody:
+        return StateIs(self._session(request.run).state)
+
+    async def _progress(self, request: AskProgress) -> ReplyBody:
+        progress = await self._session(request.run).progress()
+        return ProgressIs(progress.local, progress.swarm)
+
+    async def _leave(self, request: LeaveRun) -> ReplyBody:
+        await self._host.service.leave(self._session(request.run))
+        self._sessions.pop(request.run, None)
+        return Done()
+
+    async def _status(self, request: AskStatus) -> ReplyBody:
+        return StatusIs(self._host.status())
+
+    async def _peers(self, request: AskPeers) -> ReplyBody:
+        return PeersAre(tuple(await self._host.service.peers()))
+
+    async def _rounds(self, request: AskRounds) -> ReplyBody:
+        limit = min(max(request.limit, 1), MAX_ROUNDS_LISTED)
+        return RoundsAre(tuple(self._host.service.rounds(limit)[-MAX_ROUNDS_LISTED:]))
+
+    async def _stop(self, request: StopDaemon) -> ReplyBody:
+        self._host.request_stop(f"asked by {self._client}")
+        return Done()
+
+    def _session(self, run: str) -> Session:
+        if run not in self._sessions:
+            raise Refused(f"this client does not take part in run {run[:64]!r}", "join it first")
+        return self._sessions[run]
+
+    async def _send(self, number: int, body: ReplyBody) -> None:
+        await self._socket.send(encode(number, body))
+
+
+Handler = Callable[[Connection, Any], Awaitable[ReplyBody]]
+
+_HANDLERS: dict[type, Handler] = {
+    JoinRun: Connection._join,
+    StartRound: Connection._round,
+    ReportAccumulated: Connection._report,
+    AskState: Connection._state,
+    AskProgress: Connection._progress,
+    LeaveRun: Connection._leave,
+    AskStatus: Connection._status,
+    AskPeers: Connection._peers,
+    AskRounds: Connection._rounds,
+    StopDaemon: Connection._stop,
+}
+
+
+@contextlib.contextmanager
+def _watching(pid: int, ended: Callable[[], None]) -> Iterator[None]:
+    """Call `ended` when process `pid` ends: its forked children may hold the socket open long after it."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):  # Not Linux, or a process of another namespace.
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    loop.add_reader(descriptor, ended)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:MAX_TEXT]
+
+
+def _version_mismatch(version: int) -> str:
+    older = "client" if version < CONTROL_VERSION else "daemon"
+    return (
+        f"the daemon speaks version {CONTROL_VERSION} of the control protocol and the client version {version}; "
+        f"upgrade equipoise on the {older}'s side and start that again"
+    )

@@ -1,0 +1,190 @@
+"""The daemon: one home, one swarm, one hub of runs, one control socket; started and stopped in that order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from equipoise.compression import kernels
+from equipoise.peer.config import Config, Loaded
+from equipoise.peer.home import Home
+from equipoise.peer.logs import close_log, escaped, open_log
+from equipoise.peer.messages import CONTROL_VERSION, Welcome
+from equipoise.peer.ports import Hub, Swarm
+from equipoise.peer.server import ControlServer
+from equipoise.peer.service import Service
+from equipoise.peer.status import Kernels, Status
+
+STOP_SECONDS = 8.0
+"""Each part of the daemon ends within that or is abandoned: open rounds (bounded by 5 s themselves), then the rest."""
+
+WATCH_SECONDS = 0.2
+"""How often the state of the swarm is looked at; people read the lines."""
+
+PACKAGES = ("equipoise", "hivemind", "torch", "msgspec", "uvloop")
+
+Parts = tuple[Swarm, Hub]
+Assemble = Callable[[Config], Awaitable[Parts]]
+Say = Callable[[str], None]
+
+log = logging.getLogger(__name__)
+
+
+async def assemble(config: Config) -> Parts:
+    """Start the real swarm and hub."""
+    from equipoise.peer.assembly import start_parts
+
+    return await start_parts(config)
+
+
+class Daemon:
+    """Runs on the current event loop between `start` and `stop`.
+
+    Attributes:
+        service: What it does for its clients.
+    """
+
+    service: Service
+
+    def __init__(self, loaded: Loaded, say: Say = lambda line: None, assemble: Assemble = assemble) -> None:
+        """`say` is told lines for people: the addresses, then each change of state."""
+        self._loaded = loaded
+        self._config = loaded.config
+        self._say = say
+        self._assemble = assemble
+        self._server = ControlServer(self)
+        self._stopping = asyncio.Event()
+        self._started = time.monotonic()
+        self._home: Home | None = None
+        self._swarm: Swarm | None = None
+        self._hub: Hub | None = None
+        self._log: logging.Handler | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Take the home, start everything, listen to clients; whatever fails is undone.
+
+        Raises:
+            HomeError: The home cannot be used, or another daemon runs there.
+            EquipoiseError: Something of this machine prevents a start, such as a port in use.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def serve(self) -> None:
+        """Wait until someone asks to stop."""
+        await self._stopping.wait()
+
+    def request_stop(self, reason: str) -> None:
+        """Begin to stop; `serve` returns."""
+        if not self._stopping.is_set():
+            log.info("stopping: %s", reason)
+            self._say(f"stopping: {reason}")
+            self._stopping.set()
+
+    def adopt(self, connected: socket.socket) -> None:
+        """Serve a client of this process through a connected socket."""
+        self._server.adopt(connected)
+
+    async def stop(self) -> None:
+        """Finish or fail open rounds, leave, end what was started, release the home; bounded and idempotent."""
+        self._stopping.set()
+        if self._watching is not None:
+            self._watching.cancel()
+        await _bounded(self._server.stop(), "leaving the runs")
+        if self._hub is not None:
+            await _bounded(self._hub.stop(), "stopping the hub")
+        if self._swarm is not None:
+            await _bounded(self._swarm.stop(), "leaving the swarm")
+        self._hub = self._swarm = self._watching = None
+        if self._log is not None:
+            log.info("stopped")
+            close_log(self._log)
+            self._log = None
+        if self._home is not None:
+            self._home.release()
+            self._home = None
+
+    def welcome(self) -> Welcome:
+        """Who this is."""
+        assert self._swarm is not None, "not started"
+        software = f"equipoise {_version('equipoise')}"
+        return Welcome(CONTROL_VERSION, self._swarm.peer, self._config.name, os.getpid(), software)
+
+    def status(self) -> Status:
+        """What is going on, and why."""
+        assert self._swarm is not None, "not started"
+        assert self._home is not None, "not started"
+        return Status(
+            name=self._config.name,
+            peer_id=self._swarm.peer,
+            pid=os.getpid(),
+            uptime=time.monotonic() - self._started,
+            memory=psutil.Process().memory_info().rss,
+            clients=self._server.clients,
+            swarm=self._swarm.status(),
+            runs=tuple(session.status() for session in self.service.sessions),
+            kernels=Kernels(kernels().name, kernels().reason),
+            versions={name: _version(name) for name in PACKAGES},
+            settings=self._loaded.settings,
+            log=str(self._home.log),
+        )
+
+    async def _start(self) -> None:
+        self._home = Home.take(Path(self._config.home))
+        self._log = open_log(self._home.log, self._config.log_level)
+        for warning in self._loaded.warnings:
+            log.warning(warning)
+            self._say(f"warning: {warning}")
+        chosen = kernels()
+        log.info("kernels: %s (%s)", chosen.name, chosen.reason)
+        self._swarm, self._hub = await self._assemble(self._config)
+        self.service = Service(self._hub, self._swarm)
+        self._server.start(self._home.listen())
+        log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
+        self._watching = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        addresses: tuple[str, ...] = ()
+        state = ""
+        while self._swarm is not None:
+            status = self._swarm.status()
+            if status.addresses != addresses:
+                addresses = status.addresses
+                for address in addresses:
+                    self._tell(address)
+            if f"{status.state}: {status.reason}" != state:
+                state = f"{status.state}: {status.reason}"
+                self._tell(state)
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def _tell(self, line: str) -> None:
+        log.info("%s", line)
+        self._say(escaped(line))
+
+
+async def _bounded(stopping: Awaitable[None], what: str) -> None:
+    try:
+        await asyncio.wait_for(stopping, STOP_SECONDS)
+    except TimeoutError:
+        log.error("%s took longer than %g s and was abandoned", what, STOP_SECONDS)
+    except Exception:
+        log.exception("%s failed", what)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,127 @@
+"""`Peer`: a daemon in a thread of the training script's own process."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import socket
+import tempfile
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import uvloop
+
+from equipoise.peer.client import Client
+from equipoise.peer.config import Loaded, load
+from equipoise.peer.daemon import Assemble, Daemon, assemble
+from equipoise.peer.link import Link
+
+START_SECONDS = 60.0
+"""Starting takes a second; the first import of the libraries on a slow disk takes many more."""
+
+STOP_SECONDS = 30.0
+"""More than all parts of the daemon may take to stop."""
+
+
+class Peer(Client):
+    """A daemon in this process, and a client of it; everything else is as with `connect`.
+
+    The client reaches the daemon through a socket pair, so both faces are the same code.
+    """
+
+    def __init__(
+        self,
+        join: Sequence[str] = (),
+        home: str | os.PathLike[str] | None = None,
+        listen: Sequence[str] = (),
+        *,
+        _assemble: Assemble = assemble,
+        **settings: Any,
+    ) -> None:
+        """Start the daemon.
+
+        Args:
+            join: Addresses of daemons to join the swarm through.
+            home: Directory of its identity, log and control socket; by default a temporary one, gone with the Peer.
+            listen: Multiaddresses to listen on.
+            **settings: Other keys of `equipoise.peer.config.Config`, such as `name` or `client_mode`.
+
+        Raises:
+            ConfigError: A setting is unknown or has a wrong value.
+            HomeError: The home cannot be used, or another daemon runs there.
+        """
+        self._temporary = tempfile.TemporaryDirectory(prefix="equipoise-") if home is None else None
+        place = self._temporary.name if self._temporary else home
+        flags = {"home": place, "join": tuple(join), "listen": tuple(listen), **settings}
+        try:
+            thread = DaemonThread(load(flags), _assemble)
+        except BaseException:
+            self._remove_home()
+            raise
+        self._finalizer = weakref.finalize(self, thread.stop)
+        super().__init__(thread.connect())
+
+    def close(self) -> None:
+        """Leave all runs, stop the daemon and, if it is a temporary one, remove its home; idempotent."""
+        super().close()
+        self._finalizer()
+        self._remove_home()
+
+    def _remove_home(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+            self._temporary = None
+
+
+class DaemonThread:
+    """Runs a daemon on an event loop in a thread of its own."""
+
+    def __init__(self, loaded: Loaded, assemble: Assemble) -> None:
+        """Start it, and wait until it serves; raises what its start raises."""
+        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._daemon: Daemon | None = None
+        self._thread = threading.Thread(
+            target=self._run, args=(loaded, assemble), name="equipoise-daemon", daemon=True
+        )
+        self._thread.start()
+        self._started.result(START_SECONDS)
+
+    def connect(self) -> Link:
+        """A link to the daemon."""
+        ours, theirs = socket.socketpair()
+        self._call(lambda daemon: daemon.adopt(theirs))
+        return Link.open(ours)
+
+    def stop(self) -> None:
+        """Stop the daemon and wait for the end of the thread; idempotent."""
+        with contextlib.suppress(RuntimeError):  # Its loop has ended already: someone else has stopped it.
+            self._call(lambda daemon: daemon.request_stop("its Peer was closed"))
+        self._thread.join(STOP_SECONDS)
+
+    def _call(self, action: Callable[[Daemon], None]) -> None:
+        assert self._loop is not None, "started"
+        assert self._daemon is not None, "started"
+        self._loop.call_soon_threadsafe(action, self._daemon)
+
+    def _run(self, loaded: Loaded, assemble: Assemble) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve(loaded, assemble))
+
+    async def _serve(self, loaded: Loaded, assemble: Assemble) -> None:
+        daemon = Daemon(loaded, assemble=assemble)
+        try:
+            await daemon.start()
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._loop, self._daemon = asyncio.get_running_loop(), daemon
+        self._started.set_result(None)
+        try:
+            await daemon.serve()
+        finally:
+            await daemon.stop()

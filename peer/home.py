@@ -1,0 +1,213 @@
+"""The home of a daemon: a directory of one user, one instance at a time, and the control socket in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+from equipoise.peer.errors import HomeBusy, HomeError, NoDaemon
+
+PID_FILE = "daemon.pid"
+SOCKET_FILE = "control.sock"
+LOG_FILE = "daemon.log"
+
+MAX_SOCKET_PATH_BYTES = 103
+"""sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""
+
+BACKLOG = 16
+
+
+class Home:
+    """A locked home: only one exists per directory, in all processes, until `release`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """Make the directory (0700) if need be and lock it.
+
+        Raises:
+            HomeBusy: A daemon runs there; its pid is in the message.
+            HomeError: It cannot be made, belongs to another user, or is open to others.
+        """
+        _prepare(path)
+        return cls(path, _lock(path))
+
+    @property
+    def log(self) -> Path:
+        """Where the daemon logs."""
+        return self.path / LOG_FILE
+
+    def listen(self) -> socket.socket:
+        """Bind the control socket, 0600 whatever the umask, over a stale one if need be.
+
+        Raises:
+            HomeError: Something else is in its place, or its path is too long.
+        """
+        _remove_stale(self.path / SOCKET_FILE)
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | getattr(socket, "SOCK_CLOEXEC", 0))
+        try:
+            # Linux creates the file with the socket's own mode, so no moment is left in which others may connect.
+            os.fchmod(control.fileno(), 0o600)
+            _with_short_path(self.path, control.bind)
+            (self.path / SOCKET_FILE).chmod(0o600)
+            control.listen(BACKLOG)
+        except OSError as error:
+            control.close()
+            raise HomeError(
+                f"cannot listen on {self.path / SOCKET_FILE}: {error}", "give another --home"
+            ) from error
+        control.setblocking(False)
+        return control
+
+    def release(self) -> None:
+        """Remove socket and pid file and unlock; idempotent."""
+        if self._lock < 0:
+            return
+        (self.path / SOCKET_FILE).unlink(missing_ok=True)
+        (self.path / PID_FILE).unlink(missing_ok=True)
+        os.close(self._lock)
+        self._lock = -1
+
+
+def connect_socket(home: Path, timeout: float) -> socket.socket:
+    """Connect to the control socket of the daemon on `home`.
+
+    Raises:
+        NoDaemon: None runs there, or what is there is not a socket of this user.
+    """
+    path = home / SOCKET_FILE
+    start = f"start one with: equipoise daemon --home {home}"
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise NoDaemon(f"{path} is not a socket", f"remove it and {start}")
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        control.settimeout(timeout)
+        try:
+            _with_short_path(home, control.connect)
+        except BaseException:
+            control.close()
+            raise
+    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+        raise NoDaemon(f"no daemon is running on {home}", start) from None
+    except PermissionError:
+        raise NoDaemon(f"may not open {path}", "it belongs to another user; give your own --home") from None
+    except (TimeoutError, BlockingIOError):
+        raise NoDaemon(
+            f"the daemon on {home} does not accept connections", "is it stopped or overloaded?"
+        ) from None
+    _require_same_user(control, path)
+    return control
+
+
+def peer_user(control: socket.socket) -> int | None:
+    """Uid of the process at the other end of a unix socket; None where the system cannot tell."""
+    credentials = peer_credentials(control)
+    return credentials[1] if credentials else None
+
+
+def peer_credentials(control: socket.socket) -> tuple[int, int] | None:
+    """(pid, uid) of the process at the other end of a unix socket; None where the system cannot tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    record = control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid, uid = (int.from_bytes(record[at : at + 4], sys.byteorder) for at in (0, 4))
+    return pid, uid
+
+
+def _require_same_user(control: socket.socket, path: Path) -> None:
+    user = peer_user(control)
+    if user not in (None, 0, os.geteuid()):
+        control.close()
+        raise NoDaemon(f"the daemon behind {path} belongs to uid {user}, not to you", "give your own --home")
+
+
+def _prepare(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise HomeError(f"cannot use {path} as a home: {error.strerror}", "give another --home") from error
+    if found.st_uid != os.geteuid():
+        raise HomeError(f"{path} belongs to uid {found.st_uid}, not to you", "give a --home of your own")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        _tighten(path, stat.S_IMODE(found.st_mode))
+
+
+def _tighten(path: Path, mode: int) -> None:
+    # Someone who says --home / or --home ~ by mistake should not find the directory's mode changed.
+    if any(path.iterdir()) and not (path / PID_FILE).exists():
+        raise HomeError(
+            f"{path} is open to other users (mode {mode:o}) and holds other things",
+            f"give a directory of its own, or: chmod 700 {path}",
+        )
+    path.chmod(0o700)
+
+
+def _lock(path: Path) -> int:
+    """Lock the pid file and write our pid into it."""
+    while True:
+        try:
+            lock = os.open(path / PID_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise HomeError(f"cannot open {path / PID_FILE}: {error.strerror}", "remove it") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            pid = os.read(lock, 32).decode(errors="replace").strip()
+            os.close(lock)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise HomeError(
+                    f"cannot lock {path / PID_FILE}: {error.strerror}", "give another --home"
+                ) from error
+            raise HomeBusy(
+                f"a daemon (pid {pid or 'unknown'}) is already running on {path}",
+                "see `equipoise status`, end it with `equipoise stop`, or give another --home",
+            ) from None
+        if _is_still(path / PID_FILE, lock):
+            os.ftruncate(lock, 0)
+            os.write(lock, f"{os.getpid()}\n".encode())
+            return lock
+        os.close(lock)  # Its former owner removed it between our open and our lock.
+
+
+def _is_still(path: Path, lock: int) -> bool:
+    try:
+        return os.path.samestat(path.lstat(), os.fstat(lock))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a socket"
+        raise HomeError(f"{path} is {kind}", "a daemon never makes that; look at it and remove it")
+    path.unlink()
+
+
+def _with_short_path(home: Path, use: Callable[[str], None]) -> None:
+    """Call `use` (bind or connect) with a path of the control socket in `home` that is short enough."""
+    path = str(home / SOCKET_FILE)
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        use(path)
+        return
+    if not Path("/proc/self/fd").is_dir():
+        raise HomeError(f"the path {path} is too long for a socket", "give a shorter --home")
+    folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        use(f"/proc/self/fd/{folder}/{SOCKET_FILE}")
+    finally:
+        os.close(folder)

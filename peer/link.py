@@ -1,0 +1,211 @@
+"""A client's end of the control socket; blocking calls, from any thread."""
+
+from __future__ import annotations
+
+import array
+import concurrent.futures
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from equipoise.peer.errors import ControlError, DaemonLost, Refused
+from equipoise.peer.home import connect_socket
+from equipoise.peer.messages import (
+    CONTROL_VERSION,
+    Failed,
+    FrameDecoder,
+    Hello,
+    ReplyBody,
+    RequestBody,
+    Welcome,
+    decode_reply,
+    encode,
+)
+
+SEND_SECONDS = 0.5
+"""A daemon that reads nothing for so long while the socket's buffer is full is stopped; calls still end in time."""
+
+ANSWER_SECONDS = 5.0
+"""What is answered at once takes milliseconds; a daemon that is busy encoding may take a little more."""
+
+CONNECT_SECONDS = 10.0
+"""A daemon that is starting accepts connections before it has joined anything."""
+
+READ_BYTES = 64 * 1024
+
+Reply = TypeVar("Reply", bound=ReplyBody)
+
+
+class Link:
+    """Numbers requests, and hands each reply to whoever waits for it.
+
+    Attributes:
+        welcome: What the daemon said of itself.
+    """
+
+    welcome: Welcome
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, concurrent.futures.Future[ReplyBody]] = {}
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self._lost: DaemonLost | None = None
+        self._process = os.getpid()
+        # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
+        connected.settimeout(None)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_SECONDS))
+        self._reader = threading.Thread(target=self._read, name="equipoise-link", daemon=True)
+
+    @classmethod
+    def open(cls, connected: socket.socket, timeout: float = CONNECT_SECONDS) -> Link:
+        """Greet the daemon at the other end of a connected socket, which is taken over.
+
+        Raises:
+            ControlError: It speaks another version.
+            DaemonLost: It does not answer.
+        """
+        link = cls(connected)
+        link._reader.start()
+        try:
+            hello = Hello(CONTROL_VERSION, Path(sys.argv[0] if sys.argv else "python").name[:64] or "python")
+            link.welcome = link.ask(hello, Welcome, timeout)
+        except Refused as error:
+            link.close()
+            raise ControlError(str(error)) from None
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    def start(self, request: RequestBody, fds: Sequence[int] = ()) -> concurrent.futures.Future[ReplyBody]:
+        """Send a request; its reply, or DaemonLost, arrives in the future.
+
+        Raises:
+            ControlError: The request is too large to be sent.
+            DaemonLost: The daemon has gone, or this process is a fork of the one that connected.
+        """
+        if os.getpid() != self._process:
+            raise DaemonLost(
+                f"this connection belongs to process {self._process}", "connect again after a fork"
+            )
+        reply: concurrent.futures.Future[ReplyBody] = concurrent.futures.Future()
+        number = next(self._numbers)
+        frame = encode(number, request)
+        with self._lock:
+            if self._lost is not None:
+                raise self._lost
+            self._waiting[number] = reply
+        try:
+            with self._sending:
+                _send(self._socket, frame, fds)
+        except OSError as error:
+            self._lose(f"the daemon does not take requests: {error.strerror or error}")
+        return reply
+
+    def ask(self, request: RequestBody, kind: type[Reply], timeout: float = ANSWER_SECONDS) -> Reply:
+        """Send a request and wait for its reply.
+
+        Raises:
+            Refused: The daemon refused it; says why.
+            DaemonLost: The daemon went away, or did not answer in time.
+        """
+        return self.wait(self.start(request), kind, timeout)
+
+    def wait(
+        self, reply: concurrent.futures.Future[ReplyBody], kind: type[Reply], timeout: float = ANSWER_SECONDS
+    ) -> Reply:
+        """Wait for the reply to a request that was sent; arguments and errors as of `ask`."""
+        try:
+            body = reply.result(timeout)
+        except concurrent.futures.TimeoutError:
+            self._lose(f"the daemon has not answered for {timeout:.1f} s")
+            body = reply.result(0)
+        if isinstance(body, Failed):
+            raise Refused(body.reason)
+        if not isinstance(body, kind):
+            raise ControlError(f"expected the daemon to answer {kind.__name__}, got {type(body).__name__}")
+        return body
+
+    def close(self) -> None:
+        """Close the connection; the daemon then leaves what was joined through it. Idempotent."""
+        self._lose("the connection was closed", hint="connect again")
+        if os.getpid() == self._process and self._reader.is_alive():
+            self._reader.join(SEND_SECONDS)
+
+    def _read(self) -> None:
+        decoder = FrameDecoder()
+        try:
+            while data := self._socket.recv(READ_BYTES):
+                for frame in decoder.feed(data):
+                    self._deliver(*decode_reply(frame))
+            self._lose("the daemon has ended")
+        except ControlError as error:
+            self._lose(f"the daemon's answer cannot be understood: {error}")
+        except OSError as error:
+            self._lose(f"the connection to the daemon broke: {error.strerror or error}")
+        finally:
+            self._socket.close()
+
+    def _deliver(self, number: int, body: ReplyBody) -> None:
+        if number == 0 and isinstance(body, Failed):
+            self._refuse_all(body)
+            return
+        with self._lock:
+            reply = self._waiting.pop(number, None)
+        if reply is not None:
+            reply.set_result(body)
+
+    def _refuse_all(self, failure: Failed) -> None:
+        """The daemon will not serve this connection: everyone who waits should hear why."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for reply in waiting.values():
+            reply.set_result(failure)
+
+    def _lose(
+        self, reason: str, hint: str = "is it running? see `equipoise status`, then connect again"
+    ) -> None:
+        with self._lock:
+            if self._lost is None:
+                self._lost = DaemonLost(reason, hint)
+            waiting, self._waiting = self._waiting, {}
+            lost = self._lost
+        for reply in waiting.values():
+            reply.set_exception(lost)
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the reader, which closes it.
+        except OSError:
+            return
+
+
+def open_link(home: Path, timeout: float = CONNECT_SECONDS) -> Link:
+    """Connect to the daemon on `home`.
+
+    Raises:
+        NoDaemon: None runs there.
+        ControlError: It speaks another version.
+        DaemonLost: It does not answer.
+    """
+    deadline = time.monotonic() + timeout
+    connected = connect_socket(home, timeout)
+    return Link.open(connected, max(deadline - time.monotonic(), 0.0))
+
+
+def _send(connected: socket.socket, frame: bytes, fds: Sequence[int]) -> None:
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    sent = connected.sendmsg([frame], rights)
+    while sent < len(frame):
+        sent += connected.send(memoryview(frame)[sent:])
+
+
+def _timeval(seconds: float) -> bytes:
+    whole = int(seconds)
+    return array.array("l", [whole, int((seconds - whole) * 1e6)]).tobytes()

@@ -1,0 +1,280 @@
+"""The control protocol: what a client asks of its daemon, and what comes back.
+
+A frame is a big-endian u32 length and that many bytes of msgpack: `[number, message]`. The client numbers its requests;
+each reply carries the number of its request, in any order; number 0 is a `Failed` for the whole connection. The first
+request is `Hello`. Tensors do not travel here: `JoinRun` carries a descriptor of shared memory beside its frame
+(SCM_RIGHTS).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeVar
+
+import msgspec
+
+from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.peer.errors import ControlError
+from equipoise.peer.status import PeerRow, Status
+
+CONTROL_VERSION = 1
+
+MAX_FRAME_BYTES = 1024 * 1024
+"""The largest message is a schema; 10,000 tensors with names of 60 characters fit."""
+
+MAX_TEXT = 4096
+"""Longest reason or error that is sent; longer ones are cut."""
+
+LENGTH = struct.Struct(">I")
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first request of a connection."""
+
+    version: int
+    client: str
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """Who answers."""
+
+    version: int
+    peer_id: str
+    name: str
+    pid: int
+    software: str
+
+
+class TensorRow(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a schema on its way to the daemon, which checks it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class JoinRun(msgspec.Struct, frozen=True, tag=True):
+    """Take part in a run; the shared memory comes beside this frame.
+
+    Attributes:
+        run: Name of the run.
+        tensors: What `average` exchanges.
+        gradients: What `step` exchanges.
+        values: Length of each of the two vectors in the shared memory.
+    """
+
+    run: str
+    strategy: str
+    codec: str
+    group_size: int
+    part_values: int
+    tensors: tuple[TensorRow, ...]
+    gradients: tuple[TensorRow, ...]
+    values: int
+
+
+class StartRound(msgspec.Struct, frozen=True, tag=True):
+    """Average what the shared memory holds; `purpose` is `average` or `step`."""
+
+    run: str
+    purpose: str
+    weight: float
+    timeout: float
+
+
+class RoundEnded(msgspec.Struct, frozen=True, tag=True):
+    """What the round came to; if ok, the mean is in the shared memory."""
+
+    outcome: Outcome
+
+
+class ReportAccumulated(msgspec.Struct, frozen=True, tag=True):
+    """This client has accumulated `weight` towards its next step."""
+
+    run: str
+    weight: float
+
+
+class AskState(msgspec.Struct, frozen=True, tag=True):
+    """Where does the next round of the run stand?"""
+
+    run: str
+
+
+class StateIs(msgspec.Struct, frozen=True, tag=True):
+    """Answers `AskState`."""
+
+    state: RunState
+
+
+class AskProgress(msgspec.Struct, frozen=True, tag=True):
+    """How much has been accumulated?"""
+
+    run: str
+
+
+class ProgressIs(msgspec.Struct, frozen=True, tag=True):
+    """Weight accumulated by this peer, and by all known peers of the run together."""
+
+    local: float
+    swarm: float
+
+
+class LeaveRun(msgspec.Struct, frozen=True, tag=True):
+    """Leave the run; an open round is finished or failed first."""
+
+    run: str
+
+
+class AskStatus(msgspec.Struct, frozen=True, tag=True):
+    """What is going on, and why?"""
+
+
+class StatusIs(msgspec.Struct, frozen=True, tag=True):
+    """Answers `AskStatus`."""
+
+    status: Status
+
+
+class AskPeers(msgspec.Struct, frozen=True, tag=True):
+    """Who takes part in the runs of this daemon?"""
+
+
+class PeersAre(msgspec.Struct, frozen=True, tag=True):
+    """Answers `AskPeers`."""
+
+    peers: tuple[PeerRow, ...]
+
+
+class AskRounds(msgspec.Struct, frozen=True, tag=True):
+    """What have the last rounds come to?"""
+
+    limit: int
+
+
+class RoundsAre(msgspec.Struct, frozen=True, tag=True):
+    """Answers `AskRounds`, oldest first."""
+
+    rounds: tuple[Outcome, ...]
+
+
+class StopDaemon(msgspec.Struct, frozen=True, tag=True):
+    """Stop gracefully; answered before the daemon ends."""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """It is done, and there is nothing to tell."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The request was refused; `reason` says what was expected and what came."""
+
+    reason: str
+
+
+RequestBody = (
+    Hello
+    | JoinRun
+    | StartRound
+    | ReportAccumulated
+    | AskState
+    | AskProgress
+    | LeaveRun
+    | AskStatus
+    | AskPeers
+    | AskRounds
+    | StopDaemon
+)
+ReplyBody = Welcome | RoundEnded | StateIs | ProgressIs | StatusIs | PeersAre | RoundsAre | Done | Failed
+
+Body = TypeVar("Body")
+
+_encoder = msgspec.msgpack.Encoder()
+_envelope = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
+_request = msgspec.msgpack.Decoder(RequestBody)
+_reply = msgspec.msgpack.Decoder(ReplyBody)
+
+
+class NotUnderstood(ControlError):
+    """A frame is well-formed but its message is not one of this version; carries the number to answer."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        super().__init__(reason)
+        self.number = number
+
+
+def encode(number: int, body: RequestBody | ReplyBody) -> bytes:
+    """One frame, length included.
+
+    Raises:
+        ControlError: It exceeds `MAX_FRAME_BYTES`.
+    """
+    content = _encoder.encode((number, body))
+    if len(content) > MAX_FRAME_BYTES:
+        raise ControlError(
+            f"a {type(body).__name__} of {len(content)} bytes exceeds the control socket's {MAX_FRAME_BYTES}",
+            "average fewer tensors: fuse small ones, or shorten their names",
+        )
+    return LENGTH.pack(len(content)) + content
+
+
+def decode_request(frame: bytes) -> tuple[int, RequestBody]:
+    """The number and message of a frame from a client.
+
+    Raises:
+        NotUnderstood: The message is unknown or malformed.
+        ControlError: The frame is not even numbered.
+    """
+    number, raw = _open(frame)
+    try:
+        return number, _request.decode(raw)
+    except msgspec.DecodeError as error:
+        raise NotUnderstood(number, str(error)) from error
+
+
+def decode_reply(frame: bytes) -> tuple[int, ReplyBody]:
+    """The number and message of a frame from a daemon.
+
+    Raises:
+        NotUnderstood: The message is unknown or malformed.
+        ControlError: The frame is not even numbered.
+    """
+    number, raw = _open(frame)
+    try:
+        return number, _reply.decode(raw)
+    except msgspec.DecodeError as error:
+        raise NotUnderstood(number, str(error)) from error
+
+
+def _open(frame: bytes) -> tuple[int, msgspec.Raw]:
+    try:
+        return _envelope.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ControlError(
+            f"expected a numbered message, got {len(frame)} bytes that are none: {error}"
+        ) from error
+
+
+class FrameDecoder:
+    """Cuts a stream of bytes into frames; holds at most one frame and one read."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes; return the frames that are complete.
+
+        Raises:
+            ControlError: A length exceeds `MAX_FRAME_BYTES`.
+        """
+        self._buffer += data
+        frames = []
+        while len(self._buffer) >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(self._buffer)
+            if size > MAX_FRAME_BYTES:
+                raise ControlError(f"expected a frame of at most {MAX_FRAME_BYTES} bytes, got one of {size}")
+            if len(self._buffer) < LENGTH.size + size:
+                break
+            frames.append(bytes(self._buffer[LENGTH.size : LENGTH.size + size]))
+            del self._buffer[: LENGTH.size + size]
+        return frames

@@ -1,0 +1,78 @@
+"""A round that has been started: what `wait=False` returns."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+import time
+from collections.abc import Callable
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.peer.errors import DaemonLost, EquipoiseError
+from equipoise.peer.link import Link
+from equipoise.peer.messages import ReplyBody, RoundEnded
+
+GRACE = 0.8
+"""Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
+
+
+class PendingRound:
+    """The outcome of a round, and the tensors' new values, once the daemon has it.
+
+    Tensors are written by the thread that calls `result`, the first time that it returns, and never before: whoever
+    trains meanwhile decides when they change.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        reply: concurrent.futures.Future[ReplyBody],
+        deadline: float,
+        settle: Callable[[Outcome | None], None],
+    ) -> None:
+        """`deadline` is on the monotonic clock; `settle` is called once, with None if there is no outcome."""
+        self._link = link
+        self._reply = reply
+        self._deadline = deadline
+        self._settle = settle
+        self._lock = threading.Lock()
+        self._ended: Outcome | EquipoiseError | None = None
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._reply.done()
+
+    def result(self, timeout: float | None = None) -> Outcome:
+        """Wait for the outcome; if it is ok, the tensors then hold the mean.
+
+        Args:
+            timeout: Seconds to wait here; by default until the round's own timeout, which always ends it.
+
+        Raises:
+            TimeoutError: The round is still going on; call again later.
+            DaemonLost: The daemon has gone; the tensors are untouched.
+        """
+        limit = max(self._deadline + GRACE - time.monotonic(), 0.0)
+        if timeout is not None and timeout < limit and not self.wait(timeout):
+            raise TimeoutError(f"the round has not ended within {timeout:g} s; call result() again")
+        with self._lock:
+            if self._ended is None:
+                self._ended = self._collect(limit)
+        if isinstance(self._ended, EquipoiseError):
+            raise self._ended
+        return self._ended
+
+    def wait(self, timeout: float) -> bool:
+        """Wait, without touching the tensors, until `done` or for `timeout` seconds; returns whether it is done."""
+        return bool(concurrent.futures.wait([self._reply], timeout).done)
+
+    def _collect(self, limit: float) -> Outcome | EquipoiseError:
+        try:
+            outcome = self._link.wait(self._reply, RoundEnded, limit).outcome
+        except EquipoiseError as error:
+            self._settle(None)
+            if isinstance(error, DaemonLost):
+                return DaemonLost(f"{error}; the tensors are untouched")
+            return error
+        self._settle(outcome)
+        return outcome

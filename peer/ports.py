@@ -1,0 +1,83 @@
+"""What the program asks of its parts: the swarm (`equipoise.dht`) and the hub of runs (`equipoise.averaging.aio`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.averaging.ports import Directory
+from equipoise.averaging.spec import RunSpec
+from equipoise.dht.state import SwarmStatus
+
+
+class Progress(Protocol):
+    """Weight accumulated towards the next step."""
+
+    @property
+    def local(self) -> float:
+        """By this peer."""
+
+    @property
+    def swarm(self) -> float:
+        """By all known peers of the run, this one included."""
+
+
+class Averager(Protocol):
+    """One run of this daemon."""
+
+    @property
+    def state(self) -> RunState:
+        """Where the next round stands."""
+
+    @property
+    def history(self) -> Sequence[Outcome]:
+        """The last outcomes, oldest first."""
+
+    async def average(
+        self, contribution: torch.Tensor, result: torch.Tensor, weight: float, timeout: float
+    ) -> Outcome:
+        """Take part in one round; both tensors are f32 [D], `result` holds the mean if and only if it is ok."""
+
+    def report_accumulated(self, weight: float) -> None:
+        """Publish the weight accumulated towards the next contribution."""
+
+    def progress(self) -> Progress:
+        """What has been accumulated, here and in the swarm."""
+
+    async def leave(self) -> None:
+        """Stop taking part; an open round is finished or failed."""
+
+
+class Hub(Protocol):
+    """All runs of this daemon."""
+
+    async def join(self, spec: RunSpec) -> Averager:
+        """Take part in a run.
+
+        Raises:
+            ValueError: This daemon takes part in a run of that name already.
+        """
+
+    async def stop(self) -> None:
+        """Leave all runs; open rounds are finished or failed."""
+
+
+class Swarm(Protocol):
+    """This daemon's place among the others."""
+
+    @property
+    def peer(self) -> str:
+        """PeerID of this daemon."""
+
+    @property
+    def directory(self) -> Directory:
+        """Who takes part in which run."""
+
+    def status(self) -> SwarmStatus:
+        """Where it stands, and why."""
+
+    async def stop(self) -> None:
+        """Leave, and end whatever was started."""

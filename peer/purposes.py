@@ -1,0 +1,29 @@
+"""What a run exchanges: tensors (`average`) or gradients (`step`).
+
+A peer that averages must never meet one that steps, since the mean of parameters and gradients is garbage that nobody
+would notice. So each purpose is a run of its own in the swarm, under a name of its own.
+"""
+
+from __future__ import annotations
+
+from equipoise.averaging.spec import MAX_NAME_CHARS, SpecError
+
+AVERAGE, STEP = "average", "step"
+PURPOSES = (AVERAGE, STEP)
+
+STEP_SUFFIX = "/step"
+
+
+def swarm_name(run: str, purpose: str) -> str:
+    """The name under which the swarm knows a purpose of a run.
+
+    Raises:
+        SpecError: The run's name leaves no room for that, or could be taken for such a name.
+    """
+    longest = MAX_NAME_CHARS - len(STEP_SUFFIX)
+    if not isinstance(run, str) or not 0 < len(run) <= longest or run.endswith(STEP_SUFFIX):
+        raise SpecError(
+            f"expected a run name of 1 to {longest} printable characters that does not end in {STEP_SUFFIX!r}, "
+            f"got {str(run)[:80]!r}"
+        )
+    return run + STEP_SUFFIX if purpose == STEP else run

@@ -1,0 +1,319 @@
+"""`Run`: one training effort that a script takes part in."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal, Self, overload
+
+import msgspec
+import torch
+
+from equipoise.averaging.outcome import NoPeers, Outcome, RunState, check_weight
+from equipoise.averaging.schema import Schema
+from equipoise.peer.accumulate import Accumulator
+from equipoise.peer.binding import Binding
+from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
+from equipoise.peer.link import Link
+from equipoise.peer.memory import Region
+from equipoise.peer.messages import (
+    AskProgress,
+    AskState,
+    Done,
+    LeaveRun,
+    ProgressIs,
+    ReplyBody,
+    ReportAccumulated,
+    StartRound,
+    StateIs,
+)
+from equipoise.peer.pending import PendingRound
+from equipoise.peer.purposes import AVERAGE, STEP
+from equipoise.peer.tensors import Gradients, named_gradients
+
+MAX_TIMEOUT = 86_400.0
+"""A day; a longer wait is a mistake in the unit."""
+
+SHORTEST_TIMEOUT = 0.001
+"""What a round is given at least, where preparing its contribution took all of the caller's timeout."""
+
+STATE_SECONDS = 0.25
+"""A daemon that is busy encoding may take so long to answer; `state` then says what it said last."""
+
+LEAVE_SECONDS = 10.0
+"""The daemon first finishes or fails an open round, which it bounds itself by less."""
+
+SETTLE_SECONDS = 1.0
+"""The outcome of that round is sent right after."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Weight accumulated towards the next step.
+
+    Attributes:
+        local: By this peer.
+        swarm: By all known peers of the run, this one included; a little behind for the others.
+    """
+
+    local: float
+    swarm: float
+
+
+class Run:
+    """Takes part in rounds with this script's tensors; one round at a time.
+
+    `average` exchanges the tensors themselves, `step` exchanges accumulated gradients. Peers that call one never meet
+    peers that call the other.
+
+    Attributes:
+        name: The run's name.
+        mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before; overwritten by the
+            next.
+        pending: The round that was started with `wait=False` and whose `result` has not been called yet.
+    """
+
+    def __init__(self, link: Link, name: str, binding: Binding, region: Region) -> None:
+        self.name = name
+        self.mean: dict[str, torch.Tensor] = {}
+        self.pending: PendingRound | None = None
+        self._link = link
+        self._binding = binding
+        self._region = region
+        self._accumulated: Accumulator | None = None
+        self._contributed: Accumulator | None = None
+        self._lock = threading.Lock()
+        self._left = False
+        self._state: RunState = NoPeers("the daemon has not said yet")
+        self._asked: concurrent.futures.Future[ReplyBody] | None = None
+
+    @overload
+    def average(self, weight: float = ..., timeout: float = ..., wait: Literal[True] = ...) -> Outcome: ...
+    @overload
+    def average(self, weight: float = ..., timeout: float = ..., *, wait: Literal[False]) -> PendingRound: ...
+
+    def average(
+        self, weight: float = 1.0, timeout: float = 30.0, wait: bool = True
+    ) -> Outcome | PendingRound:
+        """Replace the tensors, in place, by the weighted mean of the group's tensors.
+
+        Args:
+            weight: A finite number >= 0, usually the number of samples. 0 observes: it receives and adds nothing.
+            timeout: Seconds after which the round has ended one way or the other.
+            wait: Whether to wait for the outcome. If not, the tensors are written by `PendingRound.result`.
+
+        Returns:
+            The outcome. Unless it is ok, the tensors are untouched.
+
+        Raises:
+            SchemaError: A tensor differs from what was joined with, or holds NaN or Inf.
+            ValueError: The weight or the timeout is out of range.
+            RoundPending: A round of this run has not been collected.
+            DaemonLost: The daemon has gone; the tensors are untouched.
+        """
+        deadline = time.monotonic() + _check_timeout(timeout)
+        weight = check_weight(weight)
+        with self._lock:
+            self._require_idle()
+            tensors = self._binding.tensors()
+            schema, size = self._binding.schema, self._binding.schema.size
+            if weight > 0:
+                schema.flatten(tensors, self._region.contribution[:size])
+            else:
+                self._region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
+            pending = self._start(AVERAGE, weight, deadline, lambda outcome: self._averaged(outcome, tensors))
+        return pending.result() if wait else pending
+
+    def accumulate(self, gradients: Gradients, weight: float = 1.0) -> None:
+        """Add weight * gradient, in fp32 on the tensors' device, to what this peer contributes to the next step.
+
+        Args:
+            gradients: A module (the `.grad` of its parameters), a mapping by the names of the tensors, or a list in
+                their order. None counts as zeros.
+            weight: A finite number >= 0, usually the number of samples.
+
+        Raises:
+            SchemaError: A gradient is missing, has a wrong shape, or holds NaN or Inf; nothing was added.
+            ValueError: The weight is not a finite number >= 0; nothing was added.
+            DaemonLost: The daemon has gone; what was accumulated is kept.
+        """
+        with self._lock:
+            if self._accumulated is None:
+                self._accumulated = Accumulator(self._binding.stepped())
+            self._accumulated.add(named_gradients(gradients), weight)
+            total = self._accumulated.weight
+        self._link.start(ReportAccumulated(self.name, total))
+
+    @overload
+    def step(self, timeout: float = ..., wait: Literal[True] = ...) -> Outcome: ...
+    @overload
+    def step(self, timeout: float = ..., *, wait: Literal[False]) -> PendingRound: ...
+
+    def step(self, timeout: float = 30.0, wait: bool = True) -> Outcome | PendingRound:
+        """Exchange what has been accumulated for the mean of all that the group has accumulated.
+
+        If ok, `mean` holds it, and where the run was joined with a module, so does the `.grad` of its parameters. What
+        was accumulated is dropped only if this peer's contribution counted. A peer that has accumulated nothing
+        observes. What is accumulated while a step with `wait=False` goes on belongs to the next.
+
+        Args:
+            timeout: Seconds after which the round has ended one way or the other.
+            wait: Whether to wait for the outcome. If not, `mean` is written by `PendingRound.result`.
+
+        Raises:
+            ValueError: The timeout is out of range.
+            SchemaError: The parameters have changed since the run was joined.
+            RoundPending: A round of this run has not been collected.
+            DaemonLost: The daemon has gone; what was accumulated is kept.
+        """
+        deadline = time.monotonic() + _check_timeout(timeout)
+        with self._lock:
+            self._require_idle()
+            stepped = self._binding.stepped()
+            weight = self._accumulated.weight if self._accumulated else 0.0
+            size = self._binding.gradients.size
+            if self._accumulated is not None:
+                self._accumulated.mean_into(_views(self._binding.gradients, self._region.contribution[:size]))
+            else:
+                self._region.contribution.zero_()
+            self._contributed, self._accumulated = self._accumulated, None
+            try:
+                pending = self._start(STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped))
+            except EquipoiseError:
+                self._keep()
+                raise
+        return pending.result() if wait else pending
+
+    @property
+    def accumulated(self) -> float:
+        """Weight accumulated towards the next step and not part of a round that is going on."""
+        return self._accumulated.weight if self._accumulated else 0.0
+
+    @property
+    def state(self) -> RunState:
+        """Where the next round stands: `NoPeers`, `Gathering`, `Exchanging` or `Idle`; never waits for peers or rounds.
+
+        Raises:
+            DaemonLost: The daemon has gone.
+        """
+        asked = self._asked or self._link.start(AskState(self.name))
+        if not concurrent.futures.wait([asked], STATE_SECONDS).done:
+            self._asked = asked
+            return self._state
+        self._asked = None
+        self._state = self._link.wait(asked, StateIs).state
+        return self._state
+
+    def progress(self) -> Progress:
+        """Weight accumulated towards the next step, here and in the swarm.
+
+        Raises:
+            DaemonLost: The daemon has gone.
+        """
+        answer = self._link.ask(AskProgress(self.name), ProgressIs)
+        local = self.accumulated
+        return Progress(local, max(answer.swarm - answer.local, 0.0) + local)
+
+    def leave(self) -> None:
+        """Stop taking part; idempotent. A round that is going on is finished or fails."""
+        if self._left:
+            return
+        self._left = True
+        with contextlib.suppress(EquipoiseError):  # It was left before, or the daemon has gone: it has ended.
+            self._link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
+        if self.pending is not None:
+            self.pending.wait(SETTLE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.leave()
+
+    def _require_idle(self) -> None:
+        if self._left:
+            raise Refused(f"run {self.name!r} was left", "join it again")
+        if self.pending is not None:
+            raise RoundPending(
+                f"a round of run {self.name!r} is going on or has not been collected",
+                "call .result() on what average or step returned, or on .pending",
+            )
+
+    def _start(
+        self, purpose: str, weight: float, deadline: float, settle: Callable[[Outcome | None], None]
+    ) -> PendingRound:
+        timeout = max(deadline - time.monotonic(), SHORTEST_TIMEOUT)
+        reply = self._link.start(StartRound(self.name, purpose, weight, timeout))
+        self.pending = PendingRound(self._link, reply, deadline, settle)
+        return self.pending
+
+    def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            self.pending = None
+            if outcome is not None and outcome.ok:
+                schema = self._binding.schema
+                schema.check(
+                    tensors
+                )  # They may have been reshaped meanwhile; half of them must not be written.
+                schema.unflatten(self._region.result[: schema.size], tensors)
+
+    def _stepped(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
+        with self._lock:
+            self.pending = None
+            if outcome is not None and outcome.counted(self._link.welcome.peer_id):
+                self._drop()
+            else:
+                self._keep()
+            if outcome is not None and outcome.ok:
+                self._write_mean(tensors)
+            left = self.accumulated
+        with contextlib.suppress(DaemonLost):  # The outcome stands; the next call will tell.
+            self._link.start(ReportAccumulated(self.name, left))
+
+    def _drop(self) -> None:
+        """Forget what has been contributed; its memory serves again."""
+        contributed, self._contributed = self._contributed, None
+        if contributed is not None and self._accumulated is None:
+            contributed.clear()
+            self._accumulated = contributed
+
+    def _keep(self) -> None:
+        """Take back what has been contributed, with what was accumulated since."""
+        contributed, self._contributed = self._contributed, None
+        if contributed is None:
+            return
+        if self._accumulated is not None:
+            contributed.merge(self._accumulated)
+        self._accumulated = contributed
+
+    def _write_mean(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        schema = self._binding.gradients
+        for name, mean in _views(schema, self._region.result[: schema.size]).items():
+            tensor = tensors[name]
+            if name not in self.mean or self.mean[name].device != tensor.device:
+                self.mean[name] = torch.empty(mean.shape, dtype=torch.float32, device=tensor.device)
+            self.mean[name].copy_(mean)
+            if isinstance(self._binding.source, torch.nn.Module):
+                if tensor.grad is None:
+                    tensor.grad = torch.empty_like(tensor)
+                tensor.grad.copy_(self.mean[name])
+
+
+def _views(schema: Schema, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The flat vector, f32 [D], as the schema's tensors, sharing its memory."""
+    return {spec.name: flat[where].view(spec.shape) for spec, where in schema.slices()}
+
+
+def _check_timeout(timeout: float) -> float:
+    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
+    if not valid or not 0 < timeout <= MAX_TIMEOUT:
+        raise ValueError(
+            f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout!r}"
+        )
+    return float(timeout)

@@ -1,0 +1,141 @@
+"""What a daemon does for its clients, whichever way they reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.schema import DTYPES, MAX_NAME_CHARS, MAX_TENSORS, Schema, TensorSpec
+from equipoise.averaging.spec import RunSpec
+from equipoise.peer.errors import Refused
+from equipoise.peer.memory import Region
+from equipoise.peer.messages import JoinRun, TensorRow
+from equipoise.peer.ports import Hub, Swarm
+from equipoise.peer.purposes import AVERAGE, STEP, swarm_name
+from equipoise.peer.session import Session
+from equipoise.peer.status import PeerRow
+
+MAX_RUNS = 64
+"""Runs of one daemon; each keeps a record in the directory and up to four vectors in memory."""
+
+MAX_DIMENSIONS = 64
+"""torch itself stops at 64 dimensions."""
+
+
+class Service:
+    """Joins, serves and leaves runs on behalf of clients."""
+
+    def __init__(self, hub: Hub, swarm: Swarm) -> None:
+        self._hub = hub
+        self._swarm = swarm
+        self._sessions: dict[str, Session] = {}
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """Open sessions, by the runs' names."""
+        return [self._sessions[name] for name in sorted(self._sessions)]
+
+    async def join(self, request: JoinRun, fd: int, client: str) -> Session:
+        """Take part in a run for a client whose vectors lie in the memory behind `fd`, which is taken over.
+
+        Raises:
+            ValueError: An option, the schema or the memory is not valid, or the run has a client already.
+        """
+        region = Region.attach(fd, request.values)
+        region.close_fd()
+        specs = run_specs(request)
+        if any(spec.schema.size > request.values for spec in specs.values()):
+            raise Refused(
+                f"the shared memory holds {request.values} values, which is less than the schema has"
+            )
+        await self._make_room(request.run)
+        session = self._sessions[request.run] = Session(self._hub, request.run, specs, region, client)
+        try:
+            await session.open()
+        except BaseException:
+            del self._sessions[request.run]
+            raise
+        return session
+
+    async def leave(self, session: Session) -> None:
+        """Leave a run; idempotent."""
+        await session.leave()
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+
+    async def peers(self) -> list[PeerRow]:
+        """All known peers of the open runs, in both of their purposes."""
+        rows = []
+        for session in self.sessions:
+            for spec in session.specs_in_use:
+                rows += await self._peers_of(spec)
+        return rows
+
+    def rounds(self, limit: int) -> list[Outcome]:
+        """The last `limit` outcomes of each open run, oldest first."""
+        return [outcome for session in self.sessions for outcome in session.history[-limit:]]
+
+    async def _make_room(self, name: str) -> None:
+        other = self._sessions.get(name)
+        if other is not None and other.leaving:
+            await self.leave(other)  # Its client has gone; a successor should not have to know that.
+            other = self._sessions.get(name)
+        if other is not None:
+            raise Refused(
+                f"this daemon takes part in run {name!r} already, for {other.client}",
+                "leave it there, use another name, or start another daemon with another --home",
+            )
+        if len(self._sessions) >= MAX_RUNS:
+            raise Refused(
+                f"this daemon takes part in {MAX_RUNS} runs already", "leave one, or start another daemon"
+            )
+
+    async def _peers_of(self, spec: RunSpec) -> list[PeerRow]:
+        return [
+            PeerRow(
+                run=spec.name,
+                peer=found.peer,
+                me=found.peer == self._swarm.peer,
+                ready=found.ready,
+                round=found.round,
+                dialable=found.dialable,
+                bandwidth=found.bandwidth,
+                accumulated=found.accumulated,
+                same_spec=found.spec == spec.hash,
+            )
+            for found in await self._swarm.directory.peers(spec.name)
+        ]
+
+
+def run_specs(request: JoinRun) -> dict[str, RunSpec]:
+    """What the client asks for as one `RunSpec` for each purpose; `step` only if there are gradients.
+
+    Raises:
+        SpecError: An option is out of its range.
+        equipoise.compression.CodecError: The codec is unknown.
+        Refused: A tensor's description is not valid.
+    """
+    rows_of = {AVERAGE: request.tensors, STEP: request.gradients}
+    return {
+        purpose: RunSpec.create(
+            swarm_name(request.run, purpose),
+            _schema(rows),
+            strategy=request.strategy,
+            codec=request.codec,
+            group_size=request.group_size,
+            part_values=request.part_values,
+        )
+        for purpose, rows in rows_of.items()
+        if rows
+    }
+
+
+def _schema(rows: Sequence[TensorRow]) -> Schema:
+    if len(rows) > MAX_TENSORS or len({row.name for row in rows}) < len(rows):
+        raise Refused(f"expected at most {MAX_TENSORS} tensors of different names, got {len(rows)}")
+    for row in rows:
+        if not 0 < len(row.name) <= MAX_NAME_CHARS or row.dtype not in DTYPES:
+            raise Refused(f"tensor {row.name[:64]!r} of dtype {row.dtype[:64]!r} cannot be averaged")
+        if len(row.shape) > MAX_DIMENSIONS or any(size < 0 for size in row.shape):
+            raise Refused(f"tensor {row.name[:64]!r} has a shape that is none: {str(row.shape)[:64]}")
+    return Schema(tuple(TensorSpec(row.name, row.shape, row.dtype) for row in rows))

@@ -1,0 +1,196 @@
+"""One client's part in one run: its shared memory, and one averager for each purpose.
+
+Each purpose has its own schema and is joined when it is first used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+
+from equipoise.averaging.outcome import Outcome, RunState, check_weight
+from equipoise.averaging.spec import RunSpec
+from equipoise.peer.errors import Refused
+from equipoise.peer.memory import Region
+from equipoise.peer.ports import Averager, Hub, Progress
+from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP
+from equipoise.peer.status import RunStatus
+
+MAX_TIMEOUT = 86_400.0
+"""A day; a longer wait is a mistake in the unit."""
+
+OVERTIME = 0.5
+"""Seconds that a round may exceed its timeout before the session gives it up; half of what the caller is promised."""
+
+LEAVE_SECONDS = 5.0
+"""An open round is finished or failed within that; the driver's own bound on a stalled peer is 2 s."""
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Takes part in one run for one client.
+
+    Attributes:
+        name: The run's name as the client calls it.
+        client: Who that is.
+    """
+
+    def __init__(self, hub: Hub, name: str, specs: dict[str, RunSpec], region: Region, client: str) -> None:
+        self.name = name
+        self.client = client
+        self._hub = hub
+        self._specs = specs
+        self._region: Region | None = region
+        self._averagers: dict[str, Averager] = {}
+        self._purpose = AVERAGE
+        self._joining = asyncio.Lock()
+        self._round: asyncio.Task[Outcome] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Join the run.
+
+        Raises:
+            ValueError: This daemon takes part in it already.
+        """
+        await self._averager(AVERAGE)
+
+    async def start_round(self, purpose: str, weight: float, timeout: float) -> Outcome:
+        """Exchange what the shared memory holds; the outcome is there by `timeout` and `OVERTIME`.
+
+        Raises:
+            Refused: A round is going on, or an argument is out of range.
+        """
+        if purpose not in PURPOSES:
+            raise Refused(f"expected a round to {' or '.join(PURPOSES)}, got {purpose[:64]!r}")
+        if not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
+            raise Refused(
+                f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout}"
+            )
+        if self._round is not None or self._leaving is not None:
+            raise Refused(
+                f"a round of run {self.name!r} is going on, or it is being left", "wait for its outcome"
+            )
+        self._round = asyncio.create_task(self._exchange(purpose, check_weight(weight), timeout))
+        try:
+            return await self._within(self._round, timeout)
+        finally:
+            self._round = None
+
+    async def report_accumulated(self, weight: float) -> None:
+        """Publish the weight that the client has accumulated towards its next step."""
+        averager = await self._averager(STEP)
+        averager.report_accumulated(check_weight(weight))
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is being left, or was."""
+        return self._leaving is not None
+
+    @property
+    def specs_in_use(self) -> list[RunSpec]:
+        """The runs of the hub that it takes part in."""
+        return [self._specs[purpose] for purpose in self._averagers]
+
+    @property
+    def state(self) -> RunState:
+        """Where the next round of the purpose used last stands."""
+        return self._current.state
+
+    async def progress(self) -> Progress:
+        """What has been accumulated towards the next step, here and in the swarm."""
+        return (await self._averager(STEP)).progress()
+
+    @property
+    def history(self) -> list[Outcome]:
+        """The last outcomes of each purpose, oldest first."""
+        return [outcome for averager in self._averagers.values() for outcome in averager.history]
+
+    def status(self) -> RunStatus:
+        """What `status` shows of it."""
+        spec, averager = self._specs[self._purpose], self._current
+        history, state, step = averager.history, averager.state, self._averagers.get(STEP)
+        return RunStatus(
+            name=self.name,
+            purpose=self._purpose,
+            spec=spec.hash,
+            codec=spec.codec,
+            group_size=spec.group_size,
+            values=spec.schema.size,
+            state=state,
+            reason=explain(state),
+            round=history[-1].round + 1 if history else 0,
+            rounds_ok=sum(outcome.ok for outcome in history),
+            rounds_ended=len(history),
+            accumulated=step.progress().local if step else 0.0,
+            last=history[-1] if history else None,
+        )
+
+    async def leave(self) -> None:
+        """Leave, finish or fail an open round, and let go of the memory; all callers wait for the same end."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave())
+        await asyncio.shield(self._leaving)
+
+    @property
+    def _current(self) -> Averager:
+        return self._averagers[self._purpose]
+
+    async def _averager(self, purpose: str) -> Averager:
+        if purpose not in self._specs:
+            raise Refused(
+                f"run {self.name!r} has no gradients to {purpose}", "join it with parameters that need them"
+            )
+        async with self._joining:
+            if purpose not in self._averagers:
+                if self._leaving is not None:
+                    raise Refused(f"run {self.name!r} is being left", "join it again")
+                self._averagers[purpose] = await self._hub.join(self._specs[purpose])
+            self._purpose = purpose
+            return self._averagers[purpose]
+
+    async def _exchange(self, purpose: str, weight: float, timeout: float) -> Outcome:
+        averager = await self._averager(purpose)
+        region, values = self._region, self._specs[purpose].schema.size
+        assert region is not None, "left runs start no round"
+        return await averager.average(region.contribution[:values], region.result[:values], weight, timeout)
+
+    async def _within(self, round_: asyncio.Task[Outcome], timeout: float) -> Outcome:
+        done, _ = await asyncio.wait({round_}, timeout=timeout + OVERTIME)
+        if not done:
+            log.error("run %r: a round exceeded its timeout of %g s and was given up", self.name, timeout)
+            round_.cancel()
+            return Outcome(
+                ok=False, reason=f"the daemon gave the round up after {timeout:g} s", run=self.name
+            )
+        if round_.cancelled():
+            return Outcome(ok=False, reason="the run was left before the round ended", run=self.name)
+        return round_.result()
+
+    async def _leave(self) -> None:
+        async with self._joining:
+            leaving = [asyncio.create_task(averager.leave()) for averager in self._averagers.values()]
+        if leaving:
+            _, late = await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
+            for task in late:
+                log.error("run %r: leaving took longer than %g s and was given up", self.name, LEAVE_SECONDS)
+                task.cancel()
+        if self._round is not None:
+            self._round.cancel()
+        self._region = None
+
+
+def explain(state: RunState) -> str:
+    """Why a run is in this state, in one line."""
+    reason = getattr(state, "reason", "")
+    return reason or _EXPLANATIONS[type(state).__name__].format(state=state)
+
+
+_EXPLANATIONS = {
+    "NoPeers": "no other peer of this run is known",
+    "Gathering": "{state.ready} of {state.target} peers are ready",
+    "Exchanging": "round {state.round} is going on in a group of {state.members}",
+    "Idle": "nothing is asked of it now; {state.peers} other peers are known",
+}

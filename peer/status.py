@@ -1,0 +1,95 @@
+"""`Status`: the one snapshot that feeds command line, JSON and Python API."""
+
+from __future__ import annotations
+
+import msgspec
+
+from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.dht.state import SwarmStatus
+from equipoise.peer.config import Setting
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """One run of this daemon.
+
+    Attributes:
+        name: The run's name.
+        purpose: What it exchanges now: `average` (tensors) or `step` (gradients).
+        spec: Hash of its RunSpec; peers with another do not meet.
+        codec: How values travel.
+        group_size: Most peers of a group.
+        values: Length of the flat vector.
+        state: Where the next round stands.
+        reason: Why, in one line.
+        round: Number of its next round.
+        rounds_ok: Rounds that ended in a mean, of `rounds_ended`.
+        accumulated: Weight accumulated towards the next step.
+        last: What the last round came to.
+    """
+
+    name: str
+    purpose: str
+    spec: str
+    codec: str
+    group_size: int
+    values: int
+    state: RunState
+    reason: str
+    round: int
+    rounds_ok: int
+    rounds_ended: int
+    accumulated: float
+    last: Outcome | None = None
+
+
+class Kernels(msgspec.Struct, frozen=True):
+    """Which implementation encodes and decodes, and why."""
+
+    name: str
+    reason: str
+
+
+class PeerRow(msgspec.Struct, frozen=True):
+    """One peer of a run, as the directory tells."""
+
+    run: str
+    peer: str
+    me: bool
+    ready: bool
+    round: int
+    dialable: bool
+    bandwidth: float
+    accumulated: float
+    same_spec: bool
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What a daemon is doing, and why; everything that people or programs can ask about it.
+
+    Attributes:
+        name: What people call it.
+        peer_id: Its PeerID.
+        pid: Its process.
+        uptime: Seconds since it started.
+        memory: Resident bytes of its process.
+        clients: How many clients are connected.
+        swarm: Where it stands towards the others.
+        runs: What it takes part in.
+        kernels: Which code encodes and decodes.
+        versions: Versions of what it is made of.
+        settings: Its configuration, each value with its origin.
+        log: Its log file.
+    """
+
+    name: str
+    peer_id: str
+    pid: int
+    uptime: float
+    memory: int
+    clients: int
+    swarm: SwarmStatus
+    runs: tuple[RunStatus, ...]
+    kernels: Kernels
+    versions: dict[str, str]
+    settings: tuple[Setting, ...]
+    log: str

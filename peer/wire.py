@@ -1,0 +1,100 @@
+"""A connected control socket in the daemon: frames in, with the descriptors beside them, and frames out."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+
+from equipoise.peer.errors import ControlError, Refused
+from equipoise.peer.messages import FrameDecoder
+
+MAX_DESCRIPTORS = 16
+"""Descriptors that wait for their `JoinRun`; as many as one client may join runs."""
+
+READ_BYTES = 64 * 1024
+
+SEND_SECONDS = 5.0
+"""A client that reads nothing for so long while its socket's buffer is full is stopped or gone."""
+
+_RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+_ROOM = socket.CMSG_SPACE(array.array("i").itemsize * MAX_DESCRIPTORS)
+
+
+class FrameSocket:
+    """Owns a connected non-blocking unix socket and every descriptor received through it."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._decoder = FrameDecoder()
+        self._descriptors: list[int] = []
+        self._sending = asyncio.Lock()
+
+    async def frames(self) -> list[bytes]:
+        """The next complete frames, at least one.
+
+        Raises:
+            EOFError: The other end has closed the connection.
+            ConnectionError: It broke.
+            ControlError: The other end sends too much.
+        """
+        while True:
+            data = await self._receive()
+            if not data:
+                raise EOFError
+            if frames := self._decoder.feed(data):
+                return frames
+
+    def take_descriptor(self) -> int:
+        """The oldest descriptor received and not yet taken.
+
+        Raises:
+            Refused: There is none.
+        """
+        if not self._descriptors:
+            raise Refused("expected a descriptor of shared memory beside JoinRun, got none")
+        return self._descriptors.pop(0)
+
+    async def send(self, frame: bytes) -> None:
+        """Send one frame.
+
+        Raises:
+            OSError: The connection broke.
+            TimeoutError: The other end does not read.
+        """
+        async with self._sending, asyncio.timeout(SEND_SECONDS):
+            await asyncio.get_running_loop().sock_sendall(self._socket, frame)
+
+    def close(self) -> None:
+        """Close the socket and the descriptors that nobody took; idempotent."""
+        self._socket.close()
+        while self._descriptors:
+            os.close(self._descriptors.pop())
+
+    async def _receive(self) -> bytes:
+        while True:
+            try:
+                data, ancillary, flags, _ = self._socket.recvmsg(READ_BYTES, _ROOM, _RECEIVE_FLAGS)
+            except BlockingIOError:
+                await _readable(self._socket)
+                continue
+            for level, kind, content in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._descriptors += array.array("i", content[: len(content) - len(content) % 4])
+            if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
+                raise ControlError(
+                    f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
+                )
+            return data
+
+
+async def _readable(connected: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(connected, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connected)

@@ -1,0 +1,245 @@
+"""A swarm in memory with the face of the real one, so that the program can be tested without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.spec import RunSpec
+from equipoise.dht.state import SwarmStatus
+from equipoise.peer.config import Config
+from equipoise.peer.ports import Hub, Swarm
+
+
+class FakeProgress(msgspec.Struct):
+    local: float
+    swarm: float
+
+
+@dataclass
+class Member:
+    """What the network knows of one peer of a run."""
+
+    peer: str
+    spec: str
+    accumulated: float = 0.0
+    ready: bool = False
+    round: int = 0
+    dialable: bool = True
+    bandwidth: float = 0.0
+
+
+@dataclass
+class Waiting:
+    """A peer that waits for a group."""
+
+    contribution: torch.Tensor
+    weight: float
+    group: concurrent.futures.Future[tuple[torch.Tensor, dict[str, float]] | None] = field(
+        default_factory=concurrent.futures.Future
+    )
+
+
+class FakeNetwork:
+    """Groups close when all peers of a run are ready; daemons may live in different threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.runs: dict[str, dict[str, Member]] = {}
+        self.waiting: dict[str, dict[str, Waiting]] = {}
+        self.refused: set[str] = set()
+        """Peers whose contribution does not count."""
+        self.held = False
+        """Whether groups that are complete stay in exchange."""
+        self.count = 0
+
+    async def assemble(self, config: Config) -> tuple[Swarm, Hub]:
+        """A new peer of this network."""
+        with self.lock:
+            self.count += 1
+            peer = f"peer{self.count}"
+        return FakeSwarm(self, peer, config), FakeHub(self, peer)
+
+    def enter(self, run: str, peer: str, waiting: Waiting) -> None:
+        with self.lock:
+            self.waiting.setdefault(run, {})[peer] = waiting
+            self.runs[run][peer].ready = True
+            self._close_group(run)
+
+    def release(self) -> None:
+        with self.lock:
+            self.held = False
+            for run in list(self.waiting):
+                self._close_group(run)
+
+    def withdraw(self, run: str, peer: str) -> None:
+        with self.lock:
+            if peer in self.runs.get(run, {}):
+                self.runs[run][peer].ready = False
+            waiting = self.waiting.get(run, {}).pop(peer, None)
+        if waiting is not None and not waiting.group.done():
+            waiting.group.set_result(None)
+
+    def _close_group(self, run: str) -> None:
+        members = self.waiting.get(run, {})
+        if self.held or len(members) < max(2, len(self.runs[run])):
+            return
+        weights = {p: w.weight for p, w in sorted(members.items()) if w.weight > 0 and p not in self.refused}
+        total = sum(weights.values())
+        if total == 0:
+            return
+        mean = torch.zeros_like(next(iter(members.values())).contribution)
+        for peer, weight in weights.items():
+            mean += members[peer].contribution * (weight / total)
+        del self.waiting[run]
+        for peer, waiting in members.items():
+            self.runs[run][peer].ready = False
+            waiting.group.set_result((mean, weights))
+
+
+class FakeSwarm:
+    """The swarm of one peer."""
+
+    def __init__(self, network: FakeNetwork, peer: str, config: Config) -> None:
+        self.peer = peer
+        self.directory = FakeDirectory(network)
+        self.config = config
+        self.stopped = False
+        self.state = "searching"
+
+    def status(self) -> SwarmStatus:
+        return SwarmStatus(
+            state=self.state,
+            reason="as the test says",
+            peer=self.peer,
+            addresses=(f"/ip4/127.0.0.1/tcp/1/p2p/{self.peer}",),
+            dialable=True,
+            bootstrap=(),
+            connected=(),
+            p2pd_pid=None,
+            p2pd_restarts=0,
+            p2pd_log=(),
+            clock_offset=0.0,
+            streams=0,
+        )
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+class FakeDirectory:
+    """Knows all members of the network's runs."""
+
+    def __init__(self, network: FakeNetwork) -> None:
+        self._network = network
+
+    async def announce(
+        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
+    ) -> None:
+        raise NotImplementedError
+
+    async def withdraw(self, run: str) -> None:
+        raise NotImplementedError
+
+    async def peers(self, run: str) -> Sequence[Member]:
+        with self._network.lock:
+            return [member for _, member in sorted(self._network.runs.get(run, {}).items())]
+
+
+class FakeHub:
+    """The runs of one peer."""
+
+    def __init__(self, network: FakeNetwork, peer: str) -> None:
+        self._network = network
+        self._peer = peer
+        self.averagers: dict[str, FakeAverager] = {}
+
+    async def join(self, spec: RunSpec) -> FakeAverager:
+        if spec.name in self.averagers:
+            raise ValueError(f"this daemon takes part in run {spec.name!r} already")
+        averager = self.averagers[spec.name] = FakeAverager(self, self._network, self._peer, spec)
+        return averager
+
+    async def stop(self) -> None:
+        for averager in list(self.averagers.values()):
+            await averager.leave()
+
+
+class FakeAverager:
+    """One run of one peer."""
+
+    def __init__(self, hub: FakeHub, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
+        self._hub = hub
+        self._network = network
+        self._peer = peer
+        self._spec = spec
+        self.history: deque[Outcome] = deque(maxlen=32)
+        with network.lock:
+            self._member = network.runs.setdefault(spec.name, {})[peer] = Member(peer, spec.hash)
+
+    @property
+    def state(self) -> RunState:
+        with self._network.lock:
+            members = self._network.runs[self._spec.name]
+            waiting = self._network.waiting.get(self._spec.name, {})
+        if len(members) == 1:
+            return NoPeers()
+        if self._peer not in waiting:
+            return Idle(peers=len(members) - 1)
+        if self._network.held and len(waiting) == len(members):
+            return Exchanging(members=len(waiting), round=self._member.round)
+        return Gathering(ready=len(waiting), target=len(members))
+
+    async def average(
+        self, contribution: torch.Tensor, result: torch.Tensor, weight: float, timeout: float
+    ) -> Outcome:
+        waiting = Waiting(contribution.clone(), weight)
+        self._network.enter(self._spec.name, self._peer, waiting)
+        try:
+            came = await asyncio.wait_for(asyncio.wrap_future(waiting.group), timeout)
+            reason = "the run was left"
+        except TimeoutError:
+            self._network.withdraw(self._spec.name, self._peer)
+            came, reason = None, f"no group formed within {timeout:g} s"
+        outcome = self._outcome(came[1] if came else {}, reason)
+        if came:
+            result.copy_(came[0])
+        self.history.append(outcome)
+        return outcome
+
+    def report_accumulated(self, weight: float) -> None:
+        self._member.accumulated = weight
+
+    def progress(self) -> FakeProgress:
+        with self._network.lock:
+            members = self._network.runs[self._spec.name].values()
+            return FakeProgress(self._member.accumulated, sum(member.accumulated for member in members))
+
+    async def leave(self) -> None:
+        self._network.withdraw(self._spec.name, self._peer)
+        with self._network.lock:
+            self._network.runs.get(self._spec.name, {}).pop(self._peer, None)
+        self._hub.averagers.pop(self._spec.name, None)
+
+    def _outcome(self, contributors: dict[str, float], reason: str) -> Outcome:
+        self._member.round += 1
+        if not contributors:
+            return Outcome(ok=False, reason=reason, run=self._spec.name, round=self._member.round)
+        return Outcome(
+            ok=True,
+            reason="all contributed",
+            run=self._spec.name,
+            round=self._member.round,
+            group=tuple(contributors),
+            contributors=contributors,
+            digest="0" * 64,
+            seconds={"total": 0.0},
+        )

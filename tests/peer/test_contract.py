@@ -1,0 +1,78 @@
+"""The contract of `Run` over both faces, with a swarm in memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from e2e.swarm import eventually
+from equipoise.peer import Client, Exchanging, connect
+from equipoise.peer.config import load
+from equipoise.peer.embedded import DaemonThread, Peer
+from peer.contract import OPTIONS, SOON, Peers, RunContract, join_all, together
+from peer.fakes import FakeNetwork
+
+
+@pytest.fixture
+def network() -> FakeNetwork:
+    return FakeNetwork()
+
+
+@pytest.fixture(params=["connect", "in-process"])
+def peers(request: pytest.FixtureRequest, network: FakeNetwork, tmp_path: Path) -> Iterator[Peers]:
+    with contextlib.ExitStack() as stack:
+
+        def connected(count: int) -> list[Client]:
+            clients = []
+            for index in range(count):
+                home = tmp_path / f"home{index}"
+                daemon = DaemonThread(load({"home": home}, {}), network.assemble)
+                stack.callback(daemon.stop)
+                clients.append(stack.enter_context(connect(home)))
+            return clients
+
+        def in_process(count: int) -> list[Client]:
+            return [stack.enter_context(Peer(_assemble=network.assemble)) for _ in range(count)]
+
+        yield connected if request.param == "connect" else in_process
+
+
+class TestRun(RunContract):
+    """All of the contract, and what only a swarm in memory can be made to do."""
+
+    def test_a_contribution_that_did_not_count_is_kept(self, peers: Peers, network: FakeNetwork) -> None:
+        clients = peers(3)
+        runs = join_all(clients, [[torch.zeros(1)] for _ in clients])
+        network.refused.add(clients[0].peer_id)
+        for index, run in enumerate(runs):
+            run.accumulate([torch.full((1,), float(index))], weight=index + 1)
+
+        outcomes = together(*(lambda run=run: run.step(timeout=SOON) for run in runs))
+
+        assert all(outcome.ok for outcome in outcomes)
+        assert [run.accumulated for run in runs] == [1.0, 0.0, 0.0]
+        torch.testing.assert_close(runs[0].mean["0"], torch.full((1,), 1.6))
+
+    def test_exchanging_is_shown(self, peers: Peers, network: FakeNetwork) -> None:
+        runs = join_all(peers(2), [[torch.zeros(1)], [torch.zeros(1)]])
+        network.held = True
+        pending = [run.average(timeout=SOON, wait=False) for run in runs]
+
+        eventually(lambda: runs[0].state == Exchanging(members=2, round=0), "the exchange")
+        with pytest.raises(TimeoutError, match="call result"):
+            pending[0].result(timeout=0.01)
+        network.release()
+        assert all(future.result().ok for future in pending)
+
+    def test_the_daemon_forgets_a_client_that_closed(self, peers: Peers, network: FakeNetwork) -> None:
+        clients = peers(2)
+        run = clients[0].join("digits", [torch.zeros(1)], **OPTIONS)
+        assert list(network.runs["digits"]) == [clients[0].peer_id]
+        clients[0].close()
+
+        assert network.runs["digits"] == {}
+        assert run.accumulated == 0.0
