@@ -50,6 +50,7 @@ from equipoise.averaging.round import (
     Release,
     Send,
     SendMean,
+    Withdrew,
     Woke,
 )
 
@@ -189,6 +190,9 @@ class AllReduce:
                 self._on_lost(member, reason)
             case PeerReturned(member):
                 self._on_returned(member)
+            case Withdrew(reason):
+                if self.ended is None:
+                    self._fail(reason, now)
             case Woke():
                 self._on_woke(now)
         return self._advance(now)

@@ -99,11 +99,18 @@ class PeerReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrew:
+    """This member must leave the round: its user cancelled it, or its own values cannot be encoded."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Woke:
     """The machine's deadline has passed."""
 
 
-Event = ContributionReceived | PartReduced | MeanReceived | MessageReceived | PeerLost | PeerReturned | Woke
+Event = ContributionReceived | PartReduced | MeanReceived | MessageReceived | PeerLost | PeerReturned | Withdrew | Woke
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,368 @@
+"""One run of a daemon: matchmaking for as long as it has joined, and a round each time that a group forms."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+
+from equipoise.averaging import matchmaking_messages
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.round import Round, Task
+from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+from equipoise.averaging.matchmaking import Matchmaking
+from equipoise.averaging.matchmaking_events import (
+    Announce,
+    BecameReady,
+    CandidatesSeen,
+    Event,
+    Form,
+    LookUp,
+    MessageReceived,
+    PeerLost,
+    RoundEnded,
+    Send,
+    Withdrew,
+    Woke,
+)
+from equipoise.averaging.matchmaking_messages import MatchmakingMessage
+from equipoise.averaging.outcome import Exchanging, Outcome, RunState, check_weight
+from equipoise.averaging.ports import Candidate, Directory
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.standing import Standing
+from equipoise.compression import first_non_finite, parse_codec
+
+MATCHMAKING_FRAME = b"M"
+"""First byte of the header of every matchmaking frame; a message follows."""
+
+MAX_HISTORY = 1000
+"""Outcomes kept for `rounds`; about 1 KB each."""
+
+LOOK_SECONDS = 0.5
+"""Between two reads of the directory's cache, for `progress` and `state`."""
+
+log = logging.getLogger(__name__)
+
+
+class Identity(Protocol):
+    """Signs what this peer says, and checks what others say."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign with this peer's identity key."""
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Whether the key behind `peer` signed `data`."""
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Weight accumulated towards the next round: by this peer, and by all known peers of the run."""
+
+    local: float
+    swarm: float
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """Where a run stands at this peer."""
+
+    name: str
+    spec: str
+    codec: str
+    state: RunState
+    reason: str
+    round: int
+    peers: int
+    rounds_ok: int
+    rounds_failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a run needs of its daemon.
+
+    Attributes:
+        mesh: Sends frames.
+        directory: Who else is in the run.
+        identity: Signs joins.
+        bandwidth: What this peer can send, bytes per second; 0 if unknown.
+        begin: Starts a round whose frames will reach it.
+        left: Told when the run has been left.
+    """
+
+    mesh: Mesh
+    directory: Directory
+    identity: Identity
+    bandwidth: float
+    begin: Callable[[Task], Round]
+    left: Callable[[Averager], object]
+
+
+class Averager:
+    """This daemon's part in one run."""
+
+    def __init__(self, spec: RunSpec, surroundings: Surroundings) -> None:
+        self.spec = spec
+        self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
+        self._surroundings = surroundings
+        self._mesh = surroundings.mesh
+        self._directory = surroundings.directory
+        self._codec = parse_codec(spec.codec)
+        self._loop = asyncio.get_running_loop()
+        identity = surroundings.identity
+        self._machine = Matchmaking(
+            Standing(spec.name, spec.hash, self._mesh.peer, spec.group_size, identity.sign, identity.verify)
+        )
+        self._formed: asyncio.Future[Manifest] | None = None
+        self._round: Round | None = None
+        self._accumulated = 0.0
+        self._announced = Announce(False, 0, "joined")
+        self._candidates: Sequence[Candidate] = ()
+        self._counts = {True: 0, False: 0}
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking = False
+        self._left = False
+
+    # ---- the face ----
+
+    async def average(
+        self, contribution: torch.Tensor, result: torch.Tensor, weight: float, timeout: float
+    ) -> Outcome:
+        """Take part in one round.
+
+        Args:
+            contribution: f32 [D], finite, on the CPU; not to be changed until this returns.
+            result: f32 [D]; holds the weighted mean if the outcome is ok, else undefined.
+            weight: A finite number >= 0; 0 observes.
+            timeout: Seconds for everything; the outcome fails with a reason when they are over.
+
+        Raises:
+            ValueError: The weight or a value of the contribution is not valid, or a round is going on already.
+        """
+        check_weight(weight)
+        self._check(contribution, result)
+        began = self._loop.time()
+        manifest = await self._match(weight, timeout)
+        matched = self._loop.time() - began
+        if isinstance(manifest, Outcome):
+            outcome = manifest
+        else:
+            task = Task(self.spec, manifest, self._codec, contribution, result, max(timeout - matched, 0.0))
+            outcome = await self._exchange(task)
+        seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
+        outcome = msgspec.structs.replace(outcome, seconds=seconds)
+        self.history.append(outcome)
+        self._counts[outcome.ok] += 1
+        return outcome
+
+    @property
+    def state(self) -> RunState:
+        """Where the next round stands."""
+        if self._round is not None:
+            return Exchanging(self._round.group.size, self._machine.round - 1)
+        return self._machine.state
+
+    @property
+    def round(self) -> int:
+        """Number of this peer's next round."""
+        return self._machine.round
+
+    def report_accumulated(self, weight: float) -> None:
+        """Publish the weight accumulated towards the next contribution."""
+        if weight != self._accumulated:
+            self._accumulated = check_weight(weight)
+            self._publish()
+
+    def progress(self) -> Progress:
+        """What has been accumulated towards the next round, here and in the swarm."""
+        others = sum(
+            one.accumulated
+            for one in self._candidates
+            if one.peer != self._mesh.peer and one.spec == self.spec.hash and one.round == self._machine.round
+        )
+        return Progress(self._accumulated, self._accumulated + others)
+
+    def status(self) -> RunStatus:
+        """Where the run stands."""
+        return RunStatus(
+            name=self.spec.name,
+            spec=self.spec.hash,
+            codec=self.spec.codec,
+            state=self.state,
+            reason=self._machine.reason,
+            round=self._machine.round,
+            peers=len(self._candidates),
+            rounds_ok=self._counts[True],
+            rounds_failed=self._counts[False],
+        )
+
+    def start(self) -> None:
+        """Make this peer known in the run."""
+        self._spawn(self._look_regularly())
+        self._tell(Woke())
+        self._publish()
+
+    async def leave(self, reason: str = "left the run") -> None:
+        """Stop taking part; an open round fails with `reason`."""
+        if self._left:
+            return
+        self._left = True
+        self._surroundings.left(self)
+        if self._formed is not None and not self._formed.done():
+            self._formed.cancel(reason)
+        if self._round is not None:
+            self._round.withdraw(reason)
+        self._tell(Withdrew())
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._directory.withdraw(self.spec.name)
+
+    # ---- one round ----
+
+    async def _match(self, weight: float, timeout: float) -> Manifest | Outcome:
+        if self._formed is not None or self._round is not None:
+            raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
+        if self._left:
+            return self._failed("this peer has left the run")
+        self._formed = self._loop.create_future()
+        try:
+            self._tell(
+                BecameReady(
+                    weight=weight,
+                    nonce=os.urandom(NONCE_BYTES),
+                    bandwidth=self._surroundings.bandwidth,
+                    dialable=self._mesh.dialable,
+                    patience=timeout,
+                )
+            )
+            async with asyncio.timeout(timeout):
+                return await self._formed
+        except TimeoutError:
+            reason = f"no group within {timeout:g} s: {self._machine.reason}"
+            self._tell(Withdrew())
+            return self._failed(reason)
+        except asyncio.CancelledError:
+            if not self._left:
+                self._tell(Withdrew())
+                raise
+            return self._failed("this peer has left the run")
+        finally:
+            self._formed = None
+
+    async def _exchange(self, task: Task) -> Outcome:
+        self._round = self._surroundings.begin(task)
+        try:
+            return await asyncio.shield(self._round.outcome)
+        except asyncio.CancelledError:
+            self._round.withdraw("cancelled")
+            raise
+        finally:
+            self._round = None
+            self._tell(RoundEnded(task.manifest.round))
+
+    def _failed(self, reason: str) -> Outcome:
+        return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round)
+
+    def _check(self, contribution: torch.Tensor, result: torch.Tensor) -> None:
+        size = self.spec.schema.size
+        for name, tensor in (("contribution", contribution), ("result", result)):
+            if tensor.shape != (size,) or tensor.dtype != torch.float32:
+                raise ValueError(
+                    f"expected {name} as float32 [{size}], got {tensor.dtype} {list(tensor.shape)}"
+                )
+        where = first_non_finite(contribution)
+        if where is not None:
+            name, start = next(
+                (spec.name, part.start) for spec, part in self.spec.schema.slices() if where < part.stop
+            )
+            raise ValueError(
+                f"tensor {name!r} is not finite at flat index {where - start}: {contribution[where]}"
+            )
+
+    # ---- between the machine and the world ----
+
+    def receive(self, peer: str, message: MatchmakingMessage) -> None:
+        """A matchmaking message of this run has come."""
+        self._tell(MessageReceived(peer, message))
+
+    def lost(self, peer: str) -> None:
+        """The channel with a peer has broken."""
+        self._tell(PeerLost(peer))
+
+    def _tell(self, event: Event) -> None:
+        for action in self._machine.handle(event, self._loop.time()):
+            match action:
+                case Send(peer, message):
+                    self._mesh.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
+                case Form(manifest, reason):
+                    self._form(manifest, reason)
+                case Announce():
+                    self._announced = action
+                    self._publish()
+                case LookUp():
+                    self._spawn(self._look())
+        self._schedule()
+
+    def _form(self, manifest: Manifest, reason: str) -> None:
+        log.info("run %s: %s", self.spec.name, reason)
+        if self._formed is not None and not self._formed.done():
+            self._formed.set_result(manifest)
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._left and self._machine.deadline != float("inf"):
+            self._timer = self._loop.call_at(self._machine.deadline, self._wake)
+
+    def _wake(self) -> None:
+        self._tell(Woke())
+
+    def _publish(self) -> None:
+        if not self._left:
+            self._spawn(self._announce())
+
+    async def _announce(self) -> None:
+        await self._directory.announce(
+            self.spec.name,
+            spec=self.spec.hash,
+            ready=self._announced.ready,
+            round=self._machine.round,
+            accumulated=self._accumulated,
+            reason=self._announced.reason,
+        )
+
+    async def _look(self) -> None:
+        if self._looking:
+            return
+        self._looking = True
+        try:
+            self._candidates = await self._directory.peers(self.spec.name)
+        finally:
+            self._looking = False
+        if not self._left:
+            self._tell(CandidatesSeen(self._candidates))
+
+    async def _look_regularly(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("run %s: a background task failed", self.spec.name, exc_info=task.exception())

@@ -1,0 +1,161 @@
+"""All runs of a daemon over one mesh: joins them, and hands every frame to the run or round that it is for."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+import msgspec
+
+from equipoise.averaging import matchmaking_messages
+from equipoise.averaging import messages as wire
+from equipoise.averaging.aio.averager import MATCHMAKING_FRAME, Averager, Identity, Surroundings
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.round import HEADER_PREFIX_BYTES, ROUND_FRAME, Round, Task
+from equipoise.averaging.matchmaking_messages import JoinRequest, MessageError, refuse_unknown_run
+from equipoise.averaging.ports import Directory, FrameRefused, Transport
+from equipoise.averaging.spec import RunSpec
+
+MAX_EARLY_ROUNDS = 64
+"""Rounds of which members may speak before this peer's manifest has come; one per run that it waits in is usual."""
+
+MAX_EARLY_FRAMES = 256
+"""Control frames kept for each of those: a hello or two from every member."""
+
+MAX_CLOSED_ROUNDS = 1024
+"""Ids of rounds that are over, whose late frames are dropped."""
+
+log = logging.getLogger(__name__)
+
+
+class Hub:
+    """The runs and rounds of one daemon.
+
+    Args:
+        transport: Carries frames; this hub serves what comes in on it.
+        directory: Knows the peers of a run.
+        identity: Signs this peer's joins.
+        bandwidth: What this peer can send, bytes per second; 0 if unknown.
+    """
+
+    def __init__(
+        self, transport: Transport, directory: Directory, identity: Identity, bandwidth: float = 0.0
+    ) -> None:
+        self._runs: dict[str, Averager] = {}
+        self._rounds: dict[bytes, Round] = {}
+        self._closed: OrderedDict[bytes, None] = OrderedDict()
+        self._early: OrderedDict[bytes, list[tuple[str, bytes]]] = OrderedDict()
+        self._mesh = Mesh(transport, self)
+        self._surroundings = Surroundings(
+            self._mesh,
+            directory,
+            identity,
+            bandwidth,
+            self._begin,
+            lambda run: self._runs.pop(run.spec.name, None),
+        )
+
+    async def join(self, spec: RunSpec) -> Averager:
+        """Take part in a run.
+
+        Raises:
+            ValueError: This daemon takes part in a run of that name already.
+        """
+        if spec.name in self._runs:
+            raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
+        run = Averager(spec, self._surroundings)
+        self._runs[spec.name] = run
+        run.start()
+        return run
+
+    async def stop(self) -> None:
+        """Leave all runs; open rounds fail with that reason. Then close every channel."""
+        for run in list(self._runs.values()):
+            await run.leave("this daemon is stopping")
+        for round in list(self._rounds.values()):
+            round.withdraw("this daemon is stopping")
+        await self._mesh.stop()
+
+    # ---- what the mesh tells ----
+
+    def place(self, peer: str, header: bytes, size: int) -> memoryview:
+        """Where the body of a frame goes."""
+        if header[:1] != ROUND_FRAME:
+            raise FrameRefused(
+                f"expected a body only in frames of a round, got {size} bytes after {header[:1]!r}"
+            )
+        round = self._rounds.get(header[1:HEADER_PREFIX_BYTES])
+        if round is None or not round.is_member(peer):
+            return self._mesh.scratch(size)
+        return round.place(peer, _message(header), size)
+
+    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
+        """A frame has come."""
+        if header[:1] == MATCHMAKING_FRAME:
+            self._matchmaking(peer, header[1:])
+        elif header[:1] == ROUND_FRAME:
+            self._round_frame(peer, header, body)
+        else:
+            raise FrameRefused(f"expected a frame of a round or of matchmaking, got kind {header[:1]!r}")
+
+    def lost(self, peer: str, reason: str) -> None:
+        """Frames to or from a peer may have been lost."""
+        for round in list(self._rounds.values()):
+            if round.is_member(peer):
+                round.lost(peer, reason)
+        for run in list(self._runs.values()):
+            run.lost(peer)
+
+    def _matchmaking(self, peer: str, data: bytes) -> None:
+        try:
+            message = matchmaking_messages.decode(data)
+        except MessageError as error:
+            raise FrameRefused(str(error)) from error
+        run = self._runs.get(message.run)
+        if run is not None:
+            run.receive(peer, message)
+        elif isinstance(message, JoinRequest):
+            self._mesh.post(
+                peer, MATCHMAKING_FRAME + matchmaking_messages.encode(refuse_unknown_run(message))
+            )
+
+    def _round_frame(self, peer: str, header: bytes, body: memoryview) -> None:
+        round_id = header[1:HEADER_PREFIX_BYTES]
+        round = self._rounds.get(round_id)
+        if round is None:
+            if not body and round_id not in self._closed:
+                self._keep_early(round_id, peer, header)
+        elif round.is_member(peer):
+            round.frame(peer, _message(header), body, len(header) + len(body))
+
+    def _keep_early(self, round_id: bytes, peer: str, header: bytes) -> None:
+        frames = self._early.setdefault(round_id, [])
+        if len(frames) < MAX_EARLY_FRAMES:
+            frames.append((peer, header))
+        if len(self._early) > MAX_EARLY_ROUNDS:
+            self._early.popitem(last=False)
+
+    # ---- what its runs ask ----
+
+    def _begin(self, task: Task) -> Round:
+        round = Round(task, self._mesh, self._forget)
+        self._rounds[round.id] = round
+        round.start()
+        for peer, header in self._early.pop(round.id, []):
+            self._round_frame(peer, header, memoryview(b""))
+        return round
+
+    def _forget(self, round: Round) -> None:
+        self._rounds.pop(round.id, None)
+        self._closed[round.id] = None
+        if len(self._closed) > MAX_CLOSED_ROUNDS:
+            self._closed.popitem(last=False)
+
+
+def _message(header: bytes) -> wire.RoundMessage:
+    try:
+        return wire.decode(memoryview(header)[HEADER_PREFIX_BYTES:])
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise FrameRefused(
+            f"expected a message of a round, got {len(header)} bytes that are none: {error}"
+        ) from error

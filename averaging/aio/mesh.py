@@ -1,0 +1,188 @@
+"""Channels to peers, shared by all runs and rounds of a daemon: opened when needed, kept, written by one task each.
+
+Frames to a peer leave in order, control before bulk, so that a heartbeat never waits behind more than one part. A
+frame that was posted is delivered, or the peer is reported lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from equipoise.averaging.ports import Buffer, Channel, FrameRefused, Transport
+
+MAX_QUEUED_CONTROL = 4096
+"""Control frames waiting for one peer; a healthy peer has a handful, one that does not read is given up."""
+
+MAX_LINKS = 256
+"""Peers with open channels. Beyond it the one unused for longest is closed; a group has at most 64 members."""
+
+log = logging.getLogger(__name__)
+
+Bulk = Callable[[], tuple[bytes, Buffer] | None]
+"""Makes a bulk frame when its turn has come; None if it is no longer wanted."""
+
+
+class Receiver(Protocol):
+    """Who is told of what comes in."""
+
+    def place(self, peer: str, header: bytes, size: int) -> memoryview:
+        """Where a body goes; raises `FrameRefused`."""
+
+    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
+        """A frame has come; raises `FrameRefused`."""
+
+    def lost(self, peer: str, reason: str) -> None:
+        """Frames to or from `peer` may have been lost."""
+
+
+class _Link:
+    """One peer's channels and what waits to be sent to it."""
+
+    def __init__(self) -> None:
+        self.channels: list[Channel] = []
+        self.control: deque[bytes] = deque()
+        self.bulk: deque[Bulk] = deque()
+        self.writer: asyncio.Task[None] | None = None
+
+
+class Mesh:
+    """All channels of this daemon.
+
+    Args:
+        transport: Opens and accepts them.
+        receiver: Is told of frames and losses.
+    """
+
+    def __init__(self, transport: Transport, receiver: Receiver) -> None:
+        self._transport = transport
+        self._receiver = receiver
+        self._links: dict[str, _Link] = {}
+        self._readers: set[asyncio.Task[None]] = set()
+        self._scratch = bytearray()
+        transport.serve(self._accept)
+
+    @property
+    def peer(self) -> str:
+        """PeerID of this daemon."""
+        return self._transport.peer
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to this daemon."""
+        return self._transport.dialable
+
+    def post(self, peer: str, header: bytes) -> None:
+        """Send a control frame, as soon as it can be."""
+        link = self._link(peer)
+        if len(link.control) >= MAX_QUEUED_CONTROL:
+            self._drop(peer, f"{MAX_QUEUED_CONTROL} control frames wait for it: it does not read")
+            return
+        link.control.append(header)
+        self._write_soon(peer, link)
+
+    def post_bulk(self, peer: str, make: Bulk) -> None:
+        """Send a bulk frame, made when its turn has come."""
+        link = self._link(peer)
+        link.bulk.append(make)
+        self._write_soon(peer, link)
+
+    def scratch(self, size: int) -> memoryview:
+        """A buffer for a body that nobody wants; its content is undefined, and it is shared."""
+        if len(self._scratch) < size:
+            self._scratch = bytearray(size)
+        return memoryview(self._scratch)[:size]
+
+    def drop(self, peer: str, reason: str) -> None:
+        """Close the channels with a peer that broke the protocol."""
+        if peer in self._links:
+            self._drop(peer, reason)
+
+    async def stop(self) -> None:
+        """Send what control frames can be sent at once, then close every channel."""
+        self._transport.serve(None)
+        writers = [link.writer for link in self._links.values() if link.writer is not None]
+        if writers:
+            await asyncio.wait(writers, timeout=0.5)
+        tasks = [*writers, *self._readers]
+        for task in tasks:
+            task.cancel()
+        for link in self._links.values():
+            for channel in link.channels:
+                channel.close()
+        self._links.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _link(self, peer: str) -> _Link:
+        link = self._links.pop(peer, None) or _Link()
+        self._links[peer] = link  # most recently used last
+        if len(self._links) > MAX_LINKS:
+            idle = (name for name, other in self._links.items() if other.writer is None)
+            stale = next(idle, None)
+            if stale is not None and stale != peer:
+                self._drop(stale, f"closed: unused for longest of {MAX_LINKS} peers")
+        return link
+
+    def _write_soon(self, peer: str, link: _Link) -> None:
+        if link.writer is None:
+            link.writer = asyncio.create_task(self._write(peer, link))
+            link.writer.add_done_callback(_surface)
+
+    async def _write(self, peer: str, link: _Link) -> None:
+        try:
+            while link.control or link.bulk:
+                channel = link.channels[0] if link.channels else await self._open(peer, link)
+                if link.control:
+                    await channel.send(link.control.popleft())
+                elif frame := link.bulk.popleft()():
+                    await channel.send(*frame)
+            link.writer = None
+        except ConnectionError as error:
+            link.writer = None
+            self._drop(peer, str(error))
+
+    async def _open(self, peer: str, link: _Link) -> Channel:
+        channel = await self._transport.open(peer)
+        link.channels.append(channel)
+        reader = asyncio.create_task(self._read(channel))
+        self._readers.add(reader)
+        reader.add_done_callback(self._readers.discard)
+        reader.add_done_callback(_surface)
+        return channel
+
+    async def _accept(self, channel: Channel) -> None:
+        self._link(channel.peer).channels.append(channel)
+        await self._read(channel)
+
+    async def _read(self, channel: Channel) -> None:
+        peer = channel.peer
+        try:
+            while True:
+                header, body = await channel.receive(
+                    lambda header, size: self._receiver.place(peer, header, size)
+                )
+                self._receiver.frame(peer, header, body)
+        except (ConnectionError, FrameRefused) as error:
+            link = self._links.get(peer)
+            if link is not None and channel in link.channels:
+                self._drop(peer, str(error))
+        finally:
+            channel.close()
+
+    def _drop(self, peer: str, reason: str) -> None:
+        link = self._links.pop(peer)
+        if link.writer is not None and link.writer is not asyncio.current_task():
+            link.writer.cancel()
+        for channel in link.channels:
+            channel.close()
+        log.debug("channel with %s: %s", peer, reason)
+        self._receiver.lost(peer, reason)
+
+
+def _surface(task: asyncio.Task[None]) -> None:
+    """Log what a task of the mesh died of; only a bug of ours ends one by an exception."""
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a task of the mesh failed", exc_info=task.exception())

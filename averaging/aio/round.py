@@ -1,0 +1,346 @@
+"""The asyncio driver of one round: bytes and clocks around the machine `equipoise.averaging.allreduce.AllReduce`."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from equipoise.averaging import messages as wire
+from equipoise.averaging.aio.mesh import Bulk, Mesh
+from equipoise.averaging.aio.store import Store
+from equipoise.averaging.allreduce import AllReduce
+from equipoise.averaging.balance import balance
+from equipoise.averaging.ballot import members_of
+from equipoise.averaging.liveness import HEARTBEAT_SECONDS, Liveness
+from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.partition import partition
+from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.round import (
+    Action,
+    Close,
+    ContributionReceived,
+    Event,
+    Fail,
+    Finish,
+    Group,
+    MeanReceived,
+    MessageReceived,
+    PartReduced,
+    PeerLost,
+    PeerReturned,
+    Reduce,
+    Release,
+    Send,
+    SendContribution,
+    SendMean,
+    Withdrew,
+    Woke,
+)
+from equipoise.averaging.spec import RunSpec
+from equipoise.compression import Codec, CodecError
+
+ROUND_FRAME = b"R"
+"""First byte of the header of every frame of a round; the round's id and a message follow."""
+
+HEADER_PREFIX_BYTES = 17
+
+SHORT_NAME_CHARS = 8
+"""The end of a PeerID is what differs between peers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one round is to do.
+
+    Attributes:
+        spec: The run.
+        manifest: The group, already checked.
+        codec: How values travel.
+        contribution: f32 [D]; read only.
+        result: f32 [D]; holds the mean if the outcome is ok, else undefined.
+        timeout: Seconds.
+    """
+
+    spec: RunSpec
+    manifest: Manifest
+    codec: Codec
+    contribution: torch.Tensor
+    result: torch.Tensor
+    timeout: float
+
+
+def group_of(spec: RunSpec, manifest: Manifest) -> Group:
+    """The round as every member derives it from the manifest alone."""
+    members = manifest.members
+    dialable = [join.dialable for join in members]
+    known = [join.bandwidth for join in members if join.bandwidth > 0]
+    usual = statistics.median(known) if known else 1.0
+    fractions = balance([join.bandwidth or usual for join in members], dialable)
+    leaders = [index for index, join in enumerate(members) if join.dialable]
+    convening = [index for index in leaders if members[index].peer == manifest.convener]
+    return Group(
+        round_id=manifest.id,
+        names=tuple(join.peer[-SHORT_NAME_CHARS:] for join in members),
+        weights=tuple(join.weight for join in members),
+        dialable=sum(1 << index for index in leaders),
+        parts=partition(spec.schema.size, fractions, spec.part_values),
+        first_leader=(convening or leaders)[0],
+    )
+
+
+class Round:
+    """One round at one member, from the manifest to the last straggler.
+
+    Args:
+        task: What to do.
+        mesh: Sends frames.
+        closed: Called once, when the round can be forgotten.
+    """
+
+    def __init__(self, task: Task, mesh: Mesh, closed: Callable[[Round], None]) -> None:
+        self.id = task.manifest.id
+        self.group = group_of(task.spec, task.manifest)
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._task = task
+        self._mesh = mesh
+        self._closed = closed
+        self._loop = asyncio.get_running_loop()
+        self._peers: Sequence[str] = task.manifest.peers
+        self._me = task.manifest.index(mesh.peer)
+        self._store = Store(self.group, self._me, task.codec, task.contribution, task.result)
+        self._began = self._loop.time()
+        self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
+        self._others = [index for index in range(self.group.size) if self._reachable(index)]
+        self._liveness = Liveness(self._others, self._began)
+        self._waiting: dict[int, list[Bulk]] = {member: [] for member in self._others}
+        self._phases: dict[str, float] = {}
+        self._phase_began = self._began
+        self._phase = self._machine.phase
+        self._sent = 0
+        self._received = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._pulse: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Say hello to every member, and begin."""
+        self._beat()
+        self._perform(self._machine.start(self._loop.time()))
+
+    def withdraw(self, reason: str) -> None:
+        """Leave the round; the outcome says why."""
+        self._tell(Withdrew(reason))
+
+    def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
+        """Where the body of a frame goes: memory of its own if it is wanted, else scratch.
+
+        Raises:
+            FrameRefused: Its size is not that of the part it names.
+        """
+        if not isinstance(message, wire.Contribution | wire.Mean) or message.part >= len(self.group.parts):
+            raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
+        if size != self._store.size(message.part):
+            raise FrameRefused(
+                f"expected {self._store.size(message.part)} bytes for part {message.part}, got {size}"
+            )
+        if self._wants(self._index(peer), message):
+            return memoryview(bytearray(size))
+        return self._mesh.scratch(size)
+
+    def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:
+        """A frame of `size` bytes in all has come from a member."""
+        member = self._index(peer)
+        self._received += size
+        self._hear(member)
+        match message:
+            case wire.Contribution() | wire.Mean():
+                self._on_bulk(member, message, body)
+            case wire.Heartbeat():
+                pass
+            case _:
+                self._tell(MessageReceived(member, message))
+
+    def lost(self, peer: str, reason: str) -> None:
+        """Frames to or from a member may have been lost."""
+        member = self._index(peer)
+        self._liveness.lose(member)
+        self._waiting[member] = []
+        self._tell(PeerLost(member, reason))
+
+    def is_member(self, peer: str) -> bool:
+        """Whether frames of this round may come from `peer`."""
+        return peer in self._peers and peer != self._mesh.peer
+
+    # ---- from the world to the machine ----
+
+    def _on_bulk(self, member: int, message: wire.Contribution | wire.Mean, body: memoryview) -> None:
+        if not self._wants(member, message):
+            return
+        try:
+            if isinstance(message, wire.Contribution):
+                self._store.keep_contribution(message.part, member, body)
+                self._tell(ContributionReceived(member, message.part))
+            else:
+                digest = self._store.keep_mean(message.part, message.contributors, body)
+                self._tell(MeanReceived(message.part, message.contributors, digest))
+        except CodecError as error:
+            self._tell(PeerLost(member, f"sent values that do not decode: {error}"))
+
+    def _wants(self, member: int, message: wire.Contribution | wire.Mean) -> bool:
+        if isinstance(message, wire.Contribution):
+            return self._machine.wants_contribution(member, message.part)
+        return self._machine.wants_mean(message.part, message.contributors)
+
+    def _hear(self, member: int) -> None:
+        if self._liveness.heard(member, self._loop.time()):
+            self._tell(PeerReturned(member))
+        # Having heard of the round from it, we know that it knows the round, by the same manifest.
+        waiting = self._waiting.get(member)
+        if waiting is not None:
+            del self._waiting[member]
+            for bulk in waiting:
+                self._mesh.post_bulk(self._peers[member], bulk)
+
+    def _beat(self) -> None:
+        for member in self._liveness.check(self._loop.time()):
+            self._tell(PeerLost(member, "silent: no sign of life"))
+        if self._machine.ended is None:
+            for member in self._others:
+                self._post(member, wire.Heartbeat())
+            self._pulse = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
+
+    def _wake(self) -> None:
+        self._tell(Woke())
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._perform(self._machine.handle(event, self._loop.time()))
+        except CodecError as error:
+            self._perform(self._machine.handle(Withdrew(f"our own values: {error}"), self._loop.time()))
+
+    # ---- from the machine to the world ----
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self._post(to, message)
+                case SendContribution(to, part):
+                    self._post_bulk(to, self._contribution(part))
+                case SendMean(to, part, contributors):
+                    self._post_bulk(to, self._mean(part, contributors))
+                case Reduce(part, contributors):
+                    self._tell(PartReduced(part, contributors, self._store.reduce(part, contributors)))
+                case Finish() | Fail():
+                    self._conclude(action)
+                case Release():
+                    self._store.release()
+                case Close():
+                    self._close()
+        self._mark_phase()
+        self._schedule()
+
+    def _post(self, to: int, message: wire.RoundMessage) -> None:
+        header = ROUND_FRAME + self.id + wire.encode(message)
+        self._sent += len(header)
+        self._mesh.post(self._peers[to], header)
+
+    def _post_bulk(self, to: int, bulk: Bulk) -> None:
+        if to in self._waiting:
+            self._waiting[to].append(bulk)
+        else:
+            self._mesh.post_bulk(self._peers[to], bulk)
+
+    def _contribution(self, part: int) -> Bulk:
+        def make() -> tuple[bytes, memoryview] | None:
+            if self._machine.ended is not None:
+                return None
+            try:
+                return self._framed(wire.Contribution(part), self._store.encode(part))
+            except CodecError as error:
+                self.withdraw(f"our own values: {error}")
+                return None
+
+        return make
+
+    def _mean(self, part: int, contributors: int) -> Bulk:
+        def make() -> tuple[bytes, memoryview] | None:
+            payload = self._store.mean(part, contributors)
+            return None if payload is None else self._framed(wire.Mean(part, contributors), payload)
+
+        return make
+
+    def _framed(self, message: wire.RoundMessage, payload: memoryview) -> tuple[bytes, memoryview]:
+        header = ROUND_FRAME + self.id + wire.encode(message)
+        self._sent += len(header) + len(payload)
+        return header, payload
+
+    def _conclude(self, end: Finish | Fail) -> None:
+        ok = isinstance(end, Finish)
+        if ok:
+            self._store.decode()
+        self._mark_phase()
+        if not self.outcome.done():
+            self.outcome.set_result(
+                self._finished(end) if isinstance(end, Finish) else self._outcome(False, end.reason)
+            )
+
+    def _finished(self, end: Finish) -> Outcome:
+        counted = list(members_of(end.decision.contributors))
+        reason = f"mean over {len(counted)} of {self.group.size} members"
+        return msgspec.structs.replace(
+            self._outcome(True, reason),
+            contributors={self._peers[member]: self.group.weights[member] for member in counted},
+            digest=end.digest.hex(),
+        )
+
+    def _outcome(self, ok: bool, reason: str) -> Outcome:
+        notes = list(self._machine.notes)
+        if self._store.clamped:
+            notes.append(
+                f"{self._store.clamped} values beyond the range of {self._task.codec.spec} were clamped"
+            )
+        size = self._task.spec.schema.size
+        return Outcome(
+            ok=ok,
+            reason=reason,
+            run=self._task.spec.name,
+            round=self._task.manifest.round,
+            group=tuple(self._peers),
+            bytes_sent=self._sent,
+            bytes_received=self._received,
+            seconds={**self._phases, "exchange": self._loop.time() - self._began},
+            compression_ratio=4 * size / self._task.codec.encoded_size(size),
+            events=tuple(notes),
+        )
+
+    def _close(self) -> None:
+        for timer in (self._timer, self._pulse):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._pulse = None
+        self._closed(self)
+
+    def _mark_phase(self) -> None:
+        phase, now = self._machine.phase, self._loop.time()
+        if phase != self._phase:
+            self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._phase_began
+            self._phase, self._phase_began = phase, now
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._machine.deadline != float("inf"):
+            self._timer = self._loop.call_at(self._machine.deadline, self._wake)
+
+    def _index(self, peer: str) -> int:
+        return self._task.manifest.index(peer)
+
+    def _reachable(self, index: int) -> bool:
+        return index != self._me and bool(self.group.dialable & (1 << index | 1 << self._me))

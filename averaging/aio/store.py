@@ -1,0 +1,105 @@
+"""The bytes of one round at one member: encoded contributions, encoded means, and the arithmetic between them."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from equipoise.averaging.ballot import members_of
+from equipoise.averaging.round import Group
+from equipoise.compression import Codec
+
+
+class Store:
+    """Keeps what arrived, encodes what leaves, reduces, and decodes the result.
+
+    Args:
+        group: The round.
+        me: This member's index.
+        codec: How values travel.
+        contribution: f32 [D], this member's values; read only.
+        result: f32 [D], where `decode` puts the mean.
+    """
+
+    def __init__(
+        self, group: Group, me: int, codec: Codec, contribution: torch.Tensor, result: torch.Tensor
+    ) -> None:
+        self.clamped = 0
+        self._group = group
+        self._me = me
+        self._codec = codec
+        self._contribution = contribution
+        self._result = result
+        self._contributions: dict[tuple[int, int], memoryview] = {}
+        self._means: dict[int, tuple[int, memoryview]] = {}
+        self._sum = torch.empty(max(part.size for part in group.parts))
+
+    def size(self, part: int) -> int:
+        """Bytes of an encoded contribution to `part`, or of its encoded mean."""
+        return self._codec.encoded_size(self._group.parts[part].size)
+
+    def encode(self, part: int) -> memoryview:
+        """This member's encoded contribution to `part`.
+
+        Raises:
+            CodecError: The values are not finite.
+        """
+        where = self._group.parts[part]
+        payload = memoryview(bytearray(self.size(part)))
+        self.clamped += self._codec.encode(self._contribution[where.start : where.stop], payload).clamped
+        return payload
+
+    def keep_contribution(self, part: int, member: int, payload: memoryview) -> None:
+        """Keep another member's contribution until the round is over: a later decision may need it again.
+
+        Raises:
+            CodecError: It does not decode to finite values.
+        """
+        self._codec.check(payload, self._group.parts[part].size)
+        self._contributions[part, member] = payload
+
+    def keep_mean(self, part: int, contributors: int, payload: memoryview) -> bytes:
+        """Keep a mean that came from its owner; returns its SHA-256.
+
+        Raises:
+            CodecError: It does not decode to finite values.
+        """
+        self._codec.check(payload, self._group.parts[part].size)
+        self._means[part] = (contributors, payload)
+        return hashlib.sha256(payload).digest()
+
+    def mean(self, part: int, contributors: int) -> memoryview | None:
+        """The kept mean of `part`, if it is over `contributors`."""
+        over, payload = self._means.get(part, (0, None))
+        return payload if over == contributors else None
+
+    def reduce(self, part: int, contributors: int) -> bytes:
+        """Encode and keep the weighted mean of `part` over `contributors`; returns its SHA-256.
+
+        Contributions are added in member order, each decoded from its encoded form (our own too), times its share of
+        the weight: in fp32, so that the result has one value whoever reduces.
+
+        Raises:
+            CodecError: Our own values are not finite.
+        """
+        total = sum(self._group.weights[member] for member in members_of(contributors))
+        values = self._sum[: self._group.parts[part].size].zero_()
+        for member in members_of(contributors):
+            payload = self.encode(part) if member == self._me else self._contributions[part, member]
+            self._codec.accumulate(payload, self._group.weights[member] / total, values)
+        mean = memoryview(bytearray(self.size(part)))
+        self.clamped += self._codec.encode(values, mean).clamped
+        self._means[part] = (contributors, mean)
+        return hashlib.sha256(mean).digest()
+
+    def decode(self) -> None:
+        """Decode the kept means into the result."""
+        for part, (_, payload) in self._means.items():
+            where = self._group.parts[part]
+            self._codec.decode(payload, self._result[where.start : where.stop])
+
+    def release(self) -> None:
+        """Let go of all bytes."""
+        self._contributions.clear()
+        self._means.clear()

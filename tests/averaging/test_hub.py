@@ -1,0 +1,191 @@
+"""Runs and rounds through the asyncio drivers, over a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from fakes.memory import FakeIdentity, Net
+
+
+def spec_of(size: int, name: str = "run", **options: object) -> RunSpec:
+    schema = Schema.of({"w": torch.zeros(size)})
+    return RunSpec.create(name, schema, **{"codec": "fp32", "part_values": 256, **options})
+
+
+class Cluster:
+    """Hubs on one network in memory."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.hubs: dict[str, Hub] = {}
+
+    def add(self, name: str, dialable: bool = True) -> Hub:
+        transport, directory = self.net.peer(name, dialable)
+        self.hubs[name] = Hub(transport, directory, FakeIdentity(name))
+        return self.hubs[name]
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(hub.stop() for hub in self.hubs.values()))
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.stop()
+
+
+async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], timeout: float = 20.0):
+    """One round of all named peers; returns (contributions, results, outcomes) by name."""
+    size = spec.schema.size
+    values = {
+        name: torch.randn(size, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(weights)
+    }
+    results = {name: torch.zeros(size) for name in weights}
+    runs = {name: await cluster.hubs[name].join(spec) for name in weights}
+    outcomes = await asyncio.gather(
+        *(runs[name].average(values[name], results[name], weights[name], timeout) for name in weights)
+    )
+    return values, results, dict(zip(weights, outcomes, strict=True))
+
+
+def expected_mean(values: dict[str, torch.Tensor], outcome: Outcome) -> torch.Tensor:
+    total = sum(outcome.contributors.values())
+    return sum(values[name].double() * weight / total for name, weight in outcome.contributors.items())
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, size: int, codec: str) -> None:
+    weights = {f"peer{index}": 1.0 + index for index in range(size)}
+    for name in weights:
+        cluster.add(name)
+    values, results, outcomes = await average(cluster, spec_of(5000, codec=codec), weights)
+    first = outcomes["peer0"]
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors == weights
+        assert outcome.digest == first.digest
+        assert torch.equal(results[name], results["peer0"])
+    error = (results["peer0"].double() - expected_mean(values, first)).norm() / expected_mean(
+        values, first
+    ).norm()
+    assert error <= (1e-6 if codec == "fp32" else 0.0115)
+
+
+async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:
+    weights = {"client": 2.0, "observer": 0.0, "public": 1.0, "second": 1.0}
+    for name in weights:
+        cluster.add(name, dialable=name != "client")
+    values, results, outcomes = await average(cluster, spec_of(3000), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert set(outcome.contributors) == {"client", "public", "second"}
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+async def test_one_run_is_averaged_round_after_round(cluster: Cluster) -> None:
+    names = ["a", "b", "c"]
+    for name in names:
+        cluster.add(name)
+    spec = spec_of(1000)
+    runs = [await cluster.hubs[name].join(spec) for name in names]
+    for number in range(5):
+        vectors = [torch.full((1000,), float(index + number)) for index in range(3)]
+        results = [torch.zeros(1000) for _ in names]
+        outcomes = await asyncio.gather(
+            *(run.average(v, r, 1.0, 20.0) for run, v, r in zip(runs, vectors, results, strict=True))
+        )
+        assert all(outcome.ok and len(outcome.contributors) == 3 for outcome in outcomes), outcomes
+        assert all(torch.equal(result, torch.full((1000,), 1.0 + number)) for result in results)
+    assert [outcome.round for outcome in runs[0].history] == sorted({o.round for o in runs[0].history})
+
+
+async def test_rounds_of_two_runs_go_on_at_once(cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        cluster.add(name)
+    (_, left, first), (_, right, second) = await asyncio.gather(
+        average(cluster, spec_of(20_000, "one"), {"a": 1.0, "b": 1.0}),
+        average(cluster, spec_of(30_000, "two"), {"a": 1.0, "b": 3.0}),
+    )
+    assert all(outcome.ok for outcome in [*first.values(), *second.values()])
+    assert torch.equal(left["a"], left["b"])
+    assert torch.equal(right["a"], right["b"])
+
+
+async def test_alone_a_round_fails_with_its_reason_and_the_run_goes_on(cluster: Cluster) -> None:
+    cluster.add("a")
+    spec = spec_of(100)
+    run = await cluster.hubs["a"].join(spec)
+    result = torch.full((100,), 7.0)
+    outcome = await run.average(torch.ones(100), result, 1.0, 0.2)
+    assert not outcome.ok
+    assert "no group within 0.2 s" in outcome.reason
+    assert torch.equal(result, torch.full((100,), 7.0))
+    assert isinstance(run.state, NoPeers)
+
+
+async def test_state_follows_the_round(cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        cluster.add(name)
+    spec = spec_of(200_000, part_values=256)
+    runs = [await cluster.hubs[name].join(spec) for name in ("a", "b")]
+    seen = set()
+    work = [
+        asyncio.create_task(run.average(torch.ones(200_000), torch.zeros(200_000), 1.0, 30.0)) for run in runs
+    ]
+    while not all(task.done() for task in work):
+        seen.add(type(runs[0].state))
+        await asyncio.sleep(0)
+    assert {Gathering, Exchanging} <= seen
+    assert all(task.result().ok for task in work)
+    assert isinstance(runs[0].state, Idle)
+
+
+async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: Cluster) -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    for name in weights:
+        cluster.add(name)
+    spec = spec_of(400_000, part_values=1024)
+    work = asyncio.create_task(average(cluster, spec, weights))
+    victim = cluster.hubs["c"]
+    while not victim._rounds:
+        await asyncio.sleep(0)
+    for _ in range(50):
+        await asyncio.sleep(0)
+    cluster.net.kill("c")
+    values, results, outcomes = await work
+    survivors = ["a", "b", "d"]
+    for name in survivors:
+        outcome = outcomes[name]
+        assert outcome.ok, outcome
+        assert outcome.contributors == outcomes["a"].contributors
+        assert torch.equal(results[name], results["a"])
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) -> None:
+    cluster.add("a")
+    run = await cluster.hubs["a"].join(spec_of(10))
+    poisoned = torch.ones(10)
+    poisoned[3] = float("nan")
+    with pytest.raises(ValueError, match="tensor 'w' is not finite at flat index 3"):
+        await run.average(poisoned, torch.zeros(10), 1.0, 1.0)
+    with pytest.raises(ValueError, match="weight"):
+        await run.average(torch.ones(10), torch.zeros(10), float("nan"), 1.0)
+    with pytest.raises(ValueError, match="contribution as float32"):
+        await run.average(torch.ones(9), torch.zeros(10), 1.0, 1.0)
+    with pytest.raises(ValueError, match="already"):
+        await cluster.hubs["a"].join(spec_of(10))

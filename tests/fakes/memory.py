@@ -1,0 +1,154 @@
+"""A transport and a directory in memory: the ports of `equipoise.averaging` without a network."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from equipoise.averaging.ports import MAX_BODY_BYTES, MAX_HEADER_BYTES, Buffer, Channel, FrameRefused, Place
+
+
+@dataclass
+class Entry:
+    peer: str
+    spec: str
+    ready: bool
+    round: int
+    dialable: bool
+    bandwidth: float
+    accumulated: float
+
+
+class Net:
+    """Peers that reach each other."""
+
+    def __init__(self) -> None:
+        self.transports: dict[str, MemoryTransport] = {}
+        self.records: dict[str, dict[str, Entry]] = {}
+
+    def peer(self, name: str, dialable: bool = True) -> tuple[MemoryTransport, MemoryDirectory]:
+        transport = MemoryTransport(self, name, dialable)
+        self.transports[name] = transport
+        return transport, MemoryDirectory(self, transport)
+
+    def kill(self, name: str) -> None:
+        """As by SIGKILL: its channels break, and it cannot be dialled."""
+        transport = self.transports.pop(name)
+        transport.handler = None
+        for channel in list(transport.channels):
+            channel.close()
+
+
+class MemoryChannel:
+    def __init__(self, peer: str, inbox: asyncio.Queue, outbox: asyncio.Queue) -> None:
+        self._peer = peer
+        self._inbox = inbox
+        self._outbox = outbox
+        self.closed = False
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    async def send(self, header: Buffer, body: Buffer = b"") -> None:
+        if len(header) > MAX_HEADER_BYTES or len(body) > MAX_BODY_BYTES:
+            raise ValueError(f"a frame of {len(header)} + {len(body)} bytes exceeds the maximum")
+        if self.closed:
+            raise ConnectionError(f"the channel to {self._peer} is closed")
+        await self._outbox.put((bytes(header), bytes(body)))
+
+    async def receive(self, place: Place) -> tuple[bytes, memoryview]:
+        frame = None if self.closed else await self._inbox.get()
+        if frame is None or self.closed:
+            self.closed = True
+            raise ConnectionError(f"the channel from {self._peer} is closed")
+        header, body = frame
+        if not body:
+            return header, memoryview(b"")
+        try:
+            view = place(header, len(body))
+        except FrameRefused:
+            self.close()
+            raise
+        view[:] = body
+        return header, view
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        for queue in (self._inbox, self._outbox):
+            while queue.full():
+                queue.get_nowait()
+            queue.put_nowait(None)
+
+
+class MemoryTransport:
+    def __init__(self, net: Net, peer: str, dialable: bool) -> None:
+        self._net = net
+        self._peer = peer
+        self._dialable = dialable
+        self.handler: Callable[[Channel], Awaitable[None]] | None = None
+        self.channels: list[MemoryChannel] = []
+        self.tasks: set[asyncio.Task] = set()
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    @property
+    def dialable(self) -> bool:
+        return self._dialable
+
+    async def open(self, peer: str) -> Channel:
+        await asyncio.sleep(0)
+        other = self._net.transports.get(peer)
+        if other is None or other.handler is None or not other.dialable:
+            raise ConnectionError(f"cannot reach {peer}: nobody answers")
+        to, back = asyncio.Queue(8), asyncio.Queue(8)
+        mine, theirs = MemoryChannel(peer, back, to), MemoryChannel(self._peer, to, back)
+        self.channels.append(mine)
+        other.channels.append(theirs)
+        task = asyncio.create_task(other.handler(theirs))
+        other.tasks.add(task)
+        task.add_done_callback(other.tasks.discard)
+        return mine
+
+    def serve(self, handler: Callable[[Channel], Awaitable[None]] | None) -> None:
+        self.handler = handler
+
+
+class MemoryDirectory:
+    def __init__(self, net: Net, transport: MemoryTransport) -> None:
+        self._net = net
+        self._transport = transport
+
+    async def announce(
+        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
+    ) -> None:
+        peer = self._transport.peer
+        self._net.records.setdefault(run, {})[peer] = Entry(
+            peer, spec, ready, round, self._transport.dialable, 0.0, accumulated
+        )
+
+    async def withdraw(self, run: str) -> None:
+        self._net.records.get(run, {}).pop(self._transport.peer, None)
+
+    async def peers(self, run: str) -> Sequence[Entry]:
+        await asyncio.sleep(0)
+        return [entry for _, entry in sorted(self._net.records.get(run, {}).items())]
+
+
+class FakeIdentity:
+    """Signs with a hash that anyone could make: enough where nobody forges."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer = peer
+
+    def sign(self, data: bytes) -> bytes:
+        return hashlib.sha256(self.peer.encode() + data).digest()
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        return signature == hashlib.sha256(peer.encode() + data).digest()
