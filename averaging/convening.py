@@ -232,7 +232,7 @@ class Convening:
                 detail = f"the group of round {join.round} is full without it"
                 self._refuse(join, Why.FULL, detail, join.round + 1)
         del self._gatherings[gathering.round]
-        self._remember(formed, now - closing.lateness)
+        self._remember(formed, closing.began)
         standing.learn(formed)
         return (manifest, reason) if standing.peer in manifest.peers else None
 

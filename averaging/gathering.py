@@ -37,6 +37,7 @@ class Closing(msgspec.Struct, frozen=True):
     left_over: list[Join]
     absent: list[str]
     lateness: float
+    began: float
     reason: str
 
 
@@ -107,13 +108,13 @@ class Gathering:
             return None
         missing = outlook.expected - self.parked.keys()
         if not missing and len(members) == self._group_size:
-            return self._close(members, missing, "it is full")
+            return self._close(members, missing, now, "it is full")
         if not missing and not outlook.strangers:
-            return self._close(members, missing, "all that are expected are in")
+            return self._close(members, missing, now, "all that are expected are in")
         if self._opened is not None and now >= self._opened + outlook.wait:
-            return self._close(members, missing, f"waited {outlook.why_wait}")
+            return self._close(members, missing, now, f"waited {outlook.why_wait}")
         if now >= self._out_of_patience():
-            return self._close(members, missing, "half of them have spent half their time")
+            return self._close(members, missing, now, "half of them have spent half their time")
         return None
 
     def speak(self, outlook: Outlook, now: float) -> list[Parked]:
@@ -150,13 +151,17 @@ class Gathering:
         first = dict.fromkeys([*dialable[:1], *contributors[:2], *joins])
         return list(first)[: self._group_size]
 
-    def _close(self, members: list[Join], missing: Set[str], reason: str) -> Closing:
+    def _close(self, members: list[Join], missing: Set[str], now: float, reason: str) -> Closing:
         peers = {join.peer for join in members}
         arrivals = [self.parked[peer].arrived for peer in peers]
+        began = min(arrivals) if self._opened is None else self._opened
         return Closing(
             members=members,
             left_over=[join for join in self._joins() if join.peer not in peers],
             absent=sorted(missing),
-            lateness=max(arrivals) - (min(arrivals) if self._opened is None else self._opened),
+            # Whoever is still missing is later than this: to learn from those alone who came would shorten the wait
+            # from round to round.
+            lateness=(now if missing else max(arrivals)) - began,
+            began=began,
             reason=reason,
         )

@@ -76,6 +76,11 @@ class Matchmaking:
         return self._deadline
 
     @property
+    def ready(self) -> bool:
+        """Whether a group is sought for this peer."""
+        return self._seeking.ready
+
+    @property
     def round(self) -> int:
         """Number of this peer's next round."""
         return self._standing.round

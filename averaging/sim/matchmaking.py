@@ -1,4 +1,4 @@
-"""A small world in virtual time for the matchmaking machines: links, a directory that lags, and faults, from one seed."""
+"""A world in virtual time for the matchmaking machines: links, a directory that lags, and faults, from one seed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from equipoise.averaging.matchmaking_events import (
     Woke,
 )
 from equipoise.averaging.matchmaking_messages import JoinRequest, decode, encode, refuse_unknown_run
-from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.standing import Standing
 
 RUN = "simulated"
@@ -140,9 +139,7 @@ class World:
         """Break the channel between two peers; both are told."""
         self._channels.discard(frozenset((one, other)))
         for name, lost in ((one, other), (other, one)):
-            self._later(
-                self._draw(self.weather.latency), lambda name=name, lost=lost: self.tell(name, PeerLost(lost))
-            )
+            self._tell_later(name, PeerLost(lost))
 
     def each_round(self, name: str, compute: Callable[[], float]) -> None:
         """Have a peer become ready again and again, `compute()` seconds after the last round ended."""
@@ -173,13 +170,15 @@ class World:
         machine = peer.machine
         for action in machine.handle(event, self.now):
             self._do(name, action)
-        if isinstance(machine.state, Gathering):
+        if machine.ready:
             assert machine.deadline < float("inf"), "something is awaited, and no deadline is set"
         self._wake(name, machine.deadline)
 
     def _become_ready(self, name: str, weight: float, patience: float) -> None:
         peer = self.peers[name]
-        if not peer.alive or isinstance(peer.machine.state, Gathering):
+        if peer.stalled:
+            self.ready(name, after=1.0, weight=weight, patience=patience)
+        if peer.stalled or not peer.alive or peer.machine.ready:
             return
         nonce = self.random.randbytes(NONCE_BYTES)
         peer.became_ready += 1
@@ -213,7 +212,7 @@ class World:
         target = self.peers.get(receiver)
         latency = self._draw(self.weather.latency)
         if channel not in self._channels and (target is None or not target.alive or not target.dialable):
-            self._later(latency, lambda: self.tell(sender, PeerLost(receiver)))
+            self._tell_later(sender, PeerLost(receiver))
             return
         self._channels.add(channel)
         if self.random.random() < self.weather.loss:
@@ -259,6 +258,9 @@ class World:
 
     def _later(self, seconds: float, step: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), step))
+
+    def _tell_later(self, name: str, event: Event) -> None:
+        self._later(self._draw(self.weather.latency), lambda: self.tell(name, event))
 
     def _draw(self, bounds: tuple[float, float]) -> float:
         return self.random.uniform(*bounds)
