@@ -1,0 +1,175 @@
+"""Reach peers without poisoning p2pd's dial backoff.
+
+A failed dial makes libp2p refuse to dial that address again for 5 s, then 6, 9, 14, ... up to 5 minutes, whatever
+has come alive meanwhile. So every address is first tried by a plain TCP connection of our own, which also tells
+precisely why it fails, and p2pd dials only what answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from equipoise.dht.address import Address, AddressError, parse_address
+from equipoise.dht.escaping import printable
+from equipoise.dht.link import Link, LinkError
+from equipoise.dht.state import AddressState
+
+PROBE_SECONDS = 2.0
+"""A TCP handshake takes one round trip; a packet lost once is sent again after 1 s."""
+CONNECT_SECONDS = 4.0
+"""TCP, security and multiplexer: about five round trips."""
+MAX_KNOWN_PEERS = 1024
+MAX_ADDRESSES_PER_PEER = 4
+"""What a record may tell; a machine with more interfaces names its first ones."""
+FRESH_SECONDS = 0.5
+"""The list of connections is asked for at most this often."""
+
+
+class Unreached(ConnectionError):
+    """A peer cannot be reached.
+
+    Attributes:
+        state: The kind of cause.
+    """
+
+    def __init__(self, state: AddressState, reason: str) -> None:
+        super().__init__(reason)
+        self.state = state
+
+
+class Dialer:
+    """Knows addresses of peers, and which of them are connected."""
+
+    def __init__(self, link: Link, own: str) -> None:
+        self._link = link
+        self._own = own
+        self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
+        self._connected: frozenset[str] = frozenset()
+        self._asked = float("-inf")
+
+    @property
+    def connected(self) -> frozenset[str]:
+        """PeerIDs that were connected when last asked."""
+        return self._connected
+
+    def learn(self, peer: str, addresses: Sequence[str]) -> None:
+        """Remember where `peer` says it listens; malformed addresses and other peers' are ignored."""
+        found = []
+        for text in addresses[:MAX_ADDRESSES_PER_PEER]:
+            with contextlib.suppress(AddressError):
+                found.append(parse_address(text))
+        mine = tuple(address for address in found if address.peer == peer)
+        if mine:
+            self._known[peer] = mine
+            self._known.move_to_end(peer)
+        while len(self._known) > MAX_KNOWN_PEERS:
+            self._known.popitem(last=False)
+
+    def hear(self, peer: str, addresses: Sequence[str]) -> None:
+        """Take others' word for where `peer` listens, unless it is known already."""
+        if peer not in self._known:
+            self.learn(peer, addresses)
+
+    def addresses_of(self, peer: str) -> tuple[str, ...]:
+        """Return the known addresses of `peer`, in the form that `--join` takes."""
+        return tuple(address.text for address in self._known.get(peer, ()))
+
+    async def refresh(self) -> frozenset[str]:
+        """Ask p2pd which peers are connected.
+
+        Raises:
+            LinkError: p2pd does not answer.
+        """
+        self._connected = frozenset(await self._link.connected()) - {self._own}
+        self._asked = asyncio.get_running_loop().time()
+        return self._connected
+
+    async def reach(self, peer: str) -> None:
+        """See to it that p2pd is connected to `peer`, or may look for it itself if no address is known.
+
+        Raises:
+            Unreached: None of its known addresses leads to it.
+            LinkError: p2pd does not answer.
+        """
+        if asyncio.get_running_loop().time() - self._asked > FRESH_SECONDS or peer not in self._connected:
+            await self.refresh()
+        if peer in self._connected:
+            return
+        addresses = self._known.get(peer, ())
+        if addresses:
+            await self._connect_any(addresses)
+
+    async def _connect_any(self, addresses: Sequence[Address]) -> None:
+        attempts = [asyncio.create_task(self.connect(address)) for address in addresses]
+        failures: list[Unreached] = []
+        try:
+            for attempt in asyncio.as_completed(attempts):
+                try:
+                    return await attempt
+                except Unreached as error:
+                    failures.append(error)
+        finally:
+            for task in attempts:
+                task.cancel()
+            await asyncio.wait(attempts)
+        raise failures[0]
+
+    async def connect(self, address: Address) -> None:
+        """Connect to the peer at `address`.
+
+        Raises:
+            Unreached: It is not there; says why.
+        """
+        if address.peer == self._own:
+            raise Unreached("wrong peer", "that is this peer itself")
+        await probe(address.host, address.port)
+        try:
+            await self._link.connect(address.peer, [address.transport], CONNECT_SECONDS)
+        except LinkError as error:
+            raise _classify(address, str(error)) from error
+        self._connected |= {address.peer}
+
+
+async def probe(host: str, port: int) -> None:
+    """Open and close a TCP connection.
+
+    Raises:
+        Unreached: Nobody answers; says why.
+    """
+    where = f"{host} port {port}"
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+    except TimeoutError:
+        raise Unreached("timeout", f"nobody answers at {where} within {PROBE_SECONDS:.0f} s") from None
+    except ConnectionRefusedError:
+        raise Unreached("refused", f"nobody listens at {where} (connection refused)") from None
+    except socket.gaierror as error:
+        raise Unreached("unresolved", f"host name {host} is not found ({error.strerror})") from None
+    except OSError as error:
+        if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN):
+            raise Unreached("no network", f"no network route to {where} ({error.strerror})") from None
+        raise Unreached("failed", f"cannot connect to {where}: {error.strerror or error}") from None
+
+
+def _classify(address: Address, message: str) -> Unreached:
+    where = f"{address.host} port {address.port}"
+    if "peer id mismatch" in message:
+        found = message.partition("remote key matches ")[2].split()
+        other = printable(found[0], 64) if found else "another peer"
+        return Unreached("wrong peer", f"{other} answers at {where}, expected {address.peer}")
+    if "dial backoff" in message:
+        return Unreached("failed", f"libp2p pauses after failed attempts at {where}")
+    if "negotiate security protocol" in message:
+        return Unreached("failed", f"what answers at {where} is not a libp2p peer")
+    if "no answer within" in message:
+        return Unreached(
+            "timeout", f"{where} accepts connections but does not speak within {CONNECT_SECONDS:.0f} s"
+        )
+    return Unreached("failed", f"cannot connect to {where}: {printable(message)}")

@@ -1,0 +1,231 @@
+"""Who takes part in a run: what `equipoise.averaging.ports.Directory` asks for.
+
+A record is kept by the peers nearest to its key, and also sent straight to everyone known to be in the run: where the
+DHT alone would show a change at the next look-up, run-mates learn it within one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+
+from equipoise.dht.identity import Identity
+from equipoise.dht.ledger import Entry
+from equipoise.dht.node import Node
+from equipoise.dht.outbox import Outbox
+from equipoise.dht.records import (
+    MAX_REASON_CHARACTERS,
+    SHARDS,
+    Kept,
+    Readiness,
+    key_of,
+    seal,
+    shard_of,
+)
+from equipoise.dht.state import PROTOCOL_VERSION, State
+
+TTL_SECONDS = 15.0
+"""How long the dead are listed; three renewals fit, so that two may be lost."""
+RENEW_SECONDS = 5.0
+PUBLISH_GAP_SECONDS = 0.1
+"""Changes of one run closer together than this are published as one."""
+REFRESH_SECONDS = 2.0
+"""How often the DHT is searched for those who do not know us; the others tell us themselves."""
+STALE_SECONDS = 5.0
+"""`peers` of a run that is not announced searches first if the last search is older."""
+WITHDRAW_SECONDS = 1.0
+"""How long a farewell may take."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Own:
+    """This peer's part in one run."""
+
+    run: str
+    outbox: Outbox
+    record: Readiness | None = None
+    data: bytes = b""
+    replicas: tuple[str, ...] = ()
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    search: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class RunDirectory:
+    """Announces this peer in its runs, and knows the others (`averaging.ports.Directory`).
+
+    Attributes:
+        bandwidth: Bytes per second that this peer says it can send; 0 if unknown.
+    """
+
+    def __init__(self, identity: Identity, node: Node, dialable: bool, first_sequence: int) -> None:
+        self.bandwidth = 0.0
+        self._identity = identity
+        self._node = node
+        self._dialable = dialable
+        self._sequence = itertools.count(first_sequence)
+        self._own: dict[str, _Own] = {}
+        self._searched: dict[str, float] = {}
+        self._program = f"equipoise {_version()}"
+        node.protocol.on_record = self._on_record
+
+    @property
+    def runs(self) -> dict[str, State]:
+        """The runs that this peer is announced in, and as what."""
+        return {run: own.record.state for run, own in self._own.items() if own.record is not None}
+
+    async def announce(
+        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
+    ) -> None:
+        """Publish this peer's state in `run`, at once; renewed until withdrawn. Returns without waiting for peers.
+
+        Raises:
+            RecordError: A value breaks a bound of `records`.
+        """
+        record = self._record(
+            run,
+            state="ready" if ready else "joined",
+            spec=spec,
+            round=round,
+            accumulated=accumulated,
+            reason=reason[:MAX_REASON_CHARACTERS],
+        )
+        data = seal(record, self._identity)
+        own = self._own.get(run) or self._enter(run)
+        self._publish(own, record, data)
+
+    async def withdraw(self, run: str) -> None:
+        """Stop announcing this peer in `run`, and tell the others, waiting at most `WITHDRAW_SECONDS`."""
+        own = self._own.pop(run, None)
+        if own is None:
+            return
+        await _end(own.tasks)
+        if own.record is not None:
+            record = self._record(run, state="offline", spec=own.record.spec, round=own.record.round)
+            own.data = seal(record, self._identity)
+            targets = self._targets(own)
+            self._keep(own)
+            own.outbox.publish(own.data, targets)
+            await own.outbox.drained(WITHDRAW_SECONDS)
+        await own.outbox.close()
+
+    async def peers(self, run: str) -> Sequence[Readiness]:
+        """Return the verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""
+        if run not in self._own and time.monotonic() - self._searched.get(run, float("-inf")) > STALE_SECONDS:
+            await self._search(run)
+        return [entry.record for entry in self._node.protocol.ledger.current(run, time.monotonic())]
+
+    def refresh(self) -> None:
+        """Search and publish again, for there are new peers."""
+        for own in self._own.values():
+            own.search.set()
+            own.changed.set()
+
+    async def stop(self) -> None:
+        """Withdraw from every run."""
+        await asyncio.gather(*(self.withdraw(run) for run in list(self._own)))
+
+    def _record(self, run: str, **values: object) -> Readiness:
+        protocol = self._node.protocol
+        return Readiness(
+            version=PROTOCOL_VERSION,
+            peer=self._identity.peer,
+            run=run,
+            sequence=next(self._sequence),
+            ttl=TTL_SECONDS,
+            issued=protocol.clock.now(),
+            bandwidth=self.bandwidth,
+            dialable=self._dialable,
+            addresses=protocol.addresses,
+            program=self._program,
+            **values,  # type: ignore[arg-type]
+        )
+
+    def _enter(self, run: str) -> _Own:
+        outbox = Outbox(lambda peer, data: self._node.store(peer, [self._kept(run, data)]))
+        own = self._own[run] = _Own(run, outbox)
+        own.tasks = [
+            asyncio.create_task(self._keep_published(own)),
+            asyncio.create_task(self._keep_searched(own)),
+        ]
+        return own
+
+    def _publish(self, own: _Own, record: Readiness, data: bytes) -> None:
+        own.record, own.data = record, data
+        self._keep(own)
+        own.changed.set()
+
+    def _keep(self, own: _Own) -> None:
+        self._node.protocol.take([self._kept(own.run, own.data)])
+
+    def _kept(self, run: str, data: bytes) -> Kept:
+        return Kept(key_of(run, shard_of(self._identity.peer)), self._identity.peer, data, TTL_SECONDS)
+
+    def _targets(self, own: _Own) -> list[str]:
+        mates = [entry.record.peer for entry in self._node.protocol.ledger.current(own.run, time.monotonic())]
+        return [peer for peer in dict.fromkeys((*mates, *own.replicas)) if peer != self._identity.peer]
+
+    async def _keep_published(self, own: _Own) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_SECONDS):
+                    await own.changed.wait()
+            if not own.changed.is_set():
+                self._renew(own)
+            own.changed.clear()
+            own.outbox.publish(own.data, self._targets(own))
+            await asyncio.sleep(PUBLISH_GAP_SECONDS)
+
+    def _renew(self, own: _Own) -> None:
+        assert own.record is not None
+        values = {
+            name: getattr(own.record, name) for name in ("state", "spec", "round", "accumulated", "reason")
+        }
+        record = self._record(own.run, **values)
+        self._publish(own, record, seal(record, self._identity))
+
+    async def _keep_searched(self, own: _Own) -> None:
+        while True:
+            own.search.clear()
+            replicas = await self._search(own.run)
+            if set(replicas) - set(own.replicas):
+                own.changed.set()
+            own.replicas = replicas
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(REFRESH_SECONDS):
+                    await own.search.wait()
+
+    async def _search(self, run: str) -> tuple[str, ...]:
+        keys = [key_of(run, shard) for shard in range(SHARDS)]
+        nearest = await self._node.look_up(keys)
+        now = time.monotonic()
+        self._searched = {name: when for name, when in self._searched.items() if when + STALE_SECONDS > now}
+        self._searched[run] = now
+        return nearest[keys[shard_of(self._identity.peer)]]
+
+    def _on_record(self, entry: Entry) -> None:
+        own, peer = self._own.get(entry.record.run), entry.record.peer
+        if own is not None and own.data and entry.newcomer and peer != self._identity.peer:
+            own.outbox.publish(own.data, [peer])
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("equipoise")
+    except metadata.PackageNotFoundError:
+        return "of unknown version"

@@ -1,0 +1,147 @@
+"""The identity of a daemon: an Ed25519 key in its home, and the PeerID that is that key.
+
+The PeerID of an Ed25519 key is an identity multihash that contains the public key (libp2p specs, peer-ids.md), so
+a signature can be verified from the name of its author alone. The file is libp2p's private key protobuf, as p2pd
+reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from equipoise.dht import base58
+
+IDENTITY_FILE = "identity.key"
+
+_KEY_PREFIX = bytes.fromhex("08011240")
+"""crypto.proto PrivateKey(key_type=Ed25519, data=64 bytes), up to the data."""
+_PEER_PREFIX = bytes.fromhex("002408011220")
+"""Identity multihash of PublicKey(key_type=Ed25519, data=32 bytes), up to the data."""
+_FILE_BYTES = len(_KEY_PREFIX) + 64
+_SIGNATURE_CONTEXT = b"equipoise/1\0"
+
+
+class IdentityError(Exception):
+    """The identity file cannot be used; the message says why and what to do, in one line."""
+
+
+class Identity:
+    """An Ed25519 key pair.
+
+    Attributes:
+        peer: PeerID in base58.
+        path: The file that p2pd reads the key from.
+    """
+
+    def __init__(self, private: Ed25519PrivateKey, path: Path) -> None:
+        self._private = private
+        self.path = path
+        self.peer = peer_of(private.public_key().public_bytes_raw())
+
+    def sign(self, domain: str, data: bytes) -> bytes:
+        """Return the 64-byte signature of `data` for use in `domain` only."""
+        return self._private.sign(_message(domain, data))
+
+
+def peer_of(public: bytes) -> str:
+    """Return the PeerID of a raw 32-byte public key."""
+    return base58.encode(_PEER_PREFIX + public)
+
+
+def public_key_of(peer: str) -> bytes:
+    """Return the raw public key that an Ed25519 PeerID contains.
+
+    Raises:
+        ValueError: `peer` is not the PeerID of an Ed25519 key.
+    """
+    raw = base58.decode(peer)
+    if len(raw) != len(_PEER_PREFIX) + 32 or not raw.startswith(_PEER_PREFIX):
+        raise ValueError(f"expected an Ed25519 PeerID (12D3KooW..., 52 characters), got {peer[:64]!r}")
+    return raw[len(_PEER_PREFIX) :]
+
+
+def verify(peer: str, domain: str, data: bytes, signature: bytes) -> bool:
+    """Whether `signature` is what `peer` signed over `data` in `domain`; False for anything malformed."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, _message(domain, data))
+    except (ValueError, InvalidSignature):
+        return False
+    return True
+
+
+def load_or_create(home: Path) -> Identity:
+    """Return the identity kept in `home`, made on first use (directory 0700, file 0600, written atomically).
+
+    Raises:
+        IdentityError: The file is readable by others, is not ours, or holds no Ed25519 key.
+    """
+    path = home / IDENTITY_FILE
+    try:
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.path.lexists(path):
+            _create(path)
+        return Identity(_parse(_read_private(path), path), path)
+    except OSError as error:
+        raise IdentityError(f"identity file {path}: {error.strerror or error}") from error
+
+
+def _message(domain: str, data: bytes) -> bytes:
+    name = domain.encode()
+    return _SIGNATURE_CONTEXT + len(name).to_bytes(2, "big") + name + data
+
+
+def _create(path: Path) -> None:
+    private = Ed25519PrivateKey.generate()
+    data = _KEY_PREFIX + private.private_bytes_raw() + private.public_key().public_bytes_raw()
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        _publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    try:
+        # A link, unlike a rename, never replaces: of two daemons starting at once, both end with the first's key.
+        os.link(temporary, path)
+    except FileExistsError:
+        return
+
+
+def _read_private(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise IdentityError(f"identity file {path}: expected a regular file")
+        if status.st_uid != os.geteuid():
+            raise IdentityError(
+                f"identity file {path}: owned by uid {status.st_uid}, expected {os.geteuid()}"
+            )
+        if status.st_mode & 0o077:
+            mode = stat.S_IMODE(status.st_mode)
+            raise IdentityError(
+                f"identity file {path}: mode {mode:04o} lets others use it, expected 0600; run chmod 600 {path}"
+            )
+        return file.read(_FILE_BYTES + 1)
+
+
+def _parse(data: bytes, path: Path) -> Ed25519PrivateKey:
+    hint = "restore it from a backup, or move it away to get a new identity"
+    if len(data) != _FILE_BYTES or not data.startswith(_KEY_PREFIX):
+        raise IdentityError(f"identity file {path}: expected a libp2p Ed25519 private key; {hint}")
+    private = Ed25519PrivateKey.from_private_bytes(data[len(_KEY_PREFIX) : len(_KEY_PREFIX) + 32])
+    if private.public_key().public_bytes_raw() != data[-32:]:
+        raise IdentityError(f"identity file {path}: its public half does not match its private half; {hint}")
+    return private

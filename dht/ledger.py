@@ -1,0 +1,142 @@
+"""Which records are current: newest per author and run, void a bounded time after their first arrival.
+
+Clocks of a swarm may be off by hundreds of seconds, so a record's life is counted from when it first arrived
+here, on this machine's monotonic clock; `issued` only bounds how old a replay can be once its successor is
+forgotten. Pure: `now` and the swarm's clock are arguments.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from equipoise.dht.records import MAX_TTL_SECONDS, Kept, Readiness, RecordError, key_of, shard_of, unseal
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+MAX_ENTRIES = 8192
+"""Authors times runs; about 10 MB at most."""
+MAX_RUNS_PER_PEER = 32
+"""No honest daemon is in more runs at once."""
+CLOCK_TOLERANCE_SECONDS = 600.0
+"""How far an author's idea of the swarm's clock may be off."""
+REMEMBER_SECONDS = 2 * CLOCK_TOLERANCE_SECONDS
+"""After so long a replay of a forgotten author's record is refused by its `issued`."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A current record.
+
+    Attributes:
+        record: What it says.
+        data: Its signed bytes.
+        arrived: When it first came, on the monotonic clock.
+        expires: When it is void, on the monotonic clock.
+        newcomer: Whether its author was not current in its run before.
+    """
+
+    record: Readiness
+    data: bytes
+    arrived: float
+    expires: float
+    newcomer: bool = False
+
+
+class Ledger:
+    """The newest record of every author in every run, void ones included for as long as a replay could revive them."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
+        self._runs: dict[str, set[str]] = {}
+        self._peers: dict[str, set[str]] = {}
+        self._keys: dict[bytes, set[tuple[str, str]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def accept(self, found: Kept, now: float, swarm_time: float) -> Entry | None:
+        """Take a record that was found; return its entry if it is news, None if it is known already.
+
+        Args:
+            found: The record, and where it was.
+            now: This machine's monotonic clock, seconds.
+            swarm_time: The swarm's clock, seconds since 1970.
+
+        Raises:
+            RecordError: Forged, malformed, misplaced, replayed, void, or one too many of its author.
+        """
+        if not 0 < found.remaining <= MAX_TTL_SECONDS:
+            raise RecordError(f"expected 0 to {MAX_TTL_SECONDS:.0f} s left to live, got {found.remaining}")
+        if self._known(found, now):
+            return None
+        record = unseal(found.data)
+        if record.peer != found.subkey:
+            raise RecordError("expected the subkey to be the record's author")
+        if key_of(record.run, shard_of(record.peer)) != found.key:
+            raise RecordError("the record belongs to another key")
+        if abs(record.issued - swarm_time) > CLOCK_TOLERANCE_SECONDS:
+            raise RecordError(f"issued {record.issued - swarm_time:+.0f} s from now by the swarm's clock")
+        return self._enter(record, found, now)
+
+    def current(self, run: str, now: float) -> list[Entry]:
+        """Return the entries of `run` that are not void and whose authors have not left, sorted by PeerID."""
+        entries = (self._entries[peer, run] for peer in sorted(self._peers.get(run, ())))
+        return [entry for entry in entries if entry.expires > now and entry.record.state != "offline"]
+
+    def under(self, key: bytes, now: float) -> list[Kept]:
+        """Return the unexpired records that belong under `key`, those of authors who have left included."""
+        return [
+            Kept(key, peer, entry.data, entry.expires - now)
+            for peer, run in self._keys.get(key, ())
+            if (entry := self._entries[peer, run]).expires > now
+        ]
+
+    def forget(self, now: float) -> None:
+        """Drop what no replay can revive any more."""
+        for name in [name for name, entry in self._entries.items() if entry.arrived + REMEMBER_SECONDS < now]:
+            self._remove(name)
+
+    def _known(self, found: Kept, now: float) -> bool:
+        for run in self._runs.get(found.subkey, ()):
+            entry = self._entries[found.subkey, run]
+            if entry.data == found.data:
+                # Whoever passed it on first may have understated what was left.
+                expires = max(entry.expires, min(entry.arrived + entry.record.ttl, now + found.remaining))
+                self._entries[found.subkey, run] = replace(entry, expires=expires)
+                return True
+        return False
+
+    def _enter(self, record: Readiness, found: Kept, now: float) -> Entry:
+        name = (record.peer, record.run)
+        known = self._entries.get(name)
+        if known is not None and record.sequence <= known.record.sequence:
+            raise RecordError(f"sequence {record.sequence} is not after {known.record.sequence}")
+        runs = self._runs.setdefault(record.peer, set())
+        if known is None and len(runs) >= MAX_RUNS_PER_PEER:
+            raise RecordError(f"{record.peer} has records in {MAX_RUNS_PER_PEER} runs already, the maximum")
+        newcomer = known is None or known.expires <= now or known.record.state == "offline"
+        entry = Entry(record, found.data, now, now + min(record.ttl, found.remaining), newcomer)
+        self._entries[name] = entry
+        self._entries.move_to_end(name)
+        runs.add(record.run)
+        self._peers.setdefault(record.run, set()).add(record.peer)
+        self._keys.setdefault(found.key, set()).add(name)
+        while len(self._entries) > MAX_ENTRIES:
+            self._remove(next(iter(self._entries)))
+        return entry
+
+    def _remove(self, name: tuple[str, str]) -> None:
+        del self._entries[name]
+        peer, run = name
+        _discard(self._runs, peer, run)
+        _discard(self._peers, run, peer)
+        _discard(self._keys, key_of(run, shard_of(peer)), name)
+
+
+def _discard(index: dict[_K, set[_V]], key: _K, value: _V) -> None:
+    index[key].discard(value)
+    if not index[key]:
+        del index[key]

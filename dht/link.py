@@ -1,0 +1,168 @@
+"""Our end of one p2pd: requests with deadlines, unary calls, streams. p2pd itself may come and go under it.
+
+hivemind's client never returns from a call once p2pd is gone, and its reader of the persistent connection can
+die alone; every request here has a deadline, and `broken` tells when to attach again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from equipoise.dht.escaping import printable
+from equipoise.dht.streams import Stream, connect_unix, receive_message, send_message
+from equipoise.dht.substrate import P2P, Multiaddr, PeerID, p2pd_pb2
+
+REQUEST_SECONDS = 5.0
+"""p2pd answers local requests within milliseconds; dialling a peer takes a few round trips."""
+
+CallHandler = Callable[[str, bytes], Awaitable[bytes]]
+
+_log = logging.getLogger(__name__)
+
+
+class LinkError(ConnectionError):
+    """p2pd did not do what was asked; the message is its, or says that it is gone, in one line."""
+
+
+class Link:
+    """An attachment to a p2pd that listens on the unix socket `control`."""
+
+    def __init__(self, control: Path) -> None:
+        self.control = control
+        self._p2p: Any = None
+
+    @property
+    def attached(self) -> bool:
+        """Whether requests have a chance."""
+        return self._p2p is not None
+
+    async def attach(self, calls: dict[str, CallHandler]) -> None:
+        """Attach to p2pd and register the unary handlers `calls`.
+
+        Raises:
+            LinkError: p2pd does not answer.
+        """
+        p2p = await _bounded(P2P.replicate(Multiaddr(f"/unix{self.control}")), "attach")
+        for name, handler in calls.items():
+            await _bounded(p2p._client.add_unary_handler(name, _by_name(handler)), "register a call")
+        self._p2p = p2p
+
+    async def detach(self) -> None:
+        """Give up the attachment; calls in flight fail at their deadlines."""
+        p2p, self._p2p = self._p2p, None
+        if p2p is not None:
+            control = p2p._client.control
+            await p2p.shutdown()
+            # Collected here, so that how they ended is not reported as an exception that nobody looked at.
+            tasks = control._read_task, control._write_task, *control._handler_tasks.values()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def broken(self) -> None:
+        """Return when the persistent connection to p2pd has ended."""
+        if self._p2p is not None:
+            await asyncio.wait({self._p2p._client.control._read_task})
+
+    async def identify(self) -> list[str]:
+        """Return the multiaddrs that p2pd tells others, without the PeerID."""
+        _, addresses = await _bounded(self._client().identify(), "identify")
+        return [str(address) for address in addresses]
+
+    async def connect(self, peer: str, addresses: Iterable[str], seconds: float = REQUEST_SECONDS) -> None:
+        """Connect to `peer` at one of `addresses` (without PeerID), or where libp2p's routing finds it.
+
+        Raises:
+            LinkError: It cannot be reached; the message is libp2p's.
+        """
+        targets = [Multiaddr(address) for address in addresses]
+        await _bounded(
+            self._client().connect(PeerID.from_base58(peer), targets), f"connect to {peer}", seconds
+        )
+
+    async def connected(self) -> set[str]:
+        """Return the PeerIDs that p2pd has a connection to."""
+        return {str(info.peer_id) for info in await _bounded(self._client().list_peers(), "list peers")}
+
+    async def call(self, peer: str, name: str, request: bytes, seconds: float = REQUEST_SECONDS) -> bytes:
+        """Call the unary handler `name` of `peer`.
+
+        Raises:
+            LinkError: No answer in time, or the answer is an error.
+        """
+        call = self._client().call_unary_handler(PeerID.from_base58(peer), name, request)
+        answer: bytes = await _bounded(call, f"call {peer}", seconds)
+        return answer
+
+    async def listen_streams(self, protocol: str, path: Path) -> None:
+        """Have p2pd hand inbound streams of `protocol` to the unix socket `path`."""
+        handler = p2pd_pb2.StreamHandlerRequest(
+            addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[protocol], balanced=False
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
+        stream = await _bounded(self._request(request), "accept streams")
+        stream.close()
+
+    async def open_stream(self, peer: str, protocol: str, seconds: float = REQUEST_SECONDS) -> Stream:
+        """Open a stream of `protocol` to `peer`.
+
+        Raises:
+            LinkError: The peer cannot be reached, or does not speak the protocol.
+        """
+        target = p2pd_pb2.StreamOpenRequest(
+            peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(seconds))
+        )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
+        stream: Stream = await _bounded(self._request(request), f"open a stream to {peer}", seconds)
+        return stream
+
+    async def _request(self, request: Any) -> Stream:
+        stream = await connect_unix(str(self.control))
+        try:
+            await send_message(stream, request.SerializeToString())
+            response = p2pd_pb2.Response.FromString(await receive_message(stream))
+            if response.type == p2pd_pb2.Response.ERROR:
+                raise LinkError(printable(response.error.msg))
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _client(self) -> Any:
+        if self._p2p is None:
+            raise LinkError("p2pd is not running")
+        return self._p2p._client
+
+
+def inbound_peer(message: bytes) -> str:
+    """Return the PeerID in a StreamInfo, which p2pd has authenticated."""
+    return str(PeerID(p2pd_pb2.StreamInfo.FromString(message).peer))
+
+
+def _by_name(handler: CallHandler) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    async def handle(request: bytes, peer: Any) -> bytes:
+        return await handler(str(peer), request)
+
+    return handle
+
+
+async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_SECONDS) -> Any:
+    try:
+        async with asyncio.timeout(seconds):
+            return await request
+    except TimeoutError:
+        raise LinkError(f"{what}: no answer within {seconds:.0f} s") from None
+    except LinkError:
+        raise
+    except (OSError, EOFError) as error:
+        raise LinkError(f"{what}: p2pd is gone ({printable(str(error))})") from error
+    except Exception as error:
+        # hivemind's P2PDaemonError, P2PHandlerError and whatever protobuf raises on a torn answer.
+        raise LinkError(f"{what}: {printable(_message(error))}") from error
+
+
+def _message(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    return text.removeprefix("Connect failed. msg=")

@@ -1,0 +1,86 @@
+"""What a daemon remembers over restarts: how often it has started, and where good peers were."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from equipoise.dht.address import MAX_ADDRESS_CHARACTERS, AddressError, parse_address
+
+MEMORY_FILE = "swarm.json"
+MAX_FILE_BYTES = 256 * 1024
+MAX_PEERS = 32
+"""Any one of them leads back into the swarm."""
+MAX_STARTS = 2**22
+"""Sequences are `starts << 40 | count`, below 2**63."""
+
+_log = logging.getLogger(__name__)
+
+
+class _Content(msgspec.Struct):
+    starts: int = 0
+    peers: dict[str, tuple[str, ...]] = {}
+
+
+class Memory:
+    """A small file in the daemon's home; a lost or broken one costs nothing but a slower return."""
+
+    def __init__(self, home: Path) -> None:
+        self._path = home / MEMORY_FILE
+        self._content = self._load()
+        self._content.starts = (self._content.starts + 1) % MAX_STARTS
+        self._save()
+
+    @property
+    def first_sequence(self) -> int:
+        """A sequence above all that earlier starts have used."""
+        return self._content.starts << 40
+
+    @property
+    def peers(self) -> dict[str, tuple[str, ...]]:
+        """Addresses of good peers, by PeerID."""
+        return dict(self._content.peers)
+
+    def remember(self, peers: Mapping[str, tuple[str, ...]]) -> None:
+        """Keep the addresses of `peers`, the newest first; the earlier ones fill up the rest."""
+        merged = {**peers, **{peer: seen for peer, seen in self._content.peers.items() if peer not in peers}}
+        kept = dict(list(merged.items())[:MAX_PEERS])
+        if kept != self._content.peers:
+            self._content.peers = kept
+            self._save()
+
+    def _load(self) -> _Content:
+        try:
+            with self._path.open("rb") as file:
+                content = msgspec.json.decode(file.read(MAX_FILE_BYTES), type=_Content)
+        except FileNotFoundError:
+            return _Content()
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            _log.warning("%s is not used: %s", self._path, error)
+            return _Content()
+        content.peers = {peer: seen for peer, seen in content.peers.items() if _sound(peer, seen)}
+        return content
+
+    def _save(self) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(msgspec.json.encode(self._content))
+            temporary.replace(self._path)
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", self._path, error)
+            temporary.unlink(missing_ok=True)
+
+
+def _sound(peer: str, addresses: tuple[str, ...]) -> bool:
+    try:
+        return all(
+            len(text) <= MAX_ADDRESS_CHARACTERS and parse_address(text).peer == peer for text in addresses
+        )
+    except AddressError:
+        return False

@@ -1,0 +1,128 @@
+"""What peers of the DHT say to each other: ping, find and store, as msgspec structs with a version."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from equipoise.dht import msgpack_guard
+from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
+from equipoise.dht.records import MAX_ADDRESSES, Kept, Key
+from equipoise.dht.state import PROTOCOL_VERSION
+
+MAX_KEYS = 16
+"""A run has 4 keys; a look-up asks for one run's."""
+MAX_RECORDS = 512
+"""In one message; `PAGE_BYTES` is reached at about 140 usual ones."""
+MAX_PEER_CHARACTERS = 64
+"""An Ed25519 PeerID has 52."""
+MAX_NEAREST = 20
+"""Kademlia's k."""
+MAX_MESSAGE_BYTES = 128 * 1024
+"""p2pd's own limit is 256 KB. A page of records holds at most 64 KB, checked apart."""
+PAGE_BYTES = msgpack_guard.MAX_BYTES
+"""All records that one answer carries, about 140 usual ones."""
+
+PING, FIND, STORE = "equipoise.dht.ping", "equipoise.dht.find", "equipoise.dht.store"
+
+Addresses = Annotated[
+    tuple[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)], ...],
+    msgspec.Meta(max_length=MAX_ADDRESSES),
+]
+
+_Message = TypeVar("_Message", bound="Versioned")
+
+
+class MessageError(ValueError):
+    """A message is malformed, too large, or of another protocol version."""
+
+
+class Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    """Every message begins with its version.
+
+    Attributes:
+        version: `PROTOCOL_VERSION` of its author.
+    """
+
+    version: int = PROTOCOL_VERSION
+
+
+class Hello(Versioned, frozen=True, kw_only=True):
+    """A ping, and part of every other message.
+
+    Attributes:
+        serves: Whether the author answers look-ups (False in client mode).
+        time: The author's clock, seconds since 1970.
+        addresses: Where it listens.
+    """
+
+    serves: bool
+    time: float
+    addresses: Addresses = ()
+
+
+class Neighbour(msgspec.Struct, frozen=True):
+    """A peer that may be nearer to a key; its addresses are hearsay."""
+
+    peer: Annotated[str, msgspec.Meta(max_length=MAX_PEER_CHARACTERS)]
+    addresses: Addresses = ()
+
+
+Records = Annotated[tuple[Kept, ...], msgspec.Meta(max_length=MAX_RECORDS)]
+Neighbours = Annotated[tuple[Neighbour, ...], msgspec.Meta(max_length=MAX_NEAREST)]
+
+
+class Find(Versioned, frozen=True, kw_only=True):
+    """Ask for the records under some keys, and for peers nearer to them."""
+
+    hello: Hello
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Found(Versioned, frozen=True, kw_only=True):
+    """Answer to `Find`: records under any of the keys, and for each key the nearest peers known, in its order."""
+
+    hello: Hello
+    records: Records
+    nearest: Annotated[tuple[Neighbours, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Store(Versioned, frozen=True, kw_only=True):
+    """Ask to keep some records; what is not valid is dropped."""
+
+    hello: Hello
+    records: Records
+
+
+class Stored(Versioned, frozen=True, kw_only=True):
+    """Answer to `Store`."""
+
+    hello: Hello
+    accepted: int
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(data: bytes, kind: type[_Message]) -> _Message:
+    """Decode a message of `kind` from a stranger.
+
+    Raises:
+        MessageError: It is malformed, too large, or of another version.
+    """
+    try:
+        msgpack_guard.check(data, MAX_MESSAGE_BYTES)
+        version = msgspec.msgpack.decode(data, type=_Version).version
+        if version != PROTOCOL_VERSION:
+            raise MessageError(f"it speaks protocol version {version}, this peer version {PROTOCOL_VERSION}")
+        message = msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.MsgspecError, msgpack_guard.Unsafe, UnicodeDecodeError) as error:
+        raise MessageError(f"malformed message: {error}") from None
+    if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
+        raise MessageError(f"expected at most {PAGE_BYTES} bytes of records")
+    return message

@@ -1,0 +1,51 @@
+"""The newest record, on its way to many peers: a slow or dead one delays nobody, and gets only the last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+
+MAX_TARGETS = 64
+"""Peers told of a change directly; others find it in the DHT."""
+
+Send = Callable[[str, bytes], Awaitable[bool]]
+
+
+class Outbox:
+    """Sends the newest version of one record to each of a set of peers."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._newest = b""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def publish(self, data: bytes, targets: Iterable[str]) -> None:
+        """Send `data` to `targets`, at once to those not being sent to, afterwards to the others."""
+        self._newest = data
+        for peer in list(targets)[:MAX_TARGETS]:
+            if peer not in self._tasks:
+                task = asyncio.create_task(self._deliver(peer))
+                self._tasks[peer] = task
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until all are sent, at most `seconds`."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks.values()), timeout=seconds)
+
+    async def close(self) -> None:
+        """Stop sending."""
+        tasks = set(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def _deliver(self, peer: str) -> None:
+        sent = b""
+        try:
+            while sent != self._newest:
+                sent = self._newest
+                if not await self._send(peer, sent):
+                    return
+        finally:
+            del self._tasks[peer]

@@ -1,0 +1,210 @@
+"""One p2pd process (libp2p's daemon, from hivemind's wheel): started, watched, its output kept, ended for certain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from equipoise.dht.address import ListenAddress
+from equipoise.dht.escaping import printable
+
+START_SECONDS = 15.0
+"""p2pd answers 0.1 s after its start on an idle machine; a loaded one gets a hundred times that."""
+STOP_SECONDS = 1.0
+"""p2pd ends within milliseconds of SIGTERM; then it is killed."""
+KEPT_LINES = 100
+"""p2pd is told to log errors only; the last of them explain why it ended."""
+LINE_CHARACTERS = 300
+MAX_UNARY_BYTES = 256 * 1024
+"""p2pd refuses larger unary messages; ours carry at most 64 KB of records beside some protobuf."""
+
+_GUARDIAN = Path(__file__).with_name("guardian.py")
+
+
+class P2pdError(Exception):
+    """p2pd does not start; the message says why, in one line."""
+
+
+class ListenError(P2pdError):
+    """An address cannot be listened on; the message names it and says why, in one line."""
+
+
+@dataclass(frozen=True)
+class P2pdOptions:
+    """How to start p2pd.
+
+    Attributes:
+        identity: File with the private key.
+        control: Path of the unix socket on which p2pd takes requests, at most 107 bytes.
+        listen: Where to accept connections; empty: nowhere (client mode).
+        announce: Multiaddrs to tell others instead of those listened on.
+        map_ports: Whether to ask the router for a port mapping.
+        guard: `auto`, or `watch` to force the guardian's portable way.
+    """
+
+    identity: Path
+    control: Path
+    listen: tuple[ListenAddress, ...]
+    announce: tuple[str, ...] = ()
+    map_ports: bool = False
+    guard: str = "auto"
+
+    def arguments(self) -> list[str]:
+        """Return p2pd's command line."""
+        flags = [
+            f"-listen=/unix{self.control}",
+            f"-id={self.identity}",
+            f"-persistentConnMaxMsgSize={MAX_UNARY_BYTES}",
+            f"-natPortMap={int(self.map_ports)}",
+            "-connManager=1",
+            "-relayService=0",
+            "-dhtServer=1" if self.listen else "-dhtClient=1",
+        ]
+        if self.listen:
+            flags.append("-hostAddrs=" + ",".join(address.text for address in self.listen))
+        else:
+            flags.append("-noListenAddrs=1")
+        if self.announce:
+            flags.append("-announceAddrs=" + ",".join(self.announce))
+        return [str(_binary()), *flags]
+
+
+@dataclass
+class P2pd:
+    """A running p2pd.
+
+    Attributes:
+        lines: The last lines that it printed, escaped.
+    """
+
+    process: asyncio.subprocess.Process
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
+    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _reader: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is also its process group's."""
+        return self.process.pid
+
+    @classmethod
+    async def start(cls, options: P2pdOptions) -> P2pd:
+        """Start p2pd and wait until it takes requests.
+
+        Raises:
+            ListenError: A listen address is taken or not this machine's.
+            P2pdError: p2pd does not start for another reason.
+        """
+        for address in options.listen:
+            check_free(address)
+        options.control.unlink(missing_ok=True)
+        process = await asyncio.create_subprocess_exec(
+            *(
+                sys.executable,
+                "-I",
+                "-S",
+                str(_GUARDIAN),
+                str(os.getpid()),
+                options.guard,
+                *options.arguments(),
+            ),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=os.environ | {"GOLOG_LOG_LEVEL": "error"},
+            # Ctrl-C in a terminal must reach the daemon only, which then stops in order.
+            start_new_session=True,
+        )
+        p2pd = cls(process)
+        p2pd._reader = asyncio.create_task(p2pd._read_output())
+        await p2pd._await_ready()
+        return p2pd
+
+    async def wait(self) -> str:
+        """Wait until p2pd ends; return how, and the last that it printed."""
+        code = await self.process.wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        return f"{how}: {self.lines[-1]}" if self.lines else how
+
+    async def stop(self) -> None:
+        """End p2pd, by force if it lingers, and collect it."""
+        if self.process.returncode is None:
+            self._signal(signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.process.wait(), STOP_SECONDS)
+        if self.process.returncode is None:
+            self._signal(signal.SIGKILL)
+        await self.process.wait()
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait({self._reader})
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    async def _await_ready(self) -> None:
+        ready = asyncio.create_task(self._ready.wait())
+        ended = asyncio.create_task(self.wait())
+        try:
+            await asyncio.wait({ready, ended}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if self._ready.is_set():
+                return
+            why = ended.result() if ended.done() else f"it does not answer within {START_SECONDS:.0f} s"
+        except BaseException:
+            await self.stop()
+            raise
+        finally:
+            ready.cancel()
+            ended.cancel()
+        await self.stop()
+        raise P2pdError(f"p2pd does not start: {why}")
+
+    async def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        partial = ""
+        while chunk := await self.process.stdout.read(4096):
+            *lines, partial = (partial + chunk.decode(errors="replace")).split("\n")
+            for line in lines:
+                self._take_line(line)
+            partial = partial[:LINE_CHARACTERS]
+
+    def _take_line(self, line: str) -> None:
+        if line.startswith("Peer ID:"):
+            self._ready.set()
+        elif not line.startswith(("Control socket:", "Peer Addrs:", "/")):
+            self.lines.append(printable(line, LINE_CHARACTERS))
+
+
+def check_free(address: ListenAddress) -> None:
+    """Check that `address` can be bound: p2pd binds with SO_REUSEPORT, and would share a port that is taken.
+
+    Raises:
+        ListenError: It cannot.
+    """
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((address.host, address.port))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ListenError(
+            f"cannot listen on {address.text}: {reason}; choose another with --listen"
+        ) from None
+
+
+def _binary() -> Path:
+    # Found without importing hivemind, which imports torch.
+    spec = importlib.util.find_spec("hivemind")
+    if spec is None or not spec.submodule_search_locations:
+        raise P2pdError("p2pd is part of the package hivemind, which is not installed; reinstall equipoise")
+    return Path(spec.submodule_search_locations[0]) / "hivemind_cli" / "p2pd"

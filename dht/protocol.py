@@ -1,0 +1,239 @@
+"""Ping, find and store between the DHT's peers, in place of hivemind's `DHTProtocol`.
+
+hivemind's own handlers decode values of strangers recursively and without bounds, keep whatever they are sent for
+as long as the sender likes, and compare clocks. Here every handler knows its caller (authenticated by libp2p), limits
+its rate, checks size and depth before it decodes, and keeps only signed readiness records. `DHTNode` needs of
+a protocol the attributes and `call_find` below.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
+
+from equipoise.dht import messages
+from equipoise.dht.clock import SwarmClock
+from equipoise.dht.dialer import Dialer
+from equipoise.dht.escaping import printable
+from equipoise.dht.identity import public_key_of
+from equipoise.dht.ledger import Entry, Ledger
+from equipoise.dht.limits import RateLimit
+from equipoise.dht.link import CallHandler, Link
+from equipoise.dht.records import Kept, RecordError
+from equipoise.dht.substrate import DHTID, Blacklist, PeerID, RoutingTable
+
+CALL_SECONDS = 3.0
+"""A peer that does not answer a look-up in this time is left out of it."""
+BUCKET_DEPTH_MODULO = 5
+"""hivemind's default (Kademlia paper, section 4.2, b)."""
+BLACKLIST_SECONDS = 2.0
+BLACKLIST_GROWTH = 1.5
+"""A peer that others still tell of but that does not answer is left out for so long, then longer."""
+
+_log = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer", bound=messages.Versioned)
+
+
+class CallError(ConnectionError):
+    """A peer gave no answer, or one that cannot be used; the message says why."""
+
+
+def node_id_of(peer: str) -> Any:
+    """Return a peer's place in the DHT: a hash of its PeerID, so that nobody can choose it freely."""
+    return DHTID.from_bytes(hashlib.sha256(b"equipoise/node/" + peer.encode()).digest()[:20])
+
+
+class RecordProtocol:
+    """Answers the DHT's calls, and makes them.
+
+    Attributes:
+        addresses: Where this peer listens, told to everyone.
+        on_record: Called with the entry of every record that is news.
+        on_peer: Called with the PeerID of every peer new to the routing table.
+    """
+
+    bucket_size = messages.MAX_NEAREST
+
+    def __init__(self, peer: str, serves: bool, link: Link, dialer: Dialer, ledger: Ledger) -> None:
+        self.peer = peer
+        self.node_id = node_id_of(peer)
+        self.routing_table = RoutingTable(self.node_id, self.bucket_size, BUCKET_DEPTH_MODULO)
+        self.blacklist = Blacklist(BLACKLIST_SECONDS, BLACKLIST_GROWTH)
+        self.clock = SwarmClock()
+        self.ledger = ledger
+        self.addresses: tuple[str, ...] = ()
+        self.on_record: Callable[[Entry], None] = lambda entry: None
+        self.on_peer: Callable[[str], None] = lambda peer: None
+        self._serves = serves
+        self._link = link
+        self._dialer = dialer
+        self._limit = RateLimit()
+
+    @property
+    def peers(self) -> list[str]:
+        """PeerIDs in the routing table."""
+        return [str(peer) for peer in self.routing_table.peer_id_to_uid]
+
+    def handlers(self) -> dict[str, CallHandler]:
+        """Return the unary handlers to register with p2pd."""
+        return {
+            messages.PING: self._guarded(messages.Hello, self._on_ping),
+            messages.FIND: self._guarded(messages.Find, self._on_find),
+            messages.STORE: self._guarded(messages.Store, self._on_store),
+        }
+
+    async def ping(self, peer: str) -> None:
+        """Make acquaintance with `peer`.
+
+        Raises:
+            CallError: It does not answer, or not as an equipoise daemon of this version.
+        """
+        answer = await self._call(peer, messages.PING, self._hello(), messages.Hello)
+        self._meet(peer, answer)
+
+    async def store(self, peer: str, records: Sequence[Kept]) -> int:
+        """Have `peer` keep `records`; return how many it took as valid.
+
+        Raises:
+            CallError: It does not answer.
+        """
+        answer = await self._call(
+            peer, messages.STORE, messages.Store(hello=self._hello(), records=tuple(records)), messages.Stored
+        )
+        self._meet(peer, answer.hello)
+        return answer.accepted
+
+    async def call_find(
+        self, peer: Any, keys: Collection[Any]
+    ) -> dict[Any, tuple[None, dict[Any, Any]]] | None:
+        """Ask `peer` (a hivemind `PeerID`) for the records and neighbours of `keys`; called by `DHTNode`.
+
+        The records go to the ledger, not to hivemind. None if there is no usable answer.
+        """
+        keys = tuple(keys)
+        request = messages.Find(hello=self._hello(), keys=tuple(key.to_bytes() for key in keys))
+        try:
+            answer = await self._call(str(peer), messages.FIND, request, messages.Found)
+        except CallError as error:
+            _log.debug("%s", error)
+            return None
+        self._meet(str(peer), answer.hello)
+        self.take(answer.records)
+        return {
+            key: (None, self._neighbours(nearest)) for key, nearest in zip(keys, answer.nearest, strict=False)
+        }
+
+    def take(self, records: Iterable[Kept]) -> int:
+        """Put valid records into the ledger; return how many are valid."""
+        accepted, now = 0, time.monotonic()
+        for kept in records:
+            try:
+                entry = self.ledger.accept(kept, now, self.clock.now())
+            except RecordError as error:
+                _log.debug("refused a record under %s: %s", printable(kept.subkey, 64), error)
+                continue
+            accepted += 1
+            if entry is not None:
+                self._dialer.learn(entry.record.peer, entry.record.addresses)
+                self.on_record(entry)
+        return accepted
+
+    async def _call(self, peer: str, name: str, request: Any, kind: type[_Answer]) -> _Answer:
+        asked = time.time()
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                await self._dialer.reach(peer)
+                data = await self._link.call(peer, name, messages.encode(request), CALL_SECONDS)
+            answer = messages.decode(data, kind)
+        except TimeoutError:
+            self._lose(peer)
+            raise CallError(f"{peer} does not answer within {CALL_SECONDS:.0f} s") from None
+        except (ConnectionError, messages.MessageError) as error:
+            self._lose(peer)
+            raise CallError(f"{peer}: {error}") from error
+        hello = answer if isinstance(answer, messages.Hello) else getattr(answer, "hello", None)
+        if isinstance(hello, messages.Hello):
+            self.clock.learn(peer, hello.time, asked, time.time())
+        return answer
+
+    def _guarded(self, kind: type[Any], handle: Callable[[str, Any], Any]) -> CallHandler:
+        async def guarded(peer: str, data: bytes) -> bytes:
+            public_key_of(peer)
+            if not self._limit.allow(peer, time.monotonic()):
+                raise messages.MessageError("too many calls; wait a second")
+            return messages.encode(handle(peer, messages.decode(data, kind)))
+
+        return guarded
+
+    def _on_ping(self, peer: str, hello: messages.Hello) -> messages.Hello:
+        self._meet(peer, hello)
+        return self._hello()
+
+    def _on_find(self, peer: str, request: messages.Find) -> messages.Found:
+        self._meet(peer, request.hello)
+        now = time.monotonic()
+        records = [kept for key in dict.fromkeys(request.keys) for kept in self.ledger.under(key, now)]
+        nearest = tuple(self._nearest(key, peer) for key in request.keys)
+        return messages.Found(hello=self._hello(), records=_page(records), nearest=nearest)
+
+    def _on_store(self, peer: str, request: messages.Store) -> messages.Stored:
+        self._meet(peer, request.hello)
+        return messages.Stored(hello=self._hello(), accepted=self.take(request.records))
+
+    def _hello(self) -> messages.Hello:
+        return messages.Hello(serves=self._serves, time=time.time(), addresses=self.addresses)
+
+    def _nearest(self, key: bytes, asker: str) -> tuple[messages.Neighbour, ...]:
+        found = self.routing_table.get_nearest_neighbors(
+            DHTID.from_bytes(key), self.bucket_size, node_id_of(asker)
+        )
+        peers = (str(peer) for _, peer in found)
+        return tuple(messages.Neighbour(peer, self._dialer.addresses_of(peer)) for peer in peers)
+
+    def _neighbours(self, nearest: Iterable[messages.Neighbour]) -> dict[Any, Any]:
+        found = {}
+        for neighbour in nearest:
+            try:
+                public_key_of(neighbour.peer)
+            except ValueError:
+                continue
+            if neighbour.peer != self.peer:
+                self._dialer.hear(neighbour.peer, neighbour.addresses)
+                found[node_id_of(neighbour.peer)] = PeerID.from_base58(neighbour.peer)
+        return found
+
+    def _meet(self, peer: str, hello: messages.Hello) -> None:
+        self._dialer.learn(peer, hello.addresses)
+        if not hello.serves:
+            return
+        node_id, peer_id = node_id_of(peer), PeerID.from_base58(peer)
+        new = node_id not in self.routing_table
+        self.routing_table.add_or_update_node(node_id, peer_id)
+        self.blacklist.register_success(peer_id)
+        if new and node_id in self.routing_table:
+            _log.info("met %s", peer)
+            self.on_peer(peer)
+
+    def _lose(self, peer: str) -> None:
+        node_id = node_id_of(peer)
+        if node_id in self.routing_table:
+            del self.routing_table[node_id]
+            _log.info("lost %s", peer)
+
+
+def _page(records: list[Kept]) -> tuple[Kept, ...]:
+    # In no order of the authors' choosing: several answers together show more than one page.
+    random.shuffle(records)
+    page, size = [], 0
+    for kept in records[: messages.MAX_RECORDS]:
+        size += len(kept.data)
+        if size > messages.PAGE_BYTES:
+            break
+        page.append(kept)
+    return tuple(page)

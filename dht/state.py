@@ -1,0 +1,72 @@
+"""Where a daemon stands towards its swarm, as values that `status` shows."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Of everything this package puts on the wire; peers of different versions do not understand each other."""
+
+State = Literal["offline", "searching", "joined", "ready"]
+
+AddressState = Literal[
+    "trying",
+    "connected",
+    "refused",
+    "timeout",
+    "unresolved",
+    "no network",
+    "wrong peer",
+    "other version",
+    "failed",
+]
+
+
+class BootstrapStatus(msgspec.Struct, frozen=True):
+    """How one address given to `--join` fares.
+
+    Attributes:
+        address: As given.
+        state: What came of the last attempt.
+        reason: The same in words, one line.
+        attempts: How often it has been tried since it was last connected.
+    """
+
+    address: str
+    state: AddressState
+    reason: str
+    attempts: int
+
+
+class SwarmStatus(msgspec.Struct, frozen=True):
+    """One snapshot of a swarm's member.
+
+    Attributes:
+        state: offline (no libp2p, or no network), searching (no peer met yet), joined, ready (in some run).
+        reason: Why, one line.
+        peer: Own PeerID.
+        addresses: Where others reach this peer, in the form that `--join` takes.
+        dialable: Whether others can open connections to this peer.
+        bootstrap: Each `--join` address.
+        connected: PeerIDs that libp2p has connections to, sorted.
+        p2pd_pid: Process id of p2pd; None while it is not running.
+        p2pd_restarts: How often p2pd has been started again.
+        p2pd_log: The last lines that p2pd printed.
+        clock_offset: Seconds that the median of the swarm's clocks is ahead of this machine's.
+        streams: Number of open streams.
+    """
+
+    state: State
+    reason: str
+    peer: str
+    addresses: tuple[str, ...]
+    dialable: bool
+    bootstrap: tuple[BootstrapStatus, ...]
+    connected: tuple[str, ...]
+    p2pd_pid: int | None
+    p2pd_restarts: int
+    p2pd_log: tuple[str, ...]
+    clock_offset: float
+    streams: int

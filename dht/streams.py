@@ -1,0 +1,187 @@
+"""Raw libp2p streams through p2pd: a unix socket each, read into and written from the caller's buffers.
+
+p2pd's control protocol (libp2p/go-libp2p-daemon, specs/CONTROL.md): on an outbound stream we write a
+varint-delimited Request and read a Response, on an inbound one p2pd connects to our socket and writes a
+StreamInfo; from then on the socket carries the stream's bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from typing import Any
+
+PREFACE_BYTES = 4096
+"""Longest protobuf before the stream's bytes: a StreamInfo or an error text takes a few hundred."""
+SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
+"""Asked of the kernel, which may grant less: fewer wake-ups per part."""
+STALL_SECONDS = 10.0
+"""A peer that takes nothing, or ends nothing that it began, for this long is given up."""
+YIELD_BYTES = 1024 * 1024
+"""After so much without waiting, others on the loop get a turn."""
+
+
+class StreamClosed(ConnectionError):
+    """The stream is closed or broken; the message says why."""
+
+
+class Stream:
+    """One stream's socket: non-blocking, with a bound on stalls, safe to close from anywhere.
+
+    A cancelled `receive_into` or `send` that has moved bytes leaves the caller's framing torn: the caller closes.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._why: str | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has been closed at this end."""
+        return self._why is not None
+
+    def close(self, why: str = "closed by this peer") -> None:
+        """Close the socket and wake whoever waits on it; idempotent."""
+        if self._why is not None:
+            return
+        self._why = why
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        self._socket.close()
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait_readable(self) -> None:
+        """Wait, without a bound, until there is something to read; moves no bytes."""
+        await self._wait(self._loop.add_reader, self._loop.remove_reader, None)
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fill `view` from the stream.
+
+        Raises:
+            StreamClosed: The stream ended, broke, or stalled.
+        """
+        done = unyielded = 0
+        while done < len(view):
+            received = self._attempt(self._socket.recv_into, view[done:])
+            if received is None:
+                await self._wait(self._loop.add_reader, self._loop.remove_reader, STALL_SECONDS)
+                unyielded = 0
+                continue
+            if received == 0:
+                raise StreamClosed("closed by the other end")
+            done += received
+            unyielded += received
+            if unyielded >= YIELD_BYTES:
+                await asyncio.sleep(0)
+                unyielded = 0
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        """Write `buffers` one after the other, without joining them.
+
+        Raises:
+            StreamClosed: The stream is closed, broke, or the other end does not read.
+        """
+        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        while views:
+            sent = self._attempt(self._socket.sendmsg, views)
+            if sent is None:
+                await self._wait(self._loop.add_writer, self._loop.remove_writer, STALL_SECONDS)
+            else:
+                _drop(views, sent)
+
+    def _attempt(self, operation: Callable[[Any], int], argument: Any) -> int | None:
+        if self._why is not None:
+            raise StreamClosed(self._why)
+        try:
+            return operation(argument)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as error:
+            raise StreamClosed(error.strerror or str(error)) from error
+
+    async def _wait(self, add: Callable[..., Any], remove: Callable[[Any], Any], bound: float | None) -> None:
+        if self._why is not None:
+            raise StreamClosed(self._why)
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiters.add(waiter)
+        add(self._socket, _wake, waiter)
+        timer = None if bound is None else self._loop.call_later(bound, _stall, waiter, bound)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
+            if timer is not None:
+                timer.cancel()
+            if self._why is None:
+                remove(self._socket)
+        if self._why is not None:
+            raise StreamClosed(self._why)
+
+
+async def connect_unix(path: str) -> Stream:
+    """Connect to a unix socket (p2pd's control socket)."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, path)
+    except BaseException:
+        connection.close()
+        raise
+    return Stream(connection)
+
+
+async def send_message(stream: Stream, message: bytes) -> None:
+    """Write one varint-delimited message."""
+    size, prefix = len(message), bytearray()
+    while size > 0x7F:
+        prefix.append(size & 0x7F | 0x80)
+        size >>= 7
+    prefix.append(size)
+    await stream.send(prefix, message)
+
+
+async def receive_message(stream: Stream, limit: int = PREFACE_BYTES) -> bytes:
+    """Read one varint-delimited message, and no byte more.
+
+    Raises:
+        StreamClosed: The stream ended, or announces more than `limit` bytes.
+    """
+    size = shift = 0
+    byte = bytearray(1)
+    while True:
+        await stream.receive_into(memoryview(byte))
+        size |= (byte[0] & 0x7F) << shift
+        if size > limit or shift > 28:
+            raise StreamClosed(f"expected a message of at most {limit} bytes, {size} announced")
+        if not byte[0] & 0x80:
+            break
+        shift += 7
+    message = bytearray(size)
+    await stream.receive_into(memoryview(message))
+    return bytes(message)
+
+
+def _drop(views: list[memoryview], sent: int) -> None:
+    while views and sent >= len(views[0]):
+        sent -= len(views.pop(0))
+    if sent:
+        views[0] = views[0][sent:]
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):
+        waiter.set_result(None)
+
+
+def _stall(waiter: asyncio.Future[None], bound: float) -> None:
+    with contextlib.suppress(asyncio.InvalidStateError):
+        waiter.set_exception(StreamClosed(f"no progress within {bound:.0f} s"))

@@ -1,0 +1,56 @@
+"""The door to hivemind: the only module that imports it, and what this package uses of it.
+
+Importing this takes about 2 s and pulls in torch. hivemind logs to stderr through a handler of its own, with
+tracebacks; here its records go to the logger `equipoise.dht.hivemind`, at DEBUG, without them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from hivemind.dht.node import Blacklist, DHTNode
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID, RoutingTable
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import dht_pb2, p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import ValueWithExpiration
+
+__all__ = [
+    "DHTID",
+    "P2P",
+    "Blacklist",
+    "DHTNode",
+    "DHTProtocol",
+    "DHTRecord",
+    "DictionaryDHTValue",
+    "Multiaddr",
+    "PeerID",
+    "RecordValidatorBase",
+    "RoutingTable",
+    "ValueWithExpiration",
+    "dht_pb2",
+    "p2pd_pb2",
+]
+
+
+class _Quiet(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self._logger = logging.getLogger("equipoise.dht.hivemind")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._logger.debug("%s", record.getMessage())
+
+
+def _quieten() -> None:
+    logger = logging.getLogger("hivemind")
+    logger.handlers[:] = [_Quiet()]
+    logger.propagate = False
+    # hivemind renames the level for the whole process.
+    logging.addLevelName(logging.WARNING, "WARNING")
+
+
+_quieten()

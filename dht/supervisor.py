@@ -1,0 +1,176 @@
+"""Keeps p2pd running and attached: starts it again under the same identity and port, and says what is going on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+from equipoise.dht.address import parse_listen
+from equipoise.dht.dialer import Dialer
+from equipoise.dht.link import CallHandler, Link, LinkError
+from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
+
+FIRST_RESTART_SECONDS = 0.1
+MAX_RESTART_SECONDS = 5.0
+"""p2pd that dies at every start is not started more often than this."""
+HEALTHY_SECONDS = 30.0
+"""After so long a run the next restart is quick again."""
+WATCH_SECONDS = 1.0
+"""How often p2pd is asked something; a hung one is killed after two answers that do not come."""
+MAX_SILENT_WATCHES = 2
+END_SECONDS = 0.2
+"""From the break of the connection to the news that the process has ended."""
+
+_log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """One p2pd after the other under one `Link`.
+
+    Attributes:
+        reason: Why there is no p2pd just now; empty while it runs.
+        restarts: How often it has been started again.
+        addresses: Multiaddrs that p2pd tells others, without PeerID.
+    """
+
+    def __init__(
+        self,
+        options: P2pdOptions,
+        link: Link,
+        dialer: Dialer,
+        calls: dict[str, CallHandler],
+        attached: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.reason = "p2pd is starting"
+        self.restarts = 0
+        self.addresses: list[str] = []
+        self._options = options
+        self._link = link
+        self._dialer = dialer
+        self._calls = calls
+        self._attached = attached
+        self._p2pd: P2pd | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of p2pd; None while it is not running."""
+        running = self._p2pd is not None and self._p2pd.process.returncode is None
+        return self._p2pd.pid if self._p2pd is not None and running else None
+
+    @property
+    def log(self) -> tuple[str, ...]:
+        """The last lines that p2pd printed."""
+        return tuple(self._p2pd.lines) if self._p2pd is not None else ()
+
+    async def start(self) -> None:
+        """Start p2pd and keep it running from then on.
+
+        Raises:
+            P2pdError: It does not start even once, for instance because the port is taken.
+        """
+        await self._launch()
+        self._task = asyncio.create_task(self._keep_running())
+
+    async def stop(self) -> None:
+        """End p2pd."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        await self._link.detach()
+        if self._p2pd is not None:
+            await self._p2pd.stop()
+        self.reason = "stopped"
+
+    async def _launch(self) -> None:
+        self._p2pd = await P2pd.start(self._options)
+        try:
+            await self._attach()
+        except LinkError as error:
+            await self._p2pd.stop()
+            raise P2pdError(f"p2pd started but does not answer: {error}") from error
+
+    async def _attach(self) -> None:
+        await self._link.attach(self._calls)
+        self.addresses = await self._link.identify()
+        self._fix_port()
+        self.reason = ""
+        await self._attached()
+
+    def _fix_port(self) -> None:
+        # A restarted p2pd must be found where others know it, also if any port would do at first.
+        if any(address.port == 0 for address in self._options.listen) and len(self._options.listen) == 1:
+            ports = {
+                address.split("/")[4] for address in self.addresses if address.split("/")[3:4] == ["tcp"]
+            }
+            if len(ports) == 1:
+                host_part = self._options.listen[0].text.rpartition("/")[0]
+                listen = (parse_listen(f"{host_part}/{ports.pop()}"),)
+                self._options = replace(self._options, listen=listen)
+
+    async def _keep_running(self) -> None:
+        loop = asyncio.get_running_loop()
+        delay = FIRST_RESTART_SECONDS
+        while True:
+            began = loop.time()
+            self.reason = await self._until_broken()
+            _log.warning("%s; starting it again", self.reason)
+            await self._link.detach()
+            if loop.time() - began > HEALTHY_SECONDS:
+                delay = FIRST_RESTART_SECONDS
+            while not await self._relaunched():
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, MAX_RESTART_SECONDS)
+
+    async def _relaunched(self) -> bool:
+        try:
+            if self._p2pd is not None:
+                await self._p2pd.stop()
+            await self._launch()
+        except (P2pdError, LinkError) as error:
+            self.reason = str(error)
+            _log.warning("%s", error)
+            return False
+        self.restarts += 1
+        return True
+
+    async def _until_broken(self) -> str:
+        assert self._p2pd is not None
+        ended = asyncio.create_task(self._p2pd.wait())
+        silent = asyncio.create_task(self._until_silent())
+        try:
+            while True:
+                broken = asyncio.create_task(self._link.broken())
+                await asyncio.wait({ended, silent, broken}, return_when=asyncio.FIRST_COMPLETED)
+                broken.cancel()
+                # The connection to a p2pd that ends breaks a moment before the end itself is known.
+                await asyncio.wait({ended}, timeout=END_SECONDS)
+                if ended.done():
+                    return f"p2pd ended ({ended.result()})"
+                if silent.done() or not await self._reattached():
+                    return "p2pd does not answer"
+        finally:
+            ended.cancel()
+            silent.cancel()
+
+    async def _reattached(self) -> bool:
+        # The attachment alone broke: streams in flight live on.
+        await self._link.detach()
+        try:
+            await self._attach()
+        except LinkError as error:
+            _log.warning("%s", error)
+            return False
+        return True
+
+    async def _until_silent(self) -> None:
+        missed = 0
+        while missed < MAX_SILENT_WATCHES:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                await self._dialer.refresh()
+                missed = 0
+            except LinkError:
+                missed += 1

@@ -1,0 +1,217 @@
+"""A peer's membership in a swarm: what a program composes, starts and stops."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from equipoise.dht.address import is_loopback, parse_address, parse_listen
+from equipoise.dht.bootstrap import AddressKeeper, rejoin
+from equipoise.dht.dialer import Dialer
+from equipoise.dht.directory import RunDirectory
+from equipoise.dht.identity import Identity, load_or_create
+from equipoise.dht.ledger import Ledger
+from equipoise.dht.link import Link
+from equipoise.dht.memory import MAX_PEERS, Memory
+from equipoise.dht.node import Node
+from equipoise.dht.p2pd import P2pdOptions
+from equipoise.dht.protocol import RecordProtocol
+from equipoise.dht.records import MAX_ADDRESSES
+from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
+from equipoise.dht.state import BootstrapStatus, State, SwarmStatus
+from equipoise.dht.supervisor import Supervisor
+from equipoise.dht.transport import Libp2pTransport
+
+DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
+HOUSEKEEPING_SECONDS = 5.0
+"""How often remembered peers are tried while alone, good ones written down, and old records dropped."""
+
+
+@dataclass(frozen=True)
+class SwarmOptions:
+    """How to take part in a swarm.
+
+    Attributes:
+        listen: Multiaddrs to accept connections on.
+        join: Multiaddrs, with PeerID, of daemons that are in the swarm.
+        announce: Multiaddrs, without PeerID, to tell others instead of those listened on (port forwarding).
+        client_mode: Whether to listen nowhere: this peer contributes and receives, but cannot be dialled.
+        map_ports: Whether to ask the router for a port mapping.
+        guard: How p2pd is kept from outliving this process; see `guardian`.
+    """
+
+    listen: Sequence[str] = DEFAULT_LISTEN
+    join: Sequence[str] = ()
+    announce: Sequence[str] = ()
+    client_mode: bool = False
+    map_ports: bool = False
+    guard: str = "auto"
+
+
+class Swarm:
+    """One member of a swarm.
+
+    Attributes:
+        identity: Its key, kept in the home.
+        transport: Channels to other members (`averaging.ports.Transport`).
+        directory: The members of each run (`averaging.ports.Directory`).
+    """
+
+    identity: Identity
+    transport: Libp2pTransport
+    directory: RunDirectory
+
+    def __init__(self, home: Path, options: SwarmOptions | None = None) -> None:
+        """Check everything that can be checked without a network.
+
+        Raises:
+            AddressError: A listen or join address is malformed.
+            IdentityError: The identity file in `home` cannot be used.
+            OSError: No directory for sockets can be made.
+        """
+        self._options = options or SwarmOptions()
+        self._join = [parse_address(text) for text in dict.fromkeys(self._options.join)]
+        listen = (
+            () if self._options.client_mode else tuple(parse_listen(text) for text in self._options.listen)
+        )
+        self.identity = load_or_create(home)
+        self._memory = Memory(home)
+        self._runtime = make_runtime_dir()
+        self._build(bool(listen))
+        p2pd = P2pdOptions(
+            identity=self.identity.path,
+            control=self._runtime / "p2pd.sock",
+            listen=listen,
+            announce=tuple(self._options.announce),
+            map_ports=self._options.map_ports and not all(is_loopback(address.host) for address in listen),
+            guard=self._options.guard,
+        )
+        self._supervisor = Supervisor(
+            p2pd, self._link, self._dialer, self._protocol.handlers(), self._on_attached
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _build(self, dialable: bool) -> None:
+        peer = self.identity.peer
+        self._link = Link(self._runtime / "p2pd.sock")
+        self._dialer = Dialer(self._link, peer)
+        self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, Ledger())
+        self._node = Node(self._protocol)
+        self.transport = Libp2pTransport(peer, dialable, self._link, self._dialer, self._runtime)
+        self.directory = RunDirectory(self.identity, self._node, dialable, self._memory.first_sequence)
+        self._protocol.on_peer = lambda met: self.directory.refresh()
+        self._keepers = [
+            AddressKeeper(address, self._node, self._dialer) for address in self._join if address.peer != peer
+        ]
+
+    @property
+    def peer(self) -> str:
+        """This member's PeerID."""
+        return self.identity.peer
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where others reach this member, in the form that `--join` takes; empty in client mode."""
+        return [f"{address}/p2p/{self.peer}" for address in self._supervisor.addresses]
+
+    async def start(self) -> None:
+        """Start libp2p and begin to look for the swarm; returns without waiting for peers.
+
+        Raises:
+            ListenError: A listen address is taken or not this machine's.
+            P2pdError: p2pd does not start.
+        """
+        try:
+            self.transport.listen()
+            await self._supervisor.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks += [asyncio.create_task(keeper.run()) for keeper in self._keepers]
+        self._tasks.append(asyncio.create_task(self._keep_house()))
+
+    async def stop(self) -> None:
+        """Say farewell in every run, close every channel, end p2pd; idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+        if self._link.attached:
+            self._remember()
+        await self.directory.stop()
+        await self.transport.stop()
+        await self._supervisor.stop()
+        remove_runtime_dir(self._runtime)
+
+    def status(self) -> SwarmStatus:
+        """Return a snapshot, without waiting."""
+        state, reason = self._standing()
+        return SwarmStatus(
+            state=state,
+            reason=reason,
+            peer=self.peer,
+            addresses=tuple(self.addresses),
+            dialable=self.transport.dialable,
+            bootstrap=tuple(keeper.status for keeper in self._keepers),
+            connected=tuple(sorted(self._dialer.connected)) if self._link.attached else (),
+            p2pd_pid=self._supervisor.pid,
+            p2pd_restarts=self._supervisor.restarts,
+            p2pd_log=self._supervisor.log,
+            clock_offset=self._protocol.clock.offset,
+            streams=self.transport.streams,
+        )
+
+    def _standing(self) -> tuple[State, str]:
+        if self._supervisor.reason:
+            return "offline", self._supervisor.reason
+        met = len(self._protocol.peers)
+        if not met:
+            return self._why_alone()
+        waiting = sorted(run for run, state in self.directory.runs.items() if state == "ready")
+        if waiting:
+            return "ready", f"waits for a group in {', '.join(waiting)}; {met} other peers in the swarm"
+        return "joined", f"{met} other peers in the swarm"
+
+    def _why_alone(self) -> tuple[State, str]:
+        tried: list[BootstrapStatus] = [keeper.status for keeper in self._keepers]
+        if not tried:
+            return "searching", "no other peer has joined yet; others join through this peer's address"
+        failed = [one for one in tried if one.state != "trying"]
+        if failed and all(one.state == "no network" for one in failed):
+            return "offline", f"{failed[0].reason}; trying again"
+        if failed:
+            return "searching", f"{failed[0].reason}; tried {failed[0].attempts} times, trying again"
+        return "searching", f"connecting to {tried[0].address}"
+
+    async def _on_attached(self) -> None:
+        self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
+        await self.transport.attach()
+        known = list(dict.fromkeys([*self._protocol.peers, *self._remembered()]))
+        if known:
+            task = asyncio.create_task(self._rejoin(known[:MAX_PEERS]))
+            self._tasks = [one for one in self._tasks if not one.done()] + [task]
+
+    async def _rejoin(self, peers: list[str]) -> None:
+        await rejoin(self._node, self._dialer, peers)
+
+    def _remembered(self) -> list[str]:
+        for peer, addresses in self._memory.peers.items():
+            self._dialer.hear(peer, addresses)
+        return [peer for peer in self._memory.peers if peer != self.peer]
+
+    def _remember(self) -> None:
+        good = {peer: self._dialer.addresses_of(peer) for peer in self._protocol.peers[:MAX_PEERS]}
+        self._memory.remember({peer: addresses for peer, addresses in good.items() if addresses})
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            self._protocol.ledger.forget(time.monotonic())
+            if self._protocol.peers:
+                self._remember()
+            elif self._link.attached:
+                await self._rejoin(self._remembered())

@@ -1,0 +1,283 @@
+"""Frames between peers over libp2p streams: what `equipoise.averaging.ports.Transport` and `Channel` ask for.
+
+On the wire a frame is two big-endian u32, the lengths of header and body, then both. PeerIDs are authenticated by
+libp2p's handshake, in p2pd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from equipoise.dht.dialer import Dialer
+from equipoise.dht.identity import public_key_of
+from equipoise.dht.link import Link, inbound_peer
+from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.dht.streams import Stream, StreamClosed, receive_message
+
+MAX_HEADER_BYTES = 64 * 1024
+"""Equal to `averaging.ports.MAX_HEADER_BYTES`, checked by a test: the packages do not know each other."""
+MAX_BODY_BYTES = 4 * 1024 * 1024
+"""Equal to `averaging.ports.MAX_BODY_BYTES`, likewise."""
+
+STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
+OPEN_SECONDS = 5.0
+"""To dial, negotiate and open: the port's own timeout."""
+PREFACE_SECONDS = 5.0
+"""p2pd says at once who an inbound stream is from."""
+MAX_STREAMS_PER_PEER = 8
+"""One per run and direction is usual; a peer in more runs at once waits."""
+MAX_STREAMS = 512
+"""A group has at most 64 members; several groups at once stay below. Each costs a descriptor here and one in p2pd."""
+MAX_HALF_OPEN = 32
+"""Inbound streams whose preface has not come yet."""
+
+_PREFIX = struct.Struct("!II")
+
+_log = logging.getLogger(__name__)
+
+Place = Callable[[bytes, int], memoryview]
+
+
+class FramedChannel:
+    """One stream of frames (`averaging.ports.Channel`).
+
+    A `send` or `receive` that is cancelled in the middle of a frame closes the channel; a `receive` cancelled
+    before a frame has begun does not.
+    """
+
+    def __init__(self, peer: str, stream: Stream, closed: Callable[[FramedChannel], None]) -> None:
+        self._peer = peer
+        self._stream = stream
+        self._closed = closed
+        self._sending = asyncio.Lock()
+        self._prefix = bytearray(_PREFIX.size)
+
+    @property
+    def peer(self) -> str:
+        """PeerID of the other end."""
+        return self._peer
+
+    async def send(
+        self, header: bytes | bytearray | memoryview, body: bytes | bytearray | memoryview = b""
+    ) -> None:
+        """Send one frame.
+
+        Raises:
+            ConnectionError: The channel is closed or broken, or the peer does not read.
+            ValueError: The header or body exceeds its maximum.
+        """
+        sizes = _size(header), _size(body)
+        if sizes[0] > MAX_HEADER_BYTES or sizes[1] > MAX_BODY_BYTES:
+            raise ValueError(
+                f"expected a header of at most {MAX_HEADER_BYTES} and a body of at most {MAX_BODY_BYTES} bytes, "
+                f"got {sizes[0]} and {sizes[1]}"
+            )
+        async with self._sending:
+            with self._named("send to"):
+                await self._stream.send(_PREFIX.pack(*sizes), header, body)
+
+    async def receive(self, place: Place) -> tuple[bytes, memoryview]:
+        """Receive one frame into the buffer that `place` gives for its body.
+
+        Raises:
+            ConnectionError: The channel is closed or broken, or a length exceeds its maximum.
+            Exception: Whatever `place` raised; the channel is closed.
+        """
+        with self._named("receive from", close=False):
+            await self._stream.wait_readable()
+        with self._named("receive from"):
+            await self._stream.receive_into(memoryview(self._prefix))
+            header_size, body_size = _PREFIX.unpack(self._prefix)
+            if header_size > MAX_HEADER_BYTES or body_size > MAX_BODY_BYTES:
+                raise StreamClosed(
+                    f"it announces a frame of {header_size} + {body_size} bytes, above the maximum"
+                )
+            header = bytearray(header_size)
+            await self._stream.receive_into(memoryview(header))
+            frame = bytes(header)
+            if not body_size:
+                return frame, memoryview(b"")
+            view = place(frame, body_size).cast("B")
+            if len(view) != body_size:
+                raise ValueError(f"expected a buffer of {body_size} bytes for the body, got {len(view)}")
+            await self._stream.receive_into(view)
+            return frame, view
+
+    def close(self) -> None:
+        """Close the stream; idempotent."""
+        self._close("closed by this peer")
+
+    def _close(self, why: str) -> None:
+        if not self._stream.closed:
+            self._stream.close(why)
+            self._closed(self)
+
+    @contextlib.contextmanager
+    def _named(self, what: str, *, close: bool = True):  # type: ignore[no-untyped-def]
+        try:
+            yield
+        except StreamClosed as error:
+            self._close(str(error))
+            raise StreamClosed(f"{what} {self._peer}: {error}") from None
+        except BaseException:
+            # Bytes of a frame may have moved: nothing after them can be understood.
+            if close:
+                self._close(f"a {what.split()[0]} was abandoned within a frame")
+            raise
+
+
+class Libp2pTransport:
+    """Opens and accepts channels through p2pd (`averaging.ports.Transport`)."""
+
+    def __init__(self, peer: str, dialable: bool, link: Link, dialer: Dialer, runtime: Path) -> None:
+        self._peer = peer
+        self._dialable = dialable
+        self._link = link
+        self._dialer = dialer
+        self._path = runtime / "streams.sock"
+        self._handler: Callable[[FramedChannel], Awaitable[None]] | None = None
+        self._channels: set[FramedChannel] = set()
+        self._per_peer: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._half_open = 0
+        self._listener: socket.socket | None = None
+
+    @property
+    def peer(self) -> str:
+        """PeerID of this peer."""
+        return self._peer
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to this peer."""
+        return self._dialable
+
+    @property
+    def streams(self) -> int:
+        """Number of open channels."""
+        return len(self._channels)
+
+    async def open(self, peer: str) -> FramedChannel:
+        """Open a channel to `peer` within `OPEN_SECONDS`.
+
+        Raises:
+            ConnectionError: The peer cannot be reached; names it and says why.
+        """
+        self._check_room(peer)
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                await self._dialer.reach(peer)
+                stream = await self._link.open_stream(peer, STREAM_PROTOCOL, OPEN_SECONDS)
+        except TimeoutError:
+            raise ConnectionError(f"cannot reach {peer}: no answer within {OPEN_SECONDS:.0f} s") from None
+        except ConnectionError as error:
+            raise ConnectionError(f"cannot reach {peer}: {error}") from error
+        return self._enter(peer, stream)
+
+    def serve(self, handler: Callable[[FramedChannel], Awaitable[None]] | None) -> None:
+        """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
+        self._handler = handler
+
+    def listen(self) -> None:
+        """Start to take inbound streams from p2pd."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(self._path))
+        self._listener.listen(MAX_HALF_OPEN)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    async def attach(self) -> None:
+        """Have a (new) p2pd send inbound streams here.
+
+        Raises:
+            LinkError: p2pd does not answer.
+        """
+        await self._link.listen_streams(STREAM_PROTOCOL, self._path)
+
+    async def stop(self) -> None:
+        """Close every channel, end every handler."""
+        self._handler = None
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+        for channel in list(self._channels):
+            channel.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _check_room(self, peer: str) -> None:
+        if self._per_peer[peer] >= MAX_STREAMS_PER_PEER:
+            raise ConnectionError(
+                f"{MAX_STREAMS_PER_PEER} channels with {peer} are open already, the maximum"
+            )
+        if len(self._channels) >= MAX_STREAMS:
+            raise ConnectionError(f"{MAX_STREAMS} channels are open already, the maximum")
+
+    def _enter(self, peer: str, stream: Stream) -> FramedChannel:
+        channel = FramedChannel(peer, stream, self._leave)
+        self._channels.add(channel)
+        self._per_peer[peer] += 1
+        return channel
+
+    def _leave(self, channel: FramedChannel) -> None:
+        self._channels.discard(channel)
+        self._per_peer[channel.peer] -= 1
+        if self._per_peer[channel.peer] <= 0:
+            del self._per_peer[channel.peer]
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            if self._handler is None or self._half_open >= MAX_HALF_OPEN:
+                connection.close()
+                return
+            task = asyncio.get_running_loop().create_task(self._welcome(Stream(connection)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _welcome(self, stream: Stream) -> None:
+        try:
+            peer = await self._introduce(stream)
+            self._check_room(peer)
+        except (ConnectionError, TimeoutError, ValueError) as error:
+            _log.info("refused a stream: %s", error)
+            stream.close()
+            return
+        await self._handle(self._enter(peer, stream))
+
+    async def _introduce(self, stream: Stream) -> str:
+        self._half_open += 1
+        try:
+            async with asyncio.timeout(PREFACE_SECONDS):
+                peer = inbound_peer(await receive_message(stream))
+                public_key_of(peer)
+                return peer
+        finally:
+            self._half_open -= 1
+
+    async def _handle(self, channel: FramedChannel) -> None:
+        handler = self._handler
+        try:
+            if handler is not None:
+                await handler(channel)
+        except ConnectionError as error:
+            _log.debug("%s", error)
+        except Exception:
+            _log.exception("the handler of a channel from %s failed", channel.peer)
+        finally:
+            channel.close()
+
+
+def _size(buffer: bytes | bytearray | memoryview) -> int:
+    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
