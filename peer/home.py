@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -17,11 +18,15 @@ from equipoise.peer.errors import HomeBusy, HomeError, NoDaemon
 PID_FILE = "daemon.pid"
 SOCKET_FILE = "control.sock"
 LOG_FILE = "daemon.log"
+OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key")
 
 MAX_SOCKET_PATH_BYTES = 103
 """sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""
 
 BACKLOG = 16
+
+POLL_SECONDS = 0.05
+"""How often a lock is tried again; file locks have no timeout of their own."""
 
 
 class Home:
@@ -77,6 +82,16 @@ class Home:
         (self.path / PID_FILE).unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = -1
+
+
+def wait_until_free(path: Path, seconds: float) -> bool:
+    """Wait until no daemon runs on `path`; returns whether that came true in time."""
+    deadline = time.monotonic() + seconds
+    while not _is_free(path):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 def connect_socket(home: Path, timeout: float) -> socket.socket:
@@ -145,7 +160,7 @@ def _prepare(path: Path) -> None:
 
 def _tighten(path: Path, mode: int) -> None:
     # Someone who says --home / or --home ~ by mistake should not find the directory's mode changed.
-    if any(path.iterdir()) and not (path / PID_FILE).exists():
+    if any(not found.name.startswith(OWN_FILES) for found in path.iterdir()):
         raise HomeError(
             f"{path} is open to other users (mode {mode:o}) and holds other things",
             f"give a directory of its own, or: chmod 700 {path}",
@@ -178,6 +193,20 @@ def _lock(path: Path) -> int:
             os.write(lock, f"{os.getpid()}\n".encode())
             return lock
         os.close(lock)  # Its former owner removed it between our open and our lock.
+
+
+def _is_free(path: Path) -> bool:
+    try:
+        lock = os.open(path / PID_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(lock)
+    return True
 
 
 def _is_still(path: Path, lock: int) -> bool:

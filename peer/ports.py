@@ -25,6 +25,26 @@ class Progress(Protocol):
         """By all known peers of the run, this one included."""
 
 
+class Standing(Protocol):
+    """Where a run stands at this peer."""
+
+    @property
+    def reason(self) -> str:
+        """Why its state is what it is, in one line."""
+
+    @property
+    def round(self) -> int:
+        """Number of the next round."""
+
+    @property
+    def rounds_ok(self) -> int:
+        """Rounds that ended in a mean."""
+
+    @property
+    def rounds_failed(self) -> int:
+        """Rounds that did not."""
+
+
 class Averager(Protocol):
     """One run of this daemon."""
 
@@ -46,6 +66,9 @@ class Averager(Protocol):
 
     def progress(self) -> Progress:
         """What has been accumulated, here and in the swarm."""
+
+    def status(self) -> Standing:
+        """Where the run stands, and why."""
 
     async def leave(self) -> None:
         """Stop taking part; an open round is finished or failed."""

@@ -110,8 +110,8 @@ class Session:
 
     def status(self) -> RunStatus:
         """What `status` shows of it."""
-        spec, averager = self._specs[self._purpose], self._current
-        history, state, step = averager.history, averager.state, self._averagers.get(STEP)
+        spec, averager, step = self._specs[self._purpose], self._current, self._averagers.get(STEP)
+        standing, history = averager.status(), averager.history
         return RunStatus(
             name=self.name,
             purpose=self._purpose,
@@ -119,11 +119,11 @@ class Session:
             codec=spec.codec,
             group_size=spec.group_size,
             values=spec.schema.size,
-            state=state,
-            reason=explain(state),
-            round=history[-1].round + 1 if history else 0,
-            rounds_ok=sum(outcome.ok for outcome in history),
-            rounds_ended=len(history),
+            state=averager.state,
+            reason=standing.reason,
+            round=standing.round,
+            rounds_ok=standing.rounds_ok,
+            rounds_failed=standing.rounds_failed,
             accumulated=step.progress().local if step else 0.0,
             last=history[-1] if history else None,
         )
@@ -180,17 +180,3 @@ class Session:
         if self._round is not None:
             self._round.cancel()
         self._region = None
-
-
-def explain(state: RunState) -> str:
-    """Why a run is in this state, in one line."""
-    reason = getattr(state, "reason", "")
-    return reason or _EXPLANATIONS[type(state).__name__].format(state=state)
-
-
-_EXPLANATIONS = {
-    "NoPeers": "no other peer of this run is known",
-    "Gathering": "{state.ready} of {state.target} peers are ready",
-    "Exchanging": "round {state.round} is going on in a group of {state.members}",
-    "Idle": "nothing is asked of it now; {state.peers} other peers are known",
-}

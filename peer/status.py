@@ -22,7 +22,8 @@ class RunStatus(msgspec.Struct, frozen=True):
         state: Where the next round stands.
         reason: Why, in one line.
         round: Number of its next round.
-        rounds_ok: Rounds that ended in a mean, of `rounds_ended`.
+        rounds_ok: Rounds that ended in a mean.
+        rounds_failed: Rounds that did not.
         accumulated: Weight accumulated towards the next step.
         last: What the last round came to.
     """
@@ -37,7 +38,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     reason: str
     round: int
     rounds_ok: int
-    rounds_ended: int
+    rounds_failed: int
     accumulated: float
     last: Outcome | None = None
 

@@ -24,6 +24,13 @@ class FakeProgress(msgspec.Struct):
     swarm: float
 
 
+class FakeStanding(msgspec.Struct):
+    reason: str
+    round: int
+    rounds_ok: int
+    rounds_failed: int
+
+
 @dataclass
 class Member:
     """What the network knows of one peer of a run."""
@@ -222,6 +229,10 @@ class FakeAverager:
         with self._network.lock:
             members = self._network.runs[self._spec.name].values()
             return FakeProgress(self._member.accumulated, sum(member.accumulated for member in members))
+
+    def status(self) -> FakeStanding:
+        ok = sum(outcome.ok for outcome in self.history)
+        return FakeStanding("as the network says", self._member.round, ok, len(self.history) - ok)
 
     async def leave(self) -> None:
         self._network.withdraw(self._spec.name, self._peer)

@@ -1,0 +1,32 @@
+"""`equipoise launch`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import Any
+
+import click
+
+from equipoise.peer.cli.options import daemon_options
+from equipoise.peer.config import load
+
+
+@click.command()
+@daemon_options
+@click.argument("command", metavar="-- COMMAND [ARGS]...", nargs=-1, required=True, type=click.UNPROCESSED)
+def launch(command: tuple[str, ...], **flags: Any) -> None:
+    """Run a daemon and your training script together.
+
+    The script finds the daemon by itself: `connect()` in it needs no argument. The daemon stops when the script ends;
+    the script's exit status is passed on, and signals reach it.
+
+    \b
+    equipoise launch --join ADDRESS -- python train.py --epochs 3
+    """
+    if shutil.which(command[0]) is None:
+        raise click.UsageError(f"cannot find the command {command[0]!r}")
+    loaded = load(flags)
+    from equipoise.peer.foreground import launch as run
+
+    sys.exit(run(loaded, command))

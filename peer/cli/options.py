@@ -1,0 +1,59 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from equipoise.peer.config import LOG_LEVELS
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+_HOME = "Directory of identity, control socket and log.  [env: EQUIPOISE_HOME; default: the user's data directory]"
+
+
+def home_option(command: Command) -> Command:
+    """`--home DIR`."""
+    return click.option("--home", metavar="DIR", type=click.Path(), help=_HOME)(command)
+
+
+def json_option(command: Command) -> Command:
+    """`--json`, as the argument `as_json`."""
+    return click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")(command)
+
+
+def daemon_options(command: Command) -> Command:
+    """Everything that a daemon can be told; not given means the configuration file or the default decides."""
+    options = [
+        click.option(
+            "--join",
+            metavar="ADDRESS",
+            multiple=True,
+            help="A daemon to join the swarm through. May be repeated.",
+        ),
+        click.option(
+            "--listen",
+            metavar="MULTIADDR",
+            multiple=True,
+            help="Where to listen, as /ip4/0.0.0.0/tcp/31337. May be repeated.",
+        ),
+        home_option,
+        click.option(
+            "--name", metavar="NAME", help="What people call this daemon.  [default: the host's name]"
+        ),
+        click.option(
+            "--client-mode/--no-client-mode", default=None, help="This machine cannot be dialled by others."
+        ),
+        click.option(
+            "--bandwidth",
+            type=float,
+            metavar="BYTES",
+            help="What this machine can send, in bytes per second.",
+        ),
+        click.option("--log-level", type=click.Choice(LOG_LEVELS), help="Least severe of what is logged."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

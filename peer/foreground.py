@@ -1,0 +1,124 @@
+"""A daemon in the foreground, alone or beside a training script, until a signal or the script ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn, TextIO
+
+import uvloop
+
+from equipoise.peer.config import HOME_ENV, Loaded
+from equipoise.peer.daemon import Assemble, Daemon, assemble
+from equipoise.peer.errors import EquipoiseError
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run_daemon(loaded: Loaded, assemble: Assemble = assemble) -> int:
+    """Run a daemon until it is asked to stop; its addresses and states go to standard output.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        EquipoiseError: It cannot start.
+    """
+    return _run(_serve(Daemon(loaded, partial(_print, sys.stdout), assemble)))
+
+
+def launch(loaded: Loaded, command: Sequence[str], assemble: Assemble = assemble) -> int:
+    """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
+
+    Returns:
+        The command's exit status; 128 and the number of the signal that ended it.
+
+    Raises:
+        EquipoiseError: The daemon or the command cannot start.
+    """
+    return _run(_launch(Daemon(loaded, partial(_print, sys.stderr), assemble), loaded.config.home, command))
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
+
+
+def _print(stream: TextIO, line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # Whoever reads it may have gone; the log has it too.
+        print(line, file=stream, flush=True)
+
+
+async def _serve(daemon: Daemon) -> int:
+    def asked(number: signal.Signals) -> None:
+        daemon.request_stop(f"signal {number.name}")
+
+    with _signals(asked, forced=_exit):
+        await daemon.start()
+        try:
+            await daemon.serve()
+        finally:
+            await daemon.stop()
+    return 0
+
+
+async def _launch(daemon: Daemon, home: str, command: Sequence[str]) -> int:
+    await daemon.start()
+    try:
+        environment = {**os.environ, HOME_ENV: home}
+        try:
+            child = await asyncio.create_subprocess_exec(*command, env=environment)
+        except OSError as error:
+            raise EquipoiseError(
+                f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
+            ) from error
+        with _signals(partial(_forward, child), forced=lambda number: child.kill()):
+            status = await child.wait()
+        return status if status >= 0 else 128 - status
+    finally:
+        await daemon.stop()
+
+
+def _exit(number: signal.Signals) -> NoReturn:
+    os._exit(128 + number)
+
+
+def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    # Ctrl-C reaches every process of the terminal's foreground group; twice would interrupt the script's clean-up.
+    if number == signal.SIGINT and _in_foreground():
+        return
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(number)
+
+
+def _in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def _signals(
+    asked: Callable[[signal.Signals], None], forced: Callable[[signal.Signals], None]
+) -> Iterator[None]:
+    """Call `asked` at the first signal that ends programs, and `forced` at every later one."""
+    loop = asyncio.get_running_loop()
+    seen: list[signal.Signals] = []
+
+    def received(number: signal.Signals) -> None:
+        seen.append(number)
+        (asked if len(seen) == 1 else forced)(number)
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, received, number)
+    try:
+        yield
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
