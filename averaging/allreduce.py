@@ -12,8 +12,8 @@ The flat vector is cut into parts, each with an owner. In the healthy case:
 4. *Commit.* Who holds the whole mean tells everyone (`Held`). Once a majority does, the round has succeeded, and every
    member that has all parts finishes; one that lacks some fetches them from a holder.
 
-Steps 2 to 4 are one instance of Paxos (`equipoise.averaging.ballot`): to hold the mean is to accept. When an owner dies
-before commit, the leader opens a higher ballot, learns from a majority whether any of them may have committed
+Steps 2 to 4 are one instance of Paxos (`equipoise.averaging.agreement`): to hold the mean is to accept. When an owner
+dies before commit, the leader opens a higher ballot, learns from a majority whether any of them may have committed
 already, and otherwise decides again without the dead: a new `Plan` names who reduces, contributors send the new owners
 what they lack, and 2 to 4 repeat. When the leader dies the next member in line does so. Nothing is applied
 before commit, so nothing that happens earlier can leave two members with different means.
@@ -27,11 +27,10 @@ leader goes on without the owners that did not report; from 3 on, members open b
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-
 from equipoise.averaging import messages as wire
-from equipoise.averaging.ballot import Tally, Vote, inherited, is_majority, members_of, next_ballot
+from equipoise.averaging.agreement import MIN_CONTRIBUTORS, Agreement
+from equipoise.averaging.ballot import Vote, members_of
+from equipoise.averaging.fetching import Fetching
 from equipoise.averaging.ledger import Ledger
 from equipoise.averaging.messages import Decision
 from equipoise.averaging.round import (
@@ -63,35 +62,6 @@ LINGER_SECONDS = 5.0
 MAX_NOTES = 64
 """Most lines kept on what went wrong in a round."""
 
-MIN_CONTRIBUTORS = 2
-"""One contributor alone is not an average."""
-
-MAX_SERVED = 4
-"""Most times that one member may fetch the whole mean from us: once per source it can have, and some to spare."""
-
-
-@dataclass(slots=True)
-class _Ballot:
-    """What this member knows of the ballot it has promised.
-
-    Attributes:
-        number: The ballot.
-        plan: Who reduces, in its latest version.
-        decision: What the leader proposed.
-        holders: Bitmask of those that held the decision's mean already when it was proposed.
-        promises: As leader: the promises received, by member, until they are enough.
-        reports: As leader: whose contributions each owner holds whole under the plan.
-        reported: As owner: the (plan sequence, whole) last reported.
-    """
-
-    number: int
-    plan: wire.Plan | None = None
-    decision: Decision | None = None
-    holders: int = 0
-    promises: dict[int, wire.Promise] | None = None
-    reports: dict[int, int] = field(default_factory=dict)
-    reported: tuple[int, int] | None = None
-
 
 class AllReduce:
     """The round machine of one member.
@@ -119,13 +89,9 @@ class AllReduce:
         self._lost = 0
         self._gone = 0
         self._late = 0
-        self._ballot = _Ballot(group.first_leader)
-        self._held: tuple[int, Decision] | None = None
-        self._tally = Tally(group.size)
+        self._agreement = Agreement(group, me)
         self._ledger = Ledger(group, me)
-        self._fetch: tuple[int, int, frozenset[int]] | None = None
-        self._turn = me
-        self._served: Counter[int] = Counter()
+        self._fetching = Fetching(me, len(group.parts))
         self._distrusted = False
         self._released = False
         self._closed = False
@@ -142,27 +108,21 @@ class AllReduce:
         return min(self._ends_at, self._progress_at + (self._level + 1) * self._stall)
 
     @property
-    def lost(self) -> int:
-        """Bitmask of the members taken for dead or gone."""
-        return self._lost
-
-    @property
     def phase(self) -> str:
         """Where the round stands: `scatter`, `decide`, `gather`, `commit` or `ended`."""
         if self.ended is not None:
             return "ended"
-        if self._held is not None:
+        if self._agreement.held is not None:
             return "commit"
-        if self._ballot.decision is not None:
+        if self._agreement.ballot.decision is not None:
             return "gather"
-        return "decide" if self._ballot.reported else "scatter"
+        return "decide" if self._agreement.ballot.reported else "scatter"
 
     def start(self, now: float) -> list[Action]:
         """The first actions: scatter, and whatever is due at once."""
         self._progress_at = now
-        self._on_plan(
-            self.group.first_leader, wire.Plan(self.group.first_leader, 0, self.group.dialable), now
-        )
+        first = self.group.first_leader
+        self._on_message(first, wire.Plan(first, 0, self.group.dialable), now)
         return self._advance(now)
 
     def wants_contribution(self, sender: int, part: int) -> bool:
@@ -171,7 +131,7 @@ class AllReduce:
 
     def wants_mean(self, part: int, contributors: int) -> bool:
         """Whether the mean of `part` over `contributors` is still of use here."""
-        decision = self._decision
+        decision = self._agreement.decision
         undecided = decision is None or decision.contributors == contributors
         return self.ended is None and undecided and self._ledger.wants_mean(part, contributors)
 
@@ -200,33 +160,34 @@ class AllReduce:
     # ---- taking in ----
 
     def _on_message(self, sender: int, message: wire.RoundMessage, now: float) -> None:
+        agreement = self._agreement
+        news = False
         match message:
             case wire.Prepare(ballot):
                 self._on_prepare(sender, ballot, now)
-            case wire.Promise(ballot, _, held):
-                if ballot == self._ballot.number and self._ballot.promises is not None and self._valid(held):
-                    self._ballot.promises[sender] = message
-                    self._progress(now)
+            case wire.Promise():
+                news = agreement.on_promise(sender, message)
             case wire.Refuse(ballot):
-                self._adopt(ballot)
-            case wire.Plan():
-                self._on_plan(sender, message, now)
-            case wire.Report(ballot, sequence, whole):
-                plan = self._ballot.plan
-                if plan is not None and (ballot, sequence) == (plan.ballot, plan.sequence):
-                    self._ballot.reports[sender] = whole & self.group.contributors
-                    self._progress(now)
-            case wire.Propose():
-                self._on_propose(sender, message, now)
+                agreement.adopt(ballot)
+            case wire.Plan(_, _, owners):
+                if news := agreement.on_plan(sender, message):
+                    self._ledger.assign(owners)
+            case wire.Report():
+                news = agreement.on_report(sender, message)
+            case wire.Propose(_, decision):
+                if news := agreement.on_propose(sender, message):
+                    self._ledger.assign(decision.owners)
             case wire.Held(ballot, decision, digest):
-                self._on_held(sender, Vote(ballot, decision, digest), now)
+                news = self._on_held(sender, Vote(ballot, decision, digest))
             case wire.Commit(ballot, decision, digest, holders):
-                self._count(Vote(ballot, decision, digest), holders & self.group.everyone, now)
+                news = agreement.on_votes(Vote(ballot, decision, digest), holders)
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, wire.from_bits(parts))
             case wire.GiveUp(reason):
                 self._gone |= 1 << sender
                 self._on_lost(sender, f"left the round: {reason}")
+        if news:
+            self._progress(now)
 
     def _on_contribution(self, sender: int, part: int, now: float) -> None:
         if self.wants_contribution(sender, part):
@@ -242,54 +203,21 @@ class AllReduce:
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
         if isinstance(self.ended, Finish):
             self._send_commit(sender)
-        if self._leader(ballot) != sender or self.ended is not None:
+        if self._agreement.leader_of(ballot) != sender or self.ended is not None:
             return
         # A member that alone lost sight of a leader who serves all others must not unseat it.
-        leader = self._leader(self._ballot.number)
+        leader = self._agreement.leader
         trusted = leader != sender and not self._lost >> leader & 1 and self._level == 0
-        if ballot <= self._ballot.number or trusted:
-            self._send(sender, wire.Refuse(self._ballot.number))
-            return
-        self._adopt(ballot)
-        self._progress(now)
-        held_ballot, held = self._held or (None, None)
-        self._send(sender, wire.Promise(ballot, held_ballot, held))
-
-    def _on_plan(self, sender: int, plan: wire.Plan, now: float) -> None:
-        if self._leader(plan.ballot) != sender or not plan.owners or plan.owners & ~self.group.dialable:
-            return
-        self._adopt(plan.ballot)
-        current = self._ballot.plan
-        if plan.ballot != self._ballot.number or self._ballot.decision is not None:
-            return
-        if current is None or plan.sequence > current.sequence:
-            self._ballot.plan = plan
-            self._ballot.reports = {}
-            self._ledger.assign(plan.owners)
+        answer = self._agreement.on_prepare(ballot, trusted)
+        if isinstance(answer, wire.Promise):
             self._progress(now)
+        self._send(sender, answer)
 
-    def _on_propose(self, sender: int, message: wire.Propose, now: float) -> None:
-        if self._leader(message.ballot) != sender or not self._valid(message.decision):
-            return
-        self._adopt(message.ballot)
-        if message.ballot == self._ballot.number and self._ballot.decision is None:
-            self._ballot.decision = message.decision
-            self._ballot.holders = message.holders & self.group.everyone
-            self._ledger.assign(message.decision.owners)
-            self._progress(now)
-
-    def _on_held(self, sender: int, vote: Vote, now: float) -> None:
-        if isinstance(self.ended, Finish) and self._tally.voters(vote) >> sender & 1:
+    def _on_held(self, sender: int, vote: Vote) -> bool:
+        if isinstance(self.ended, Finish) and self._agreement.tally.voters(vote) >> sender & 1:
             # Whoever repeats its vote has not learnt that it won.
             self._send_commit(sender)
-        self._count(vote, 1 << sender, now)
-
-    def _count(self, vote: Vote, voters: int, now: float) -> None:
-        new = voters & ~self._tally.voters(vote)
-        if new and self._valid(vote.decision):
-            for member in members_of(new):
-                self._tally.add(vote, member)
-            self._progress(now)
+        return self._agreement.on_votes(vote, 1 << sender)
 
     def _on_lost(self, member: int, reason: str) -> None:
         if member == self.me or self._lost >> member & 1:
@@ -312,8 +240,7 @@ class AllReduce:
                 self._fail(f"timed out in phase {self.phase}; {self._waiting_for()}", now)
             else:
                 self._close()
-            return
-        if self.ended is None and now >= self._progress_at + (self._level + 1) * self._stall:
+        elif self.ended is None and now >= self._progress_at + (self._level + 1) * self._stall:
             self._level += 1
             self._on_stalled()
 
@@ -321,12 +248,13 @@ class AllReduce:
         waited = self._level * self._stall
         self._note(f"no progress for {waited:g} s in phase {self.phase}; {self._waiting_for()}")
         self._late |= self.group.contributors & ~self._ledger.whole()
-        self._fetch = None
-        self._turn += 1
-        if self._held is not None:
+        self._fetching.ask_another()
+        if self._agreement.held is not None:
             self._vote()
-        line = self._line()
-        if self.me in line and (self._ballot.promises is not None or self._level >= 3 + line.index(self.me)):
+        line = self._agreement.line(self._lost)
+        if self.me in line and (
+            self._agreement.ballot.promises is not None or self._level >= 3 + line.index(self.me)
+        ):
             self._open_ballot()
 
     # ---- what is due ----
@@ -359,19 +287,17 @@ class AllReduce:
             self._fail(f"{alive} of {self.group.size} members left, a majority is needed: {why}", now)
 
     def _take_lead(self, now: float) -> None:
-        if self._lost >> self._leader(self._ballot.number) & 1 and self._line()[:1] == [self.me]:
+        if self._lost >> self._agreement.leader & 1 and self._agreement.line(self._lost)[:1] == [self.me]:
             self._open_ballot()
 
     def _open_ballot(self) -> None:
-        self._adopt(next_ballot(self._ballot.number, self.me, self.group.size))
-        held_ballot, held = self._held or (None, None)
-        self._ballot.promises = {self.me: wire.Promise(self._ballot.number, held_ballot, held)}
-        self._note(f"opened ballot {self._ballot.number}")
-        self._broadcast(wire.Prepare(self._ballot.number))
+        prepare = self._agreement.open()
+        self._note(f"opened ballot {prepare.ballot}")
+        self._broadcast(prepare)
 
     def _report(self, now: float) -> None:
         """As owner, once every contribution is here or not to be expected: tell the leader which are whole."""
-        ballot = self._ballot
+        ballot = self._agreement.ballot
         if ballot.plan is None or ballot.decision is not None or not self._ledger.owners >> self.me & 1:
             return
         whole = self._ledger.whole()
@@ -379,41 +305,39 @@ class AllReduce:
             return
         if ballot.reported != (ballot.plan.sequence, whole):
             ballot.reported = (ballot.plan.sequence, whole)
-            self._tell(
-                self._leader(ballot.number), wire.Report(ballot.number, ballot.plan.sequence, whole), now
-            )
+            self._tell(self._agreement.leader, wire.Report(ballot.number, ballot.plan.sequence, whole), now)
 
     def _lead(self, now: float) -> None:
-        ballot = self._ballot
-        if self._leader(ballot.number) != self.me:
+        ballot = self._agreement.ballot
+        if self._agreement.leader != self.me:
             return
         if ballot.promises is not None:
-            self._prepare(ballot.promises, now)
+            self._prepare(now)
         elif ballot.decision is not None:
             self._watch(ballot.decision)
         elif ballot.plan is not None:
             self._decide(ballot.plan, now)
 
-    def _prepare(self, promises: dict[int, wire.Promise], now: float) -> None:
+    def _prepare(self, now: float) -> None:
         """Proceed once a majority has promised: propose what may have been chosen, or plan afresh."""
-        if not is_majority(sum(1 << member for member in promises), self.group.size):
+        prepared = self._agreement.prepared()
+        if prepared is None:
             return
-        self._ballot.promises = None
-        decision, holders = inherited(promises)
+        decision, holders = prepared
         if decision is not None:
-            self._tell_all(wire.Propose(self._ballot.number, decision, holders), now)
+            self._tell_all(wire.Propose(self._agreement.ballot.number, decision, holders), now)
         else:
             self._plan(0, self.group.dialable & ~self._lost, now)
 
     def _plan(self, sequence: int, owners: int, now: float) -> None:
         if owners:
-            self._tell_all(wire.Plan(self._ballot.number, sequence, owners), now)
+            self._tell_all(wire.Plan(self._agreement.ballot.number, sequence, owners), now)
         else:
             self._fail("no member that can be dialled is left to reduce", now)
 
     def _decide(self, plan: wire.Plan, now: float) -> None:
         """Once every owner has reported, propose the contributors that all of them hold."""
-        reports = self._ballot.reports
+        reports = self._agreement.ballot.reports
         owners = self._ledger.owners
         silent = owners & ~sum(1 << member for member in reports)
         dropped = owners & self._lost | (silent if self._level >= 2 else 0)
@@ -434,49 +358,39 @@ class AllReduce:
         missing = self.group.contributors & ~contributors
         if missing:
             self._note(f"deciding without the contributions of {self._names(missing)}")
-        self._tell_all(wire.Propose(self._ballot.number, Decision(contributors, plan.owners)), now)
+        self._tell_all(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), now)
 
     def _watch(self, decision: Decision) -> None:
         """Open a new ballot when a part of the proposed mean has no living source left."""
-        holders = (self._tally.holders(decision) | self._ballot.holders) & ~self._lost
-        if holders or self._ledger.is_whole(decision):
+        if self._agreement.holders(decision) & ~self._lost or self._ledger.is_whole(decision):
             return
-        sourceless = self._ballot.holders or any(
-            self._lost >> self._ledger.owner_of[part] & 1 for part in self._ledger.missing(decision)
-        )
-        if sourceless:
-            self._note("an owner died after the decision: deciding again")
+        if self._agreement.ballot.holders or self._ledger.missing_of(self._lost, decision):
+            self._note("whoever had a part of the mean died after the decision: deciding again")
             self._open_ballot()
 
     def _work_on_parts(self, now: float) -> None:
-        decision = self._ballot.decision
+        ballot = self._agreement.ballot
         # A mean that others hold already is fetched from them, not reduced again.
-        release = decision is not None and not self._ballot.holders
-        self._actions += self._ledger.work(decision, release, self._peers & ~self._lost)
+        release = ballot.decision is not None and not ballot.holders
+        self._actions += self._ledger.work(ballot.decision, release, self._peers & ~self._lost)
 
     def _hold(self, now: float) -> None:
-        decision = self._ballot.decision
-        if decision is None or not self._ledger.is_whole(decision):
-            return
-        if self._held != (self._ballot.number, decision):
-            self._held = (self._ballot.number, decision)
+        decision = self._agreement.ballot.decision
+        if decision is not None and self._ledger.is_whole(decision) and self._agreement.hold():
             self._progress(now)
             self._vote()
 
     def _vote(self) -> None:
-        assert self._held is not None
-        ballot, decision = self._held
-        digest = self._ledger.digest(decision)
-        self._tally.add(Vote(ballot, decision, digest), self.me)
-        self._broadcast(wire.Held(ballot, decision, digest))
+        assert self._agreement.held is not None
+        self._broadcast(self._agreement.vote(self._ledger.digest(self._agreement.held[1])))
 
     def _commit(self, now: float) -> None:
-        chosen = self._tally.chosen()
+        chosen = self._agreement.chosen
         if chosen is None or not self._ledger.is_whole(chosen.decision):
             return
         if self._ledger.digest(chosen.decision) == chosen.digest:
             self._end(Finish(chosen.decision, chosen.digest), now)
-            if self._leader(self._ballot.number) == self.me:
+            if self._agreement.leader == self.me:
                 for member in members_of(self._peers & ~self._lost):
                     self._send_commit(member)
         elif self._distrusted:
@@ -491,35 +405,22 @@ class AllReduce:
 
     def _fetch_missing(self, now: float) -> None:
         """Ask a holder for the parts that will not come by themselves."""
-        decision = self._decision
+        decision = self._agreement.decision
         if decision is None or self._ledger.is_whole(decision):
             return
-        urgent = self._ballot.holders or self._level >= 1 or self._distrusted
-        wanted = frozenset(
-            part
-            for part in self._ledger.missing(decision)
-            if urgent or self._lost >> self._ledger.owner_of[part] & 1
-        )
-        source, over, asked = self._fetch or (self.me, 0, frozenset())
-        waiting = over == decision.contributors and not self._lost >> source & 1 and wanted <= asked
-        sources = self._sources(decision)
-        if not wanted or waiting or not sources:
-            return
-        source = sources[self._turn % len(sources)]
-        self._fetch = (source, decision.contributors, wanted)
-        self._send(source, wire.Fetch(decision.contributors, wire.to_bits(wanted)))
-
-    def _sources(self, decision: Decision) -> list[int]:
+        everything = self._agreement.ballot.holders or self._level >= 1 or self._distrusted
+        wanted = self._ledger.missing_of(self.group.everyone if everything else self._lost, decision)
         reachable = self._peers & ~self._lost
-        holders = (self._tally.holders(decision) | self._ballot.holders) & reachable
-        return list(members_of(holders or (reachable if self._level >= 1 else 0)))
+        sources = self._agreement.holders(decision) & reachable or (reachable if self._level >= 1 else 0)
+        fetch = self._fetching.ask(decision, wanted, list(members_of(sources)))
+        if fetch is not None:
+            self._actions.append(fetch)
 
     def _serve(self, to: int, contributors: int, parts: list[int]) -> None:
         if isinstance(self.ended, Finish):
             self._send_commit(to)
         kept = [part for part in parts if not self._released and self._ledger.has_mean(part, contributors)]
-        self._served[to] += len(kept)
-        if self._served[to] <= MAX_SERVED * len(self.group.parts):
+        if self._fetching.may_serve(to, len(kept)):
             self._actions += [SendMean(to, part, contributors) for part in kept]
 
     # ---- ending ----
@@ -532,55 +433,23 @@ class AllReduce:
     def _fail(self, reason: str, now: float) -> None:
         self._broadcast(wire.GiveUp(reason[: wire.MAX_REASON_CHARS]))
         self._end(Fail(reason), now)
-        if self._held is None:
+        if self._agreement.held is None:
             self._close()
 
     def _release(self) -> None:
         """Let go of the buffers once every other member holds the mean or is gone."""
-        if self.ended is None or self._released or self._held is None:
+        held = self._agreement.held
+        if self.ended is None or self._released or held is None:
             return
-        if not self._peers & ~(self._lost | self._tally.holders(self._held[1])):
+        if not self._peers & ~(self._lost | self._agreement.holders(held[1])):
             self._released = True
             self._actions.append(Release())
 
     def _close(self) -> None:
-        if not self._released:
-            self._released = True
-            self._actions.append(Release())
-        self._closed = True
-        self._actions.append(Close())
+        self._actions += [Close()] if self._released else [Release(), Close()]
+        self._released = self._closed = True
 
     # ---- small things ----
-
-    @property
-    def _decision(self) -> Decision | None:
-        chosen = self._tally.chosen()
-        return self._ballot.decision if chosen is None else chosen.decision
-
-    def _leader(self, ballot: int) -> int:
-        return ballot % self.group.size
-
-    def _line(self) -> list[int]:
-        """The members that may lead and are not lost, in their order of succession."""
-        size, first = self.group.size, self.group.first_leader
-        return [
-            member
-            for member in ((first + step) % size for step in range(size))
-            if self.group.dialable & ~self._lost & 1 << member
-        ]
-
-    def _adopt(self, ballot: int) -> None:
-        if ballot > self._ballot.number:
-            self._ballot = _Ballot(ballot)
-            self._fetch = None
-
-    def _valid(self, decision: Decision | None) -> bool:
-        return decision is None or (
-            not decision.contributors & ~self.group.contributors
-            and decision.contributors.bit_count() >= MIN_CONTRIBUTORS
-            and bool(decision.owners)
-            and not decision.owners & ~self.group.dialable
-        )
 
     def _progress(self, now: float) -> None:
         self._progress_at = now
@@ -606,10 +475,9 @@ class AllReduce:
             self._actions.append(Send(member, message))
 
     def _send_commit(self, member: int) -> None:
-        chosen = self._tally.chosen()
-        if chosen is not None:
-            holders = self._tally.voters(chosen)
-            self._send(member, wire.Commit(chosen.ballot, chosen.decision, chosen.digest, holders))
+        commit = self._agreement.commit()
+        if commit is not None:
+            self._send(member, commit)
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MAX_NOTES:
@@ -619,16 +487,15 @@ class AllReduce:
         return ", ".join(self.group.names[member] for member in members_of(mask)) or "nobody"
 
     def _waiting_for(self) -> str:
-        ballot = self._ballot
-        decision = self._decision
+        ballot, decision = self._agreement.ballot, self._agreement.decision
         if ballot.promises is not None:
             return f"promises came from {self._names(sum(1 << member for member in ballot.promises))}"
         if decision is None and ballot.reported is None:
             return f"contributions are missing from {self._names(self.group.contributors & ~self._ledger.whole())}"
         if decision is None:
-            return f"no decision from {self.group.names[self._leader(ballot.number)]}"
-        missing = self._ledger.missing(decision)
+            return f"no decision from {self.group.names[self._agreement.leader]}"
+        missing = self._ledger.missing_of(self.group.everyone, decision)
         if missing:
             owners = sum(1 << owner for owner in {self._ledger.owner_of[part] for part in missing})
             return f"{len(missing)} parts of the mean are missing from {self._names(owners)}"
-        return f"the mean is held by {self._names(self._tally.holders(decision))}"
+        return f"the mean is held by {self._names(self._agreement.holders(decision))}"

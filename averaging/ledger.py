@@ -16,29 +16,33 @@ NO_MEAN = (0, b"")
 class Ledger:
     """Contributions and means by part, and the transfers that they make due.
 
-    `due` holds the parts to look at again; `work` looks at them.
+    Attributes:
+        owner_of: Who reduces each part.
+        owners: Bitmask of the members that have parts to reduce.
     """
 
     def __init__(self, group: Group, me: int) -> None:
         self.group = group
         self.me = me
         self.owner_of: tuple[int, ...] = ()
+        self.owners = 0
         self._due: set[int] = set()
         self._sent: set[tuple[int, int]] = set()
         self._arrived = [0] * len(group.parts)
+        self._lacking = [0] * group.size
         self._reducing: dict[int, int] = {}
         self._means: dict[int, tuple[int, bytes]] = {}
         self._kept: Counter[int] = Counter()
         self._mean_sent: dict[int, tuple[int, int]] = {}
 
-    @property
-    def owners(self) -> int:
-        """Bitmask of the members that have parts to reduce."""
-        return sum(1 << owner for owner in set(self.owner_of))
-
     def assign(self, owners: int) -> None:
         """Deal the parts out to the members in the bitmask `owners`."""
         self.owner_of = assign(self.group.parts, owners)
+        self.owners = sum(1 << owner for owner in set(self.owner_of))
+        mine = [part for part, owner in enumerate(self.owner_of) if owner == self.me]
+        for member in range(self.group.size):
+            here = sum(self._arrived[part] >> member & 1 for part in mine)
+            self._lacking[member] = 0 if member == self.me else len(mine) - here
         self.look_again()
 
     def look_again(self) -> None:
@@ -56,6 +60,7 @@ class Ledger:
     def take_contribution(self, sender: int, part: int) -> None:
         """A wanted contribution has arrived."""
         self._arrived[part] |= 1 << sender
+        self._lacking[sender] -= self.owner_of[part] == self.me
         self._due.add(part)
 
     def wants_mean(self, part: int, contributors: int) -> bool:
@@ -82,18 +87,19 @@ class Ledger:
         """Whether all parts of the decision's mean are here."""
         return self._kept[decision.contributors] == len(self.group.parts)
 
-    def missing(self, decision: Decision) -> list[int]:
-        """The parts of the decision's mean that are not here."""
-        parts = range(len(self.group.parts))
-        return [part for part in parts if not self.has_mean(part, decision.contributors)]
+    def missing_of(self, owners: int, decision: Decision) -> frozenset[int]:
+        """The parts of the decision's mean that are not here and belong to members in the bitmask `owners`."""
+        if not owners & self.owners:
+            return frozenset()
+        return frozenset(
+            part
+            for part, owner in enumerate(self.owner_of)
+            if owners >> owner & 1 and not self.has_mean(part, decision.contributors)
+        )
 
     def whole(self) -> int:
         """Bitmask of the contributors whose contributions to all parts of ours are here."""
-        whole = self.group.contributors
-        for part, owner in enumerate(self.owner_of):
-            if owner == self.me:
-                whole &= self._arrived[part] | 1 << self.me
-        return whole
+        return sum(1 << member for member in members_of(self.group.contributors) if not self._lacking[member])
 
     def digest(self, decision: Decision) -> bytes:
         """SHA-256 over the round, the contributors and the digests of all parts of the mean."""

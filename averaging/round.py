@@ -110,7 +110,16 @@ class Woke:
     """The machine's deadline has passed."""
 
 
-Event = ContributionReceived | PartReduced | MeanReceived | MessageReceived | PeerLost | PeerReturned | Withdrew | Woke
+Event = (
+    ContributionReceived
+    | PartReduced
+    | MeanReceived
+    | MessageReceived
+    | PeerLost
+    | PeerReturned
+    | Withdrew
+    | Woke
+)
 
 
 @dataclass(frozen=True, slots=True)

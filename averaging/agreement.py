@@ -1,0 +1,193 @@
+"""The agreement at the heart of a round: one instance of Paxos over its `Decision`.
+
+(Lamport, "Paxos Made Simple", 2001, section 2.) A member *accepts* a decision by holding the whole mean over its
+contributors, so whatever a majority accepted can be fetched from any of them. A ballot belongs to one leader: ballot b
+to member b mod n. What a leader plans and hears before it proposes lives in its `Ballot`, and dies with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from equipoise.averaging import messages as wire
+from equipoise.averaging.ballot import Tally, Vote, inherited, is_majority, members_of, next_ballot
+from equipoise.averaging.messages import Decision
+from equipoise.averaging.round import Group
+
+MIN_CONTRIBUTORS = 2
+"""One contributor alone is not an average."""
+
+
+@dataclass(slots=True)
+class Ballot:
+    """What a member knows of the ballot it has promised.
+
+    Attributes:
+        number: The ballot.
+        plan: Who reduces, in its latest version.
+        decision: What the leader proposed.
+        holders: Bitmask of those that held the decision's mean already when it was proposed.
+        promises: As leader: the promises received, by member, until they are enough.
+        reports: As leader: whose contributions each owner holds whole under the plan.
+        reported: As owner: the (plan sequence, whole) last reported.
+    """
+
+    number: int
+    plan: wire.Plan | None = None
+    decision: Decision | None = None
+    holders: int = 0
+    promises: dict[int, wire.Promise] | None = None
+    reports: dict[int, int] = field(default_factory=dict)
+    reported: tuple[int, int] | None = None
+
+
+class Agreement:
+    """One member's part in the agreement: what it promised, what it holds, and how the votes stand."""
+
+    def __init__(self, group: Group, me: int) -> None:
+        self.group = group
+        self.me = me
+        self.ballot = Ballot(group.first_leader)
+        self.held: tuple[int, Decision] | None = None
+        self.tally = Tally(group.size)
+
+    @property
+    def leader(self) -> int:
+        """Who leads the ballot that this member has promised."""
+        return self.leader_of(self.ballot.number)
+
+    @property
+    def chosen(self) -> Vote | None:
+        """What a majority holds, if that is known here."""
+        return self.tally.chosen()
+
+    @property
+    def decision(self) -> Decision | None:
+        """What was chosen, else what the ballot's leader proposed."""
+        chosen = self.chosen
+        return self.ballot.decision if chosen is None else chosen.decision
+
+    def leader_of(self, ballot: int) -> int:
+        """Whose ballot it is."""
+        return ballot % self.group.size
+
+    def line(self, lost: int) -> list[int]:
+        """The members that may lead and are not in the bitmask `lost`, in their order of succession."""
+        size, first = self.group.size, self.group.first_leader
+        ring = ((first + step) % size for step in range(size))
+        return [member for member in ring if self.group.dialable & ~lost & 1 << member]
+
+    def holders(self, decision: Decision) -> int:
+        """Bitmask of those known to hold the mean over the decision's contributors."""
+        return self.tally.holders(decision) | self.ballot.holders
+
+    def open(self) -> wire.Prepare:
+        """Open a ballot of our own."""
+        self.adopt(next_ballot(self.ballot.number, self.me, self.group.size))
+        self.ballot.promises = {self.me: self._promise()}
+        return wire.Prepare(self.ballot.number)
+
+    def adopt(self, ballot: int) -> None:
+        """Promise to take part in no ballot below this one."""
+        if ballot > self.ballot.number:
+            self.ballot = Ballot(ballot)
+
+    def on_prepare(self, ballot: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
+        """Answer another's attempt to lead, which is refused while the present leader is trusted."""
+        if ballot <= self.ballot.number or trust_leader:
+            return wire.Refuse(self.ballot.number)
+        self.adopt(ballot)
+        return self._promise()
+
+    def on_promise(self, sender: int, promise: wire.Promise) -> bool:
+        """Count a promise; returns whether it was one that is waited for."""
+        promises = self.ballot.promises
+        if promises is None or promise.ballot != self.ballot.number or not self.valid(promise.held):
+            return False
+        promises[sender] = promise
+        return True
+
+    def prepared(self) -> tuple[Decision | None, int] | None:
+        """As leader, once a majority has promised: the decision to propose and its holders, or (None, 0) if free."""
+        promises = self.ballot.promises
+        if promises is None or not is_majority(sum(1 << member for member in promises), self.group.size):
+            return None
+        self.ballot.promises = None
+        return inherited(promises)
+
+    def on_plan(self, sender: int, plan: wire.Plan) -> bool:
+        """Take in who reduces; returns whether that is news."""
+        if self.leader_of(plan.ballot) != sender or not plan.owners or plan.owners & ~self.group.dialable:
+            return False
+        self.adopt(plan.ballot)
+        ballot = self.ballot
+        if plan.ballot != ballot.number or ballot.decision is not None:
+            return False
+        if ballot.plan is not None and plan.sequence <= ballot.plan.sequence:
+            return False
+        ballot.plan, ballot.reports = plan, {}
+        return True
+
+    def on_report(self, sender: int, report: wire.Report) -> bool:
+        """As leader, take in what an owner holds whole; returns whether it is of this plan."""
+        plan = self.ballot.plan
+        if plan is None or (report.ballot, report.sequence) != (plan.ballot, plan.sequence):
+            return False
+        self.ballot.reports[sender] = report.whole & self.group.contributors
+        return True
+
+    def on_propose(self, sender: int, message: wire.Propose) -> bool:
+        """Take in a leader's decision; returns whether that is news."""
+        if self.leader_of(message.ballot) != sender or not self.valid(message.decision):
+            return False
+        self.adopt(message.ballot)
+        ballot = self.ballot
+        if message.ballot != ballot.number or ballot.decision is not None:
+            return False
+        ballot.decision = message.decision
+        ballot.holders = message.holders & self.group.everyone
+        return True
+
+    def on_votes(self, vote: Vote, voters: int) -> bool:
+        """Count votes; returns whether there were new ones."""
+        new = voters & self.group.everyone & ~self.tally.voters(vote)
+        if not self.valid(vote.decision):
+            return False
+        for member in members_of(new):
+            self.tally.add(vote, member)
+        return bool(new)
+
+    def hold(self) -> bool:
+        """Accept the ballot's decision, whose mean is whole here; returns whether that is news."""
+        assert self.ballot.decision is not None
+        accepted = (self.ballot.number, self.ballot.decision)
+        news = self.held != accepted
+        self.held = accepted
+        return news
+
+    def vote(self, digest: bytes) -> wire.Held:
+        """Count our own vote for what we hold, and say it."""
+        assert self.held is not None
+        ballot, decision = self.held
+        self.tally.add(Vote(ballot, decision, digest), self.me)
+        return wire.Held(ballot, decision, digest)
+
+    def commit(self) -> wire.Commit | None:
+        """What tells others that a decision was chosen."""
+        chosen = self.chosen
+        if chosen is None:
+            return None
+        return wire.Commit(chosen.ballot, chosen.decision, chosen.digest, self.tally.voters(chosen))
+
+    def valid(self, decision: Decision | None) -> bool:
+        """Whether a decision is one that an honest leader of this group could propose."""
+        return decision is None or (
+            not decision.contributors & ~self.group.contributors
+            and decision.contributors.bit_count() >= MIN_CONTRIBUTORS
+            and bool(decision.owners)
+            and not decision.owners & ~self.group.dialable
+        )
+
+    def _promise(self) -> wire.Promise:
+        held_ballot, held = self.held or (None, None)
+        return wire.Promise(self.ballot.number, held_ballot, held)

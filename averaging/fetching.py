@@ -1,0 +1,49 @@
+"""Parts of a mean that will not come by themselves are fetched from a member that holds them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from equipoise.averaging import messages as wire
+from equipoise.averaging.messages import Decision
+from equipoise.averaging.round import Send
+
+MAX_SERVED = 4
+"""Most times that one member may fetch the whole mean from us: once per source it may try, and some to spare."""
+
+
+class Fetching:
+    """What this member has asked others for, and what it may still serve them.
+
+    Args:
+        me: This member's index; different members start with different sources.
+        parts: Number of parts of the vector.
+    """
+
+    def __init__(self, me: int, parts: int) -> None:
+        self._parts = parts
+        self._turn = me
+        self._asked: tuple[int, int, frozenset[int]] | None = None
+        self._served: Counter[int] = Counter()
+
+    def ask(self, decision: Decision, parts: frozenset[int], sources: list[int]) -> Send | None:
+        """Ask one of `sources` for parts, unless one of them has been asked for these already."""
+        if not parts or not sources:
+            return None
+        if self._asked is not None:
+            source, contributors, asked = self._asked
+            if contributors == decision.contributors and source in sources and parts <= asked:
+                return None
+        source = sources[self._turn % len(sources)]
+        self._asked = (source, decision.contributors, parts)
+        return Send(source, wire.Fetch(decision.contributors, wire.to_bits(parts)))
+
+    def ask_another(self) -> None:
+        """The source that was asked does not deliver: the next one is due."""
+        self._asked = None
+        self._turn += 1
+
+    def may_serve(self, member: int, parts: int) -> bool:
+        """Whether `member` may have so many parts more."""
+        self._served[member] += parts
+        return self._served[member] <= MAX_SERVED * self._parts
