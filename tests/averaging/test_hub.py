@@ -158,11 +158,7 @@ async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: 
         cluster.add(name)
     spec = spec_of(400_000, part_values=1024)
     work = asyncio.create_task(average(cluster, spec, weights))
-    victim = cluster.hubs["c"]
-    while not victim._rounds:
-        await asyncio.sleep(0)
-    for _ in range(50):
-        await asyncio.sleep(0)
+    await cluster.net.transports["c"].received(40)
     cluster.net.kill("c")
     values, results, outcomes = await work
     survivors = ["a", "b", "d"]

@@ -42,7 +42,10 @@ class Net:
 
 
 class MemoryChannel:
-    def __init__(self, peer: str, inbox: asyncio.Queue, outbox: asyncio.Queue) -> None:
+    def __init__(
+        self, owner: MemoryTransport, peer: str, inbox: asyncio.Queue, outbox: asyncio.Queue
+    ) -> None:
+        self._owner = owner
         self._peer = peer
         self._inbox = inbox
         self._outbox = outbox
@@ -65,6 +68,7 @@ class MemoryChannel:
             self.closed = True
             raise ConnectionError(f"the channel from {self._peer} is closed")
         header, body = frame
+        self._owner.count_frame()
         if not body:
             return header, memoryview(b"")
         try:
@@ -93,6 +97,8 @@ class MemoryTransport:
         self.handler: Callable[[Channel], Awaitable[None]] | None = None
         self.channels: list[MemoryChannel] = []
         self.tasks: set[asyncio.Task] = set()
+        self._frames = 0
+        self._awaited: list[tuple[int, asyncio.Event]] = []
 
     @property
     def peer(self) -> str:
@@ -108,13 +114,25 @@ class MemoryTransport:
         if other is None or other.handler is None or not other.dialable:
             raise ConnectionError(f"cannot reach {peer}: nobody answers")
         to, back = asyncio.Queue(8), asyncio.Queue(8)
-        mine, theirs = MemoryChannel(peer, back, to), MemoryChannel(self._peer, to, back)
+        mine, theirs = MemoryChannel(self, peer, back, to), MemoryChannel(other, self._peer, to, back)
         self.channels.append(mine)
         other.channels.append(theirs)
         task = asyncio.create_task(other.handler(theirs))
         other.tasks.add(task)
         task.add_done_callback(other.tasks.discard)
         return mine
+
+    async def received(self, frames: int) -> None:
+        """Wait until this many frames have come in."""
+        event = asyncio.Event()
+        self._awaited.append((frames, event))
+        await event.wait()
+
+    def count_frame(self) -> None:
+        self._frames += 1
+        for frames, event in self._awaited:
+            if self._frames >= frames:
+                event.set()
 
     def serve(self, handler: Callable[[Channel], Awaitable[None]] | None) -> None:
         self.handler = handler

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from equipoise.averaging.outcome import Outcome, check_weight
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec, SpecError
+from equipoise.compression import CodecError
+
+SCHEMA = Schema.of({"w": torch.zeros(10)})
+
+
+def test_equal_options_have_equal_hashes_however_the_codec_is_spelt() -> None:
+    assert (
+        RunSpec.create("r", SCHEMA, codec="int8").hash
+        == RunSpec.create("r", SCHEMA, codec="int8:block=256").hash
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        RunSpec.create("other", SCHEMA),
+        RunSpec.create("r", Schema.of({"w": torch.zeros(11)})),
+        RunSpec.create("r", Schema.of({"v": torch.zeros(10)})),
+        RunSpec.create("r", Schema.of({"w": torch.zeros(10, dtype=torch.float64)})),
+        RunSpec.create("r", SCHEMA, codec="fp16"),
+        RunSpec.create("r", SCHEMA, group_size=4),
+        RunSpec.create("r", SCHEMA, part_values=512),
+    ],
+)
+def test_whatever_peers_must_agree_on_changes_the_hash(other: RunSpec) -> None:
+    assert other.hash != RunSpec.create("r", SCHEMA).hash
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": ""}, "a run name of 1 to 64 printable characters"),
+        ({"name": "a\nb"}, "printable"),
+        ({"strategy": "ring"}, "unknown strategy 'ring': expected one of allreduce"),
+        ({"group_size": 1}, "a group size of 2 to 64, got 1"),
+        ({"part_values": 1000}, "a multiple of 256"),
+    ],
+)
+def test_options_out_of_range_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        RunSpec.create(**{"name": "r", "schema": SCHEMA, **options})
+
+
+def test_an_unknown_codec_is_refused() -> None:
+    with pytest.raises(CodecError, match="int9"):
+        RunSpec.create("r", SCHEMA, codec="int9")
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "3", None, True])
+def test_a_weight_is_a_finite_number_that_is_not_negative(weight: object) -> None:
+    with pytest.raises(ValueError, match="expected a weight"):
+        check_weight(weight)  # type: ignore[arg-type]
+
+
+def test_an_outcome_counts_its_contributors_only_if_ok() -> None:
+    assert Outcome(ok=True, reason="", contributors={"a": 1.0}).counted("a")
+    assert not Outcome(ok=True, reason="", contributors={"a": 1.0}).counted("b")
+    assert not Outcome(ok=False, reason="", contributors={"a": 1.0}).counted("a")
