@@ -12,6 +12,7 @@ PROTOCOL_VERSION = 1
 State = Literal["offline", "searching", "joined", "ready"]
 
 AddressState = Literal[
+    "malformed",
     "trying",
     "connected",
     "refused",

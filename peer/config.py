@@ -62,11 +62,26 @@ class Setting(msgspec.Struct, frozen=True):
     origin: str
 
 
+class Malformed(msgspec.Struct, frozen=True):
+    """An address to join through that is none, from the file or the environment."""
+
+    address: str
+    reason: str
+
+
 class Loaded(msgspec.Struct, frozen=True):
-    """A configuration with the origin of each value, and what looked like a mistake in the environment."""
+    """A configuration with the origin of each value.
+
+    Attributes:
+        config: What the daemon does; of `join` only the well-formed addresses.
+        settings: Every value as given, with its origin.
+        malformed: The other addresses of `join`: a daemon that nobody watches starts without them and says why.
+        warnings: What looked like a mistake in the environment.
+    """
 
     config: Config
     settings: tuple[Setting, ...]
+    malformed: tuple[Malformed, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -96,7 +111,8 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
         environ: The environment; the process's own by default.
 
     Raises:
-        ConfigError: A key is unknown, or a value has the wrong type or is out of its range.
+        ConfigError: A key is unknown, a value has the wrong type or is out of its range, or an address is malformed
+            that was given as a flag or to listen on.
     """
     environ = os.environ if environ is None else environ
     home, home_origin = find_home(flags.get("home"), environ)
@@ -109,9 +125,12 @@ def load(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> 
     ]:
         settings[key] = Setting(key, _checked(key, value, origin), origin)
     config = Config(**{key: setting.value for key, setting in settings.items()})
+    malformed = _malformed(config, settings)
     for key in KEYS:
         settings.setdefault(key, Setting(key, getattr(config, key), "default"))
-    return Loaded(config, tuple(settings[key] for key in ("home", *KEYS)), _lookalikes(environ))
+    bad = {one.address for one in malformed}
+    config = msgspec.structs.replace(config, join=tuple(one for one in config.join if one not in bad))
+    return Loaded(config, tuple(settings[key] for key in ("home", *KEYS)), malformed, _lookalikes(environ))
 
 
 def _from_file(path: Path) -> list[tuple[str, Any, str]]:
@@ -180,6 +199,27 @@ def _checked(key: str, value: Any, origin: str) -> Any:
     if key == "bandwidth" and not math.isfinite(value):
         raise ConfigError(f"{origin}: {key}: expected a finite number of bytes per second", f"got {value}")
     return value
+
+
+def _malformed(config: Config, settings: Mapping[str, Setting]) -> tuple[Malformed, ...]:
+    if not config.join and not config.listen:
+        return ()
+    from equipoise.dht.address import AddressError, parse_address, parse_listen  # Imports cryptography.
+
+    for address in config.listen:
+        try:
+            parse_listen(address)
+        except AddressError as error:
+            raise ConfigError(f"{settings['listen'].origin}: {error}") from error
+    found = []
+    for address in config.join:
+        try:
+            parse_address(address)
+        except AddressError as error:
+            if settings["join"].origin.startswith("flag"):
+                raise ConfigError(f"{settings['join'].origin}: {error}") from error
+            found.append(Malformed(address, f"{settings['join'].origin}: {error}"))
+    return tuple(found)
 
 
 def _lookalikes(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -11,9 +11,11 @@ from collections.abc import Awaitable, Callable
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from equipoise.compression import kernels
+from equipoise.dht.state import BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Config, Loaded
 from equipoise.peer.home import Home
 from equipoise.peer.logs import close_log, escaped, open_log
@@ -133,7 +135,7 @@ class Daemon:
             uptime=time.monotonic() - self._started,
             memory=psutil.Process().memory_info().rss,
             clients=self._server.clients,
-            swarm=self._swarm.status(),
+            swarm=self._standing(self._swarm),
             runs=tuple(session.status() for session in self.service.sessions),
             kernels=Kernels(kernels().name, kernels().reason),
             versions={name: _version(name) for name in PACKAGES},
@@ -155,11 +157,23 @@ class Daemon:
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
         self._watching = asyncio.create_task(self._watch())
 
+    def _standing(self, swarm: Swarm) -> SwarmStatus:
+        """The swarm's status, and what became of the addresses that it was not given."""
+        status = swarm.status()
+        if not self._loaded.malformed:
+            return status
+        rows = tuple(
+            BootstrapStatus(one.address, "malformed", one.reason, 0) for one in self._loaded.malformed
+        )
+        alone = status.state == "searching" and not status.bootstrap
+        reason = rows[0].reason if alone else status.reason
+        return msgspec.structs.replace(status, reason=reason, bootstrap=status.bootstrap + rows)
+
     async def _watch(self) -> None:
         addresses: tuple[str, ...] = ()
         state = ""
         while self._swarm is not None:
-            status = self._swarm.status()
+            status = self._standing(self._swarm)
             if status.addresses != addresses:
                 addresses = status.addresses
                 for address in addresses:

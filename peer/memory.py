@@ -14,6 +14,7 @@ import stat
 import tempfile
 from pathlib import Path
 
+import psutil
 import torch
 
 from equipoise.peer.errors import Refused
@@ -51,6 +52,14 @@ class Region:
         Raises:
             Refused: The machine has not enough memory.
         """
+        available = psutil.virtual_memory().available
+        if (
+            _size(values) > available
+        ):  # The kernel would hand out what it has not, and end some process later.
+            raise Refused(
+                f"cannot get {_size(values) / 1e6:.1f} MB of shared memory: {available / 1e6:.1f} MB are available",
+                "average fewer values, or free memory",
+            )
         fd = _anonymous_file()
         try:
             os.ftruncate(fd, _size(values))

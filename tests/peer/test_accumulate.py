@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.averaging.schema import SchemaError
+from equipoise.peer.accumulate import Accumulator
+
+LIKE = {"a": torch.zeros(2, 2), "b": torch.zeros(3, dtype=torch.bfloat16), "empty": torch.zeros(0)}
+
+values = st.floats(-1e6, 1e6, width=32)
+weights = st.one_of(st.just(0.0), st.floats(1e-3, 1e3))
+
+
+def gradients(value: float) -> dict[str, torch.Tensor | None]:
+    return {name: torch.full_like(tensor, value) for name, tensor in LIKE.items()}
+
+
+def mean(accumulator: Accumulator) -> dict[str, torch.Tensor]:
+    out = {name: torch.full(tensor.shape, math.nan) for name, tensor in LIKE.items()}
+    accumulator.mean_into(out)
+    return out
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(values, weights), max_size=8))
+def test_the_mean_is_the_weighted_mean(parts: list[tuple[float, float]]) -> None:
+    accumulator = Accumulator(LIKE)
+    for value, weight in parts:
+        accumulator.add({**gradients(value), "b": None}, weight)
+
+    total = sum(weight for _, weight in parts)
+    expected = sum(value * weight for value, weight in parts) / total if total else 0.0
+    scale = max((abs(value) for value, _ in parts), default=0.0)
+    assert accumulator.weight == pytest.approx(total)
+    torch.testing.assert_close(
+        mean(accumulator)["a"], torch.full((2, 2), expected), rtol=1e-5, atol=1e-5 * scale
+    )
+    assert torch.equal(mean(accumulator)["b"], torch.zeros(3))
+
+
+def test_sums_are_kept_in_fp32() -> None:
+    accumulator = Accumulator(LIKE)
+    for _ in range(1000):
+        accumulator.add(gradients(1.0), 1.0)  # bf16 cannot count beyond 256
+
+    assert torch.equal(mean(accumulator)["b"], torch.ones(3))
+
+
+def test_merging_is_as_if_all_had_been_added_to_one() -> None:
+    first, second = Accumulator(LIKE), Accumulator(LIKE)
+    first.add(gradients(1.0), 1)
+    second.add(gradients(4.0), 2)
+
+    first.merge(second)
+
+    assert first.weight == 3.0
+    assert torch.equal(mean(first)["a"], torch.full((2, 2), 3.0))
+    first.clear()
+    assert first.weight == 0.0
+    assert torch.equal(mean(first)["a"], torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_value_that_is_not_finite_is_named_and_nothing_is_added(bad: float) -> None:
+    accumulator = Accumulator(LIKE)
+    accumulator.add(gradients(1.0), 1)
+    spoilt = gradients(2.0)
+    assert spoilt["b"] is not None
+    spoilt["b"][1] = bad
+
+    with pytest.raises(SchemaError, match=rf"'b' holds {bad} at flat index 1 \(1 such"):
+        accumulator.add(spoilt, 1)
+    assert accumulator.weight == 1.0
+    assert torch.equal(mean(accumulator)["a"], torch.ones(2, 2))
+
+
+def test_a_sum_that_would_overflow_is_refused_before() -> None:
+    accumulator = Accumulator(LIKE)
+    accumulator.add({**gradients(0.0), "a": torch.full((2, 2), 1e38)}, 2)
+
+    with pytest.raises(SchemaError, match="would exceed fp32"):
+        accumulator.add({**gradients(0.0), "a": torch.full((2, 2), -1e38)}, 2)
+    with pytest.raises(SchemaError, match="would exceed fp32"):
+        accumulator.add(gradients(1.0), 1e300)
+    assert torch.equal(mean(accumulator)["a"], torch.full((2, 2), 1e38))
+
+
+def test_doubles_beyond_fp32_are_refused() -> None:
+    accumulator = Accumulator({"a": torch.zeros(1, dtype=torch.float64)})
+    with pytest.raises(SchemaError, match="'a' holds 1e"):
+        accumulator.add({"a": torch.full((1,), 1e39, dtype=torch.float64)}, 1)

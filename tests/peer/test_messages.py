@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.averaging.outcome import Gathering, Outcome
+from equipoise.peer.errors import ControlError
+from equipoise.peer.messages import (
+    LENGTH,
+    MAX_FRAME_BYTES,
+    FrameDecoder,
+    Hello,
+    JoinRun,
+    NotUnderstood,
+    RoundEnded,
+    StateIs,
+    TensorRow,
+    decode_reply,
+    decode_request,
+    encode,
+)
+
+REQUESTS = [
+    Hello(1, "train.py"),
+    JoinRun("digits", "allreduce", "int8", 4, 256, (TensorRow("a", (2, 3), "float32"),), (), 6),
+]
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(REQUESTS), max_size=4), st.integers(1, 40))
+def test_frames_survive_any_cut(requests: list[Hello | JoinRun], size: int) -> None:
+    stream = b"".join(encode(number, request) for number, request in enumerate(requests))
+    decoder = FrameDecoder()
+
+    frames = [frame for at in range(0, len(stream), size) for frame in decoder.feed(stream[at : at + size])]
+
+    assert [decode_request(frame) for frame in frames] == list(enumerate(requests))
+
+
+def test_replies_keep_their_types() -> None:
+    for body in (
+        StateIs(Gathering(2, 4)),
+        RoundEnded(Outcome(ok=True, reason="all", contributors={"p": 1.5})),
+    ):
+        (frame,) = FrameDecoder().feed(encode(7, body))
+        assert decode_reply(frame) == (7, body)
+
+
+def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
+    with pytest.raises(ControlError, match=f"at most {MAX_FRAME_BYTES}"):
+        FrameDecoder().feed(LENGTH.pack(MAX_FRAME_BYTES + 1))
+
+
+def test_a_message_that_is_too_long_is_not_sent() -> None:
+    rows = tuple(TensorRow("x" * 500 + str(index), (1,), "float32") for index in range(3000))
+    with pytest.raises(ControlError, match="fuse small ones"):
+        encode(1, JoinRun("digits", "allreduce", "int8", 4, 256, rows, (), 3000))
+
+
+@pytest.mark.parametrize("body", [{"type": "Dance"}, {"type": "Hello"}, 7, {"type": "Hello", "version": "x"}])
+def test_an_unknown_message_can_be_answered(body: object) -> None:
+    with pytest.raises(NotUnderstood) as caught:
+        decode_request(msgspec.msgpack.encode((5, body)))
+    assert caught.value.number == 5
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=64))
+def test_garbage_is_refused(frame: bytes) -> None:
+    try:
+        decode_request(frame)
+    except ControlError:
+        return
