@@ -15,6 +15,7 @@ from equipoise.averaging.matchmaking_messages import (
     MAX_DETAIL_CHARS,
     MAX_HOPS,
     GroupFormed,
+    Invitation,
     JoinAccepted,
     JoinRefused,
     JoinRequest,
@@ -124,10 +125,12 @@ class Convening:
                     self._refuse(parked.join, Why.ROUND_GONE, f"round {round} is over here", self._next())
 
     def speak(self, now: float) -> bool:
-        """Tell the parked that they are; returns whether this peer's own join is one that could not be a group yet."""
+        """Answer the parked, and ask after the missing; returns whether this peer's own join is no group yet."""
         own_waits = False
         for gathering in self._gatherings.values():
             outlook = self._outlook(gathering, now)
+            for peer in self._standing.roster.dialable_others(gathering.invite(outlook, now), now):
+                self._standing.send(peer, Invitation(self._standing.run, gathering.round))
             told = gathering.speak(outlook, now)
             for parked in told:
                 if parked.join.peer == self._standing.peer:
@@ -255,7 +258,7 @@ class Convening:
                 self._refuse(parked.join, Why.BUSY, "more rounds are gathered here than may be")
 
     def _accept(self, gathering: Gathering, join: Join, outlook: Outlook, now: float) -> None:
-        wait = min(max(gathering.deadline(outlook) - now, 0.0), MAX_WAIT)
+        wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
         target = len(outlook.expected | gathering.parked.keys())
         ready = len(gathering.parked)
         self._standing.send(join.peer, JoinAccepted(self._standing.run, join.ticket, wait, ready, target))

@@ -12,6 +12,9 @@ from equipoise.averaging.manifest import Join, shortfall
 KEEPALIVE = 2.0
 """Seconds between words to joins that cannot be a group yet; their peers must be told that the convener lives."""
 
+INVITE_SECONDS = 0.5
+"""After waiting this long a convener asks those who are missing whether they are there: the dead are found out then."""
+
 PATIENCE_SPENT = 0.5
 """A group closes when half its joins have waited this part of what they are going to wait at all: the round itself
 needs the rest."""
@@ -68,6 +71,7 @@ class Gathering:
         self._group_size = group_size
         self._opened: float | None = None
         self._told_at = float("-inf")
+        self._invited = False
 
     def park(self, parked: Parked) -> bool:
         """Take a join, in place of an earlier one of the same peer; False if there is no room."""
@@ -80,6 +84,7 @@ class Gathering:
         self.parked[peer] = parked
         if self._opened is None:
             self._opened = self._told_at = parked.arrived
+            self._invited = False
         return True
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
@@ -97,6 +102,15 @@ class Gathering:
         """When to decide, or to speak, at the latest; infinity if nobody is parked."""
         if not self.parked:
             return float("inf")
+        if self._opened is None:
+            return self._told_at + KEEPALIVE
+        invite = float("inf") if self._invited else self._opened + INVITE_SECONDS
+        if shortfall(self._choose(outlook)):
+            return min(self._told_at + KEEPALIVE, invite)
+        return min(self._opened + outlook.wait, self._out_of_patience(), invite)
+
+    def promise(self, outlook: Outlook) -> float:
+        """When the parked will hear more at the latest."""
         if self._opened is None or shortfall(self._choose(outlook)):
             return self._told_at + KEEPALIVE
         return min(self._opened + outlook.wait, self._out_of_patience())
@@ -116,6 +130,13 @@ class Gathering:
         if now >= self._out_of_patience():
             return self._close(members, missing, now, "half of them have spent half their time")
         return None
+
+    def invite(self, outlook: Outlook, now: float) -> Set[str]:
+        """Whom to ask now whether they are there: those who are missing, once."""
+        if self._invited or self._opened is None or now < self._opened + INVITE_SECONDS:
+            return frozenset()
+        self._invited = True
+        return outlook.expected - self.parked.keys()
 
     def speak(self, outlook: Outlook, now: float) -> list[Parked]:
         """The joins that must be told now that they are parked: new ones; from time to time those that are no group.

@@ -28,10 +28,12 @@ from equipoise.averaging.matchmaking_events import (
 )
 from equipoise.averaging.matchmaking_messages import (
     GroupFormed,
+    Invitation,
     JoinAccepted,
     JoinRefused,
     JoinRequest,
     LeaveRequest,
+    Whereabouts,
 )
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
 from equipoise.averaging.seeking import Seeking
@@ -124,10 +126,13 @@ class Matchmaking:
                 self._standing.roster.see(candidates, now)
             case BecameReady():
                 self._seeking.begin(event, now)
+                self._exchanging = None
                 if now - self._standing.roster.seen_at >= LOOK_OFTEN:
                     self._look_at = now
             case Withdrew():
                 self._seeking.end()
+                # A caller may have given up in the very moment in which its group formed.
+                self._exchanging = None
                 self._reason = "withdrawn"
             case MessageReceived(peer, message):
                 self._standing.roster.hear(peer)
@@ -155,6 +160,12 @@ class Matchmaking:
                 self._convening.drop(peer, message.ticket)
             case GroupFormed():
                 self._take_manifest(peer, message, now)
+            case Invitation():
+                self._standing.send(peer, Whereabouts(self._standing.run, self._standing.round))
+                self._seeking.invited(peer, message.round, now)
+            case Whereabouts():
+                if self._standing.within_reach(message.round, now):
+                    self._standing.roster.advance(peer, message.round)
 
     def _take_manifest(self, peer: str, message: GroupFormed, now: float) -> None:
         try:

@@ -1,7 +1,8 @@
 """What daemons say to each other to form a group: msgpack structs, each one frame's header.
 
 A requester sends `JoinRequest` to the convener of its group, which answers `JoinAccepted` or `JoinRefused` and, in the
-end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm.
+end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm. Peers
+that a convener waits for get an `Invitation`, and answer with their `Whereabouts`.
 """
 
 from __future__ import annotations
@@ -135,7 +136,23 @@ class GroupFormed(msgspec.Struct, frozen=True, tag=True):
     reason: Detail = ""
 
 
-MatchmakingMessage = JoinRequest | JoinAccepted | JoinRefused | LeaveRequest | GroupFormed
+class Invitation(msgspec.Struct, frozen=True, tag=True):
+    """I gather a group for this round and wait for you: are you there?"""
+
+    run: RunName
+    round: RoundNumber
+
+
+class Whereabouts(msgspec.Struct, frozen=True, tag=True):
+    """The answer: I am here, and this is my next round."""
+
+    run: RunName
+    round: RoundNumber
+
+
+MatchmakingMessage = (
+    JoinRequest | JoinAccepted | JoinRefused | LeaveRequest | GroupFormed | Invitation | Whereabouts
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(MatchmakingMessage)

@@ -14,7 +14,10 @@ MAX_PEERS = 4096
 
 SUSPECT_SECONDS = 5.0
 """A peer that could not be reached is left alone this long, or until it is heard from: each attempt may cost the
-seconds that an unanswered one is waited for, but it may only have been busy."""
+seconds that an unanswered one is waited for, but it may only have been busy. Each further failure doubles it."""
+
+MAX_SUSPECT_SECONDS = 60.0
+"""By then the record of a dead peer has expired."""
 
 MISSES = 2
 """A peer waited for in vain in this many rounds running is not waited for again until it shows itself."""
@@ -34,6 +37,7 @@ class _Other(msgspec.Struct):
     round: int
     dialable: bool
     misses: int = 0
+    losses: int = 0
     suspect_until: float = float("-inf")
 
 
@@ -75,13 +79,16 @@ class Roster:
 
     def lose(self, peer: str, now: float) -> None:
         """Note that the peer could not be reached."""
-        if peer in self._others:
-            self._others[peer].suspect_until = now + SUSPECT_SECONDS
+        other = self._others.get(peer)
+        if other is not None and other.suspect_until <= now:
+            other.suspect_until = now + min(SUSPECT_SECONDS * 2.0**other.losses, MAX_SUSPECT_SECONDS)
+            other.losses += 1
 
     def hear(self, peer: str) -> None:
         """Note that the peer is alive."""
-        if peer in self._others:
-            self._others[peer].suspect_until = float("-inf")
+        other = self._others.get(peer)
+        if other is not None:
+            other.suspect_until, other.losses = float("-inf"), 0
 
     def welcome(self, peer: str, round: int) -> None:
         """Note that the peer takes part, and that its next round is no earlier than `round`."""
@@ -89,6 +96,11 @@ class Roster:
         if other is not None:
             other.misses = 0
             other.round = max(other.round, round)
+
+    def advance(self, peer: str, round: int) -> None:
+        """Note that the peer's next round is no earlier than `round`."""
+        if peer in self._others:
+            self._others[peer].round = max(self._others[peer].round, round)
 
     def note_ready(self, peer: str, ready: bool) -> None:
         """Note what a peer shows before its next record does: that it wants a group, or has found one."""
@@ -143,13 +155,20 @@ class Roster:
         Returns:
             A PeerID, maybe this peer's or `peer` itself; None if nobody that is alive can be dialled.
         """
-        groups = self.plan(round)
         group = self.group(peer, round)
-        alone = len(groups) > 1 and not any(self.alive(one, now) for one in group if one != peer)
-        pool = tuple(one for each in groups for one in each) if anywhere or alone else group
-        # Alone, it is rather a guest of another group, which may have room.
-        barred = peer if alone and not anywhere else None
-        return next((one for one in self._order(round, pool) if one != barred and self._able(one, now)), None)
+        everyone = tuple(one for each in self.plan(round) for one in each)
+        alone = not any(self.alive(one, now) for one in group if one != peer)
+        if not anywhere and not alone:
+            convener = self._first(round, group, now)
+            if convener is not None:
+                return convener
+        # Without a live mate, or one that can be dialled, it is rather a guest of another group, which may have room.
+        guest = self._first(round, everyone, now, barred=None if anywhere else peer)
+        return guest or self._first(round, group, now)
+
+    def dialable_others(self, peers: Iterable[str], now: float) -> list[str]:
+        """Those of `peers`, but this one, that are alive and can be dialled."""
+        return [peer for peer in peers if peer != self.peer and self._able(peer, now)]
 
     def mate_ready(self, round: int, now: float) -> bool:
         """Whether a live other of this peer's planned group says that it is ready."""
@@ -181,6 +200,10 @@ class Roster:
         )
         return dialable and self.alive(peer, now)
 
+    def _first(self, round: int, pool: tuple[str, ...], now: float, barred: str | None = None) -> str | None:
+        order = self._order(round, pool)
+        return next((one for one in order if one != barred and self._able(one, now)), None)
+
     def _may_come(self, peer: str, round: int) -> bool:
         if peer == self.peer:
             return self.own_misses < MISSES
@@ -209,5 +232,6 @@ def _merge(known: _Other | None, seen: Candidate) -> _Other:
         round=max(seen.round, known.round),
         dialable=seen.dialable,
         misses=0 if shows_itself else known.misses,
+        losses=known.losses,
         suspect_until=known.suspect_until,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from equipoise.averaging.convening import Convening
 from equipoise.averaging.lateness import MAX_WAIT
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
@@ -24,6 +26,10 @@ REPLY_SECONDS = 2.0
 
 ASK_AGAIN_SECONDS = 1.0
 """With nobody to ask, look again this often."""
+
+JOINS_KEPT = 4
+"""Joins of one ready period, one per round it sought, of which a manifest may still come: links can be slower than the
+directory, which tells of the next round before."""
 
 LONELY_SECONDS = 10.0
 """After this long alone in its planned group a peer looks for company in the whole run. Shorter, and an early bird
@@ -94,6 +100,14 @@ class Seeking:
         self._hops = 0
         self._alone = True
 
+    def invited(self, peer: str, round: int, now: float) -> None:
+        """A convener waits for this peer: go there from where nobody else is, but not to and fro for ever."""
+        same_round = self._join is not None and round == self._join.round == self._standing.round
+        if same_round and peer != self._asked and self.count[0] < 2 and self._hops < MAX_HOPS:
+            self._leave()
+            self._hops += 1
+            self._ask(peer, now)
+
     def refused(self, peer: str, message: JoinRefused, now: float) -> None:
         """The convener will not have the join: follow what it says, or turn to the next."""
         if not self._is_answer(peer, message.ticket):
@@ -131,15 +145,12 @@ class Seeking:
         Raises:
             ManifestError: It has this peer's join, and is not valid.
         """
-        if self._ready is None or self._join is None or self._join not in message.manifest.members:
+        standing, manifest = self._standing, message.manifest
+        own = next((join for join in self._joins if join in manifest.members), None)
+        if own is None:
             return None
-        message.manifest.check(
-            self._standing.verify,
-            spec=self._standing.spec,
-            group_size=self._standing.group_size,
-            own=self._join,
-        )
-        return message.manifest
+        manifest.check(standing.verify, spec=standing.spec, group_size=standing.group_size, own=own)
+        return manifest
 
     def settle(self, now: float) -> None:
         """Ask whom this peer's view of the run says, unless it was sent elsewhere by one that knew better."""
@@ -154,6 +165,7 @@ class Seeking:
             self._leave()
         target = self._target(now)
         if target is None and self._asked is None:
+            self._alone = True
             self.reason = "no peer that can be dialled is alive"
             self._answer_by = now + ASK_AGAIN_SECONDS
         elif target is not None and target != self._asked:
@@ -181,7 +193,8 @@ class Seeking:
         believed = standing.roster.believed_round(now)
         if believed is not None and believed >= standing.round + 2:
             standing.round = min(believed, MAX_ROUND - 1)
-        elif standing.roster.left_behind(standing.round, now):
+        elif standing.roster.left_behind(standing.round, now) and (self._alone or not self._parked):
+            # Whoever is parked with a convener hears from it: its mates may be ahead because its group has formed.
             standing.round += 1
         elif self._alone:
             highest = standing.roster.highest_round(standing.round + LEAP, now)
@@ -199,6 +212,7 @@ class Seeking:
     def _start_round(self, ready: BecameReady) -> None:
         self._leave()
         self._join = self._standing.join(ready)
+        self._joins.append(self._join)
         self._hops = 0
 
     def _target(self, now: float) -> str | None:
@@ -224,6 +238,7 @@ class Seeking:
         if self._ready is None or self._join is None:
             return
         self._asked, self._parked, self._retried = convener, False, False
+        self.count = 0, 0
         patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
         if convener == self._standing.peer:
             self._convening.park_own(self._join, patience, now)
@@ -247,6 +262,7 @@ class Seeking:
 
     def _rest(self) -> None:
         self._join = None
+        self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
         self._asked = None
         self._parked = False
         self._retried = False
