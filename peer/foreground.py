@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn, TextIO
 
+import torch
 import uvloop
 
 from equipoise.peer.config import HOME_ENV, Loaded
@@ -45,6 +46,8 @@ def launch(loaded: Loaded, command: Sequence[str], assemble: Assemble = assemble
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
+    # Parts fit in cache, where one thread is fastest; more of them would wait for cores that training needs.
+    torch.set_num_threads(1)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
