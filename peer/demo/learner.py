@@ -23,8 +23,9 @@ class Learner:
 
     def __init__(self, share: Digits, seed: int) -> None:
         self.model = _network()
-        self.updates = 0
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+        for parameter in self.model.parameters():
+            self._optimizer.state[parameter] = _fresh_moments(parameter)
         self._batches = _batches(share, torch.Generator().manual_seed(seed))
 
     def backward(self) -> tuple[float, int]:
@@ -38,7 +39,21 @@ class Learner:
     def update(self) -> None:
         """Apply the gradient that stands in `.grad`."""
         self._optimizer.step()
-        self.updates += 1
+
+    @property
+    def updates(self) -> int:
+        """How many updates have led to the present state."""
+        return round(float(self.state()["0.weight.step"]))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """All that the next update depends on but its gradient: parameters, and what AdamW remembers; not copies."""
+        state: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            state[name] = parameter
+            state.update(
+                {f"{name}.{key}": tensor for key, tensor in self._optimizer.state[parameter].items()}
+            )
+        return state
 
     def accuracy(self, test: Digits) -> float:
         """Fraction of `test` that is classified correctly, 0 to 1."""
@@ -82,6 +97,12 @@ def train_alone(share: Digits, seed: int, batches: Sequence[int]) -> Learner:
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None, "backward() comes first"
     return parameter.grad
+
+
+def _fresh_moments(parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    """AdamW's state before the first update, which it would else make only then."""
+    zeros = torch.zeros_like(parameter, requires_grad=False)
+    return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def _network() -> nn.Module:

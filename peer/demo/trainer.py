@@ -12,33 +12,66 @@ from pathlib import Path
 import msgspec
 import torch
 
-from equipoise.peer import Outcome, Run, connect
+from equipoise.peer import Client, Idle, Outcome, connect
 from equipoise.peer.demo.digits import deal, split_digits
 from equipoise.peer.demo.learner import Learner, train_alone
+from equipoise.peer.demo.lockstep import Lockstep
 from equipoise.peer.demo.options import DemoOptions
 from equipoise.peer.demo.reports import Failed, Finished, Report, Stepped, encode_report
 
 STEP_SECONDS = 10.0
 """A round takes a fraction of a second, and two seconds more where a member is lost."""
 
+MEET_SECONDS = 0.05
+"""Between two looks for the other trainers."""
+
 
 class Trainer:
-    """Trains one learner together with the swarm."""
+    """Trains one learner together with the swarm.
 
-    def __init__(self, run: Run, learner: Learner, options: DemoOptions) -> None:
-        self._run = run
+    Attributes:
+        batches: How many own batches went into each update.
+    """
+
+    def __init__(self, peer: Client, learner: Learner, options: DemoOptions) -> None:
+        self.batches: list[int] = []
+        strategy, size = options.strategy, options.peers
+        self._run = peer.join(
+            "digits", learner.model, strategy=strategy, group_size=size, codec=options.codec
+        )
+        self._states = peer.join(
+            "digits-state", learner.state(), strategy=strategy, group_size=size, codec="fp32"
+        )
         self._learner = learner
         self._options = options
+        self._lockstep = Lockstep()
         self._deadline = time.monotonic() + options.seconds
-        self.batches: list[int] = []
 
     def train(self) -> None:
-        """Make all updates, or raise TimeoutError when the demo's time is over."""
+        """Make all updates.
+
+        Raises:
+            TimeoutError: The demo's time is over.
+        """
+        self._meet()
         while self._learner.updates < self._options.rounds:
             loss = self._gather()
             outcome = self._step()
             self._learner.update()
+            weight = self._lockstep.follow(outcome)
+            if weight is not None:
+                self._exchange_states(weight)
             _say(_stepped(self._learner.updates, loss, outcome))
+
+    def _meet(self) -> None:
+        """Wait for the other trainers, which are still starting; whoever comes later has missed rounds."""
+        others = self._options.peers - 1
+        while time.monotonic() < self._deadline:
+            state = self._run.state
+            if isinstance(state, Idle) and state.peers >= others:
+                return
+            time.sleep(MEET_SECONDS)
+        raise TimeoutError(f"the other {others} trainers were not all there in {self._options.seconds:.0f} s")
 
     def _gather(self) -> float:
         """Accumulate own batches until the swarm has the target; returns their mean loss."""
@@ -57,8 +90,14 @@ class Trainer:
             outcome = self._run.step(timeout=STEP_SECONDS)
             if outcome.ok:
                 return outcome
+            self._lockstep.follow(outcome)
             _say(Failed(update=self._learner.updates + 1, reason=outcome.reason))
-        raise TimeoutError(f"no round succeeded by the end of the demo's {self._options.seconds:g} s")
+        raise TimeoutError(f"no round succeeded by the end of the demo's {self._options.seconds:.0f} s")
+
+    def _exchange_states(self, weight: float) -> None:
+        outcome = self._states.average(weight=weight, timeout=STEP_SECONDS)
+        if not outcome.ok:
+            _say(Failed(update=self._learner.updates, reason=f"exchange of states: {outcome.reason}"))
 
 
 def main() -> None:
@@ -73,14 +112,7 @@ def main() -> None:
     share = deal(training, index, options.peers)
     learner = Learner(share, seed=index)
     with connect(home=home) as peer:
-        run = peer.join(
-            "digits",
-            learner.model,
-            strategy=options.strategy,
-            codec=options.codec,
-            group_size=options.peers,
-        )
-        trainer = Trainer(run, learner, options)
+        trainer = Trainer(peer, learner, options)
         trainer.train()
         alone = train_alone(share, index, trainer.batches)
         _say(

@@ -60,3 +60,19 @@ def test_alone_weighs_batches_by_their_samples(halves: tuple[Digits, Digits]) ->
     torch.nn.functional.cross_entropy(whole.model(share.pixels), share.labels).backward()
     for ours, expected in zip(alone.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_state_is_all_that_the_next_update_depends_on(halves: tuple[Digits, Digits]) -> None:
+    ahead, behind = (Learner(deal(halves[0], 0, 4), seed=0) for _ in range(2))
+    for _ in range(3):
+        ahead.backward()
+        ahead.update()
+    with torch.no_grad():
+        for name, tensor in behind.state().items():
+            tensor.copy_(ahead.state()[name])
+    assert behind.updates == 3
+    for parameter, other in zip(behind.model.parameters(), ahead.model.parameters(), strict=True):
+        parameter.grad = other.grad
+    ahead.update()
+    behind.update()
+    assert behind.digest() == ahead.digest()
