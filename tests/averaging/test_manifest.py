@@ -1,0 +1,197 @@
+"""Joins and manifests: what is signed, what is hashed, and everything that is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.manifest import (
+    MAX_ROUND,
+    MAX_WEIGHT,
+    NONCE_BYTES,
+    ROUND_ID_BYTES,
+    Join,
+    Manifest,
+    ManifestError,
+    shortfall,
+)
+from equipoise.averaging.matchmaking_messages import GroupFormed, JoinRequest, MessageError, decode, encode
+from equipoise.averaging.sim.matchmaking import SPEC, signer, verify
+from equipoise.averaging.spec import MAX_GROUP_SIZE
+
+OTHER_SPEC = "0" * 64
+
+
+def join(peer: str, **changes: Any) -> Join:
+    fields: dict[str, Any] = {
+        "spec": SPEC,
+        "round": 7,
+        "weight": 32.0,
+        "bandwidth": 1e8,
+        "dialable": True,
+        "nonce": hashlib.sha256(peer.encode()).digest()[:NONCE_BYTES],
+    }
+    return Join.create(signer(peer), peer=peer, **{**fields, **changes})
+
+
+def manifest(*joins: Join) -> Manifest:
+    return Manifest.of("convener", list(joins))
+
+
+def check(one: Manifest, own: Join | None = None, group_size: int = 4) -> None:
+    one.check(verify, spec=SPEC, group_size=group_size, own=own)
+
+
+def test_members_are_sorted_and_found_by_their_peer() -> None:
+    one = manifest(join("c"), join("a"), join("b"))
+    assert one.peers == ("a", "b", "c")
+    assert [one.index(peer) for peer in "abc"] == [0, 1, 2]
+    check(one, own=join("b"))
+
+
+def test_a_stranger_has_no_index() -> None:
+    with pytest.raises(ManifestError, match="expected d among the 2 members"):
+        manifest(join("a"), join("b")).index("d")
+
+
+def test_the_id_follows_from_the_content_alone() -> None:
+    one, same = manifest(join("a"), join("b")), manifest(join("b"), join("a"))
+    assert one.id == same.id
+    assert len(one.id) == ROUND_ID_BYTES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"weight": 33.0}, {"round": 8}, {"bandwidth": 2e8}, {"dialable": False}, {"nonce": b"x" * NONCE_BYTES}],
+)
+def test_any_change_of_a_join_changes_id_and_ticket(change: dict[str, Any]) -> None:
+    changed = join("a", **change)
+    assert changed.ticket != join("a").ticket
+    assert msgspec.structs.replace(manifest(join("a"), join("b")), members=(changed, join("b"))).id != (
+        manifest(join("a"), join("b")).id
+    )
+
+
+def test_id_survives_the_wire() -> None:
+    formed = GroupFormed("run", manifest(join("a"), join("b", weight=0.5)), 0.1)
+    received = decode(encode(formed))
+    assert received == formed
+    assert isinstance(received, GroupFormed)
+    assert received.manifest.id == formed.manifest.id
+
+
+def test_the_largest_manifest_fits_a_header() -> None:
+    peers = [f"12D3KooW{index:044}" for index in range(MAX_GROUP_SIZE)]
+    largest = Manifest.of(
+        peers[0], [msgspec.structs.replace(join(peer), signature=b"s" * 64) for peer in peers]
+    )
+    absent = tuple(peers)
+    assert len(encode(GroupFormed("r" * 64, largest, 1.0, absent, "x" * 200))) < 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ([join("a")], "2 to 4 members, got 1"),
+        ([join(peer) for peer in "abcde"], "2 to 4 members, got 5"),
+        ([join("b"), join("a")], "sorted"),
+        ([join("a"), join("a")], "sorted"),
+        ([join("a"), join("b", round=8)], "b's differs"),
+        ([join("a"), join("b", spec=OTHER_SPEC)], "b's differs"),
+        ([join("a"), join("b", weight=0)], "at least 2 members with a weight above 0, there is 1"),
+        (
+            [join("a", dialable=False), join("b", dialable=False)],
+            "at least 1 member that the others can dial",
+        ),
+        ([join("a"), msgspec.structs.replace(join("b"), weight=1e6)], "signed by b"),
+        ([join("a"), msgspec.structs.replace(join("b"), signature=join("a").signature)], "signed by b"),
+    ],
+)
+def test_what_must_not_be_acted_on_is_refused(members: list[Join], says: str) -> None:
+    one = Manifest(1, SPEC, 7, "convener", tuple(members))
+    with pytest.raises(ManifestError, match=says):
+        check(one)
+
+
+def test_another_version_is_refused() -> None:
+    one = msgspec.structs.replace(manifest(join("a"), join("b")), version=2)
+    with pytest.raises(ManifestError, match="expected protocol version 1, got 2"):
+        check(one)
+
+
+def test_another_spec_is_refused() -> None:
+    one = Manifest.of("convener", [join("a", spec=OTHER_SPEC), join("b", spec=OTHER_SPEC)])
+    with pytest.raises(ManifestError, match="expected the spec"):
+        check(one)
+
+
+@pytest.mark.parametrize("own", [join("c"), join("a", weight=1), join("a", nonce=b"y" * NONCE_BYTES)])
+def test_the_own_join_must_be_there_unaltered(own: Join) -> None:
+    with pytest.raises(ManifestError, match="own join of round 7"):
+        check(manifest(join("a"), join("b")), own=own)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, MAX_WEIGHT * 2])
+def test_no_join_is_signed_or_parsed_with_an_absurd_weight(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight"):
+        join("a", weight=weight)
+    forged = msgspec.structs.replace(join("a"), weight=weight)
+    with pytest.raises(MessageError):
+        decode(encode(JoinRequest("run", forged)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"peer": ""},
+        {"peer": "p" * 65},
+        {"spec": "x" * 64},
+        {"spec": "a" * 63},
+        {"spec": "a" * 64 + "\n"},
+        {"round": -1},
+        {"round": MAX_ROUND + 1},
+        {"bandwidth": math.nan},
+        {"nonce": b"short"},
+        {"signature": b""},
+        {"signature": b"s" * 513},
+    ],
+)
+def test_no_join_is_parsed_out_of_bounds(change: dict[str, Any]) -> None:
+    forged = msgspec.structs.replace(join("a"), **change)
+    with pytest.raises(MessageError):
+        decode(encode(JoinRequest("run", forged)))
+
+
+@given(st.binary(max_size=300))
+def test_bytes_are_a_message_or_refused(data: bytes) -> None:
+    try:
+        decode(data)
+    except MessageError:
+        return
+
+
+@given(st.data())
+def test_a_message_with_a_byte_changed_is_parsed_or_refused(data: st.DataObject) -> None:
+    good = encode(GroupFormed("run", manifest(join("a"), join("b")), 0.1, ("c",), "full"))
+    at = data.draw(st.integers(0, len(good) - 1))
+    value = data.draw(st.integers(0, 255))
+    try:
+        received = decode(good[:at] + bytes([value]) + good[at + 1 :])
+    except MessageError:
+        return
+    assert isinstance(received, GroupFormed)
+    if received.manifest != manifest(join("a"), join("b")):
+        assert received.manifest.id != manifest(join("a"), join("b")).id
+
+
+def test_what_makes_a_group() -> None:
+    assert shortfall([join("a"), join("b", dialable=False)]) == ""
+    assert shortfall([join("a", weight=0), join("b"), join("c")]) == ""
+    assert "there is 1" in shortfall([join("a"), join("b", weight=0)])
+    assert "dial" in shortfall([join("a", dialable=False), join("b", dialable=False)])
