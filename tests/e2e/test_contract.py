@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from e2e.swarm import Swarm
+from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import Client, Peer, connect
 from peer.contract import Peers, RunContract
 
@@ -17,20 +16,28 @@ pytestmark = pytest.mark.timeout(180)
 LISTEN = "/ip4/127.0.0.1/tcp/0"
 
 
+@pytest.fixture(scope="module")
+def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
+    """Daemon processes that all tests share: a client that closes must leave nothing behind that matters."""
+    swarm = Swarm(tmp_path_factory.mktemp("daemons"))
+    yield swarm.daemons(3, args=["--listen", LISTEN])
+    left = swarm.close()
+    assert not left, f"these processes outlived their daemons: {left}"
+
+
 @pytest.fixture(params=["connect", "in-process"])
-def peers(request: pytest.FixtureRequest, swarm: Swarm, tmp_path: Path) -> Iterator[Peers]:
+def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
     with contextlib.ExitStack() as stack:
 
         def connected(count: int) -> list[Client]:
-            daemons = swarm.daemons(count, args=["--listen", LISTEN])
-            return [stack.enter_context(connect(daemon.home)) for daemon in daemons]
+            shared: list[DaemonProcess] = request.getfixturevalue("daemons")
+            return [stack.enter_context(connect(daemon.home)) for daemon in shared[:count]]
 
         def in_process(count: int) -> list[Client]:
             clients: list[Client] = []
-            for index in range(count):
+            for _ in range(count):
                 join = clients[0].addresses if clients else ()
-                home = tmp_path / f"home{index}"
-                clients.append(stack.enter_context(Peer(join=join, home=home, listen=[LISTEN])))
+                clients.append(stack.enter_context(Peer(join=join, listen=[LISTEN])))
             return clients
 
         yield connected if request.param == "connect" else in_process
