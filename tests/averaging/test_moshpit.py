@@ -97,7 +97,7 @@ def test_odd_numbers_in_pairs_leave_out_one_after_the_other() -> None:
         assert contraction(count, range(rounds), 2) <= chance
         alone = [min(plan(peers(count), round, 2), key=len) for round in range(PERIOD)]
         assert all(one != following for one, following in itertools.pairwise(alone))
-        assert len(set(alone)) >= min(count, 6)
+        assert len(set(alone)) >= 4
 
 
 def test_one_random_round_in_groups_contracts_as_the_table_says() -> None:

@@ -1,0 +1,237 @@
+"""The matchmaking machine as a convener: whom it parks, refuses and hands on, and when it closes a group."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from equipoise.averaging.gathering import INVITE_SECONDS, KEEPALIVE, MAX_PARKED_GROUPS
+from equipoise.averaging.lateness import INITIAL_WAIT, MAX_WAIT
+from equipoise.averaging.matchmaking import Matchmaking
+from equipoise.averaging.matchmaking_events import Action, LookUp, MessageReceived, PeerLost, Woke
+from equipoise.averaging.matchmaking_messages import (
+    MAX_HOPS,
+    GroupFormed,
+    Invitation,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    LeaveRequest,
+    Whereabouts,
+    Why,
+)
+from equipoise.averaging.roster import LEAP
+from equipoise.averaging.sim.matchmaking import RUN
+from fakes.matchmaking import OTHER_SPEC, asks, formed, join, machine, ready, roles, seen, sent
+
+# ---- convening ----
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (MessageReceived("mallory", JoinRequest(RUN, join("bob"))), Why.NOT_VALID),
+        (
+            MessageReceived("bob", JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0))),
+            Why.NOT_VALID,
+        ),
+        (asks("bob", round=LEAP + 1), Why.NOT_VALID),
+        (asks("bob", spec=OTHER_SPEC), Why.OTHER_SPEC),
+        (MessageReceived("bob", JoinRequest(RUN, join("bob"), version=2)), Why.OTHER_VERSION),
+        (MessageReceived("bob", JoinRequest("another", join("bob"))), Why.UNKNOWN_RUN),
+    ],
+)
+def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageReceived, why: Why) -> None:
+    actions = machine("alice", "bob").handle(request_, 1.0)
+    [(peer, refusal)] = sent(actions, JoinRefused)
+    assert (peer, refusal.why) == (request_.peer, why)
+    assert refusal.detail
+
+
+def test_a_join_for_a_round_gone_by_is_told_the_next() -> None:
+    [(_, refusal)] = sent(machine("alice", "bob", round=7).handle(asks("bob", round=5), 1.0), JoinRefused)
+    assert (refusal.why, refusal.round) == (Why.ROUND_GONE, 7)
+
+
+def test_who_asks_again_after_the_closing_gets_the_manifest_again() -> None:
+    convener, second, _ = roles(2)
+    one = machine(convener, second)
+    one.handle(ready(), 1.0)
+    [(_, first)] = sent(one.handle(asks(second), 1.1), GroupFormed)
+    assert sent(one.handle(asks(second), 1.2), GroupFormed) == [(second, first)]
+
+
+def test_who_is_too_late_is_told_the_next_round() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    actions = one.handle(Woke(), 1.0 + INITIAL_WAIT)
+    assert {peer for peer, _ in sent(actions, GroupFormed)} == {second, *rest}  # the missing one is told, too
+    [(_, refusal)] = sent(one.handle(asks(rest[0]), 5.0), JoinRefused)
+    assert (refusal.why, refusal.round) == (Why.ROUND_GONE, 1)
+
+
+def test_parked_joins_are_bounded() -> None:
+    one = machine("alice", "bob", group_size=2)
+    refused = 0
+    for index in range(20):
+        refused += len(sent(one.handle(asks(f"guest{index}", hops=MAX_HOPS, weight=0), 1.0), JoinRefused))
+    assert refused == 20 - MAX_PARKED_GROUPS * 2
+
+
+def test_rounds_gathered_at_once_are_bounded() -> None:
+    one = machine("alice", "bob")
+    for round in range(1, 30):
+        one.handle(asks("bob", round=round, hops=MAX_HOPS), 1.0)
+    assert len(one._convening._gatherings) <= 4
+
+
+def test_who_leaves_or_is_lost_is_not_in_the_group() -> None:
+    convener, second, rest = roles(4)
+    for gone in (MessageReceived(second, LeaveRequest(RUN, join(second).ticket)), PeerLost(second)):
+        one = machine(convener, second, *rest)
+        one.handle(ready(), 1.0)
+        one.handle(asks(second), 1.0)
+        one.handle(gone, 1.1)
+        one.handle(asks(rest[0]), 1.2)
+        one.handle(asks(rest[1]), 1.2)
+        manifest = formed(one.handle(Woke(), 1.2 + INITIAL_WAIT))
+        assert manifest is None or second not in manifest.peers
+
+
+def test_leaving_with_another_ticket_changes_nothing() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(asks(second), 1.0)
+    one.handle(MessageReceived(second, LeaveRequest(RUN, b"t" * 8)), 1.1)
+    one.handle(ready(), 1.2)
+    assert formed(one.handle(asks(rest[0]), 1.3)) is not None
+
+
+def test_the_worse_convener_hands_on_what_is_parked_with_it() -> None:
+    convener, second, rest = roles(3)
+    one = machine(second, *rest)
+    assert sent(one.handle(asks(rest[0]), 1.0), JoinAccepted)
+    actions = one.handle(seen(convener, *rest), 1.1)
+    [(peer, refusal)] = sent(actions, JoinRefused)
+    assert (peer, refusal.why, refusal.redirect) == (rest[0], Why.ELSEWHERE, convener)
+
+
+def test_a_join_that_has_been_sent_about_is_kept() -> None:
+    convener, second, rest = roles(3)
+    one = machine(second, convener, *rest)
+    assert sent(one.handle(asks(rest[0]), 1.0), JoinRefused)[0][1].redirect == convener
+    assert sent(one.handle(asks(rest[0], hops=MAX_HOPS), 1.1), JoinAccepted)
+
+
+def test_of_two_that_ask_each_other_the_lower_ranked_convenes() -> None:
+    convener, second, _ = roles(2)
+    one, other = machine(convener, second), machine(second, convener)
+    one.handle(PeerLost(convener), 1.0)
+    # Each is made to believe that the other convenes.
+    [(_, request)] = sent(other.handle(ready(), 1.0), JoinRequest)
+    one.handle(ready(), 1.0)
+    manifest = formed(one.handle(MessageReceived(second, request), 1.1))
+    assert manifest is not None
+    assert manifest.convener == convener
+
+
+def test_an_unknown_peer_makes_the_convener_look_before_it_closes() -> None:
+    convener, second, _ = roles(2)
+    one = machine(convener)
+    one.handle(ready(), 1.0)
+    actions = one.handle(asks(second), 1.1)
+    assert formed(actions) is None
+    assert any(isinstance(each, LookUp) for each in one.handle(Woke(), one.deadline))
+    assert formed(one.handle(seen(second), 1.4)) is not None
+
+
+# ---- how long to wait ----
+
+
+def closing_time(one: Matchmaking, now: float) -> float:
+    """Wake it by its own deadlines until it closes its group."""
+    for _ in range(100):
+        now = max(now, one.deadline)
+        actions = one.handle(Woke(), now)
+        if formed(actions) is not None:
+            return now
+        assert one.deadline < float("inf")
+    raise AssertionError("expected it to close its group")
+
+
+def test_the_wait_shrinks_with_what_is_learnt() -> None:
+    for round in range(6):
+        convener, second, rest = roles(4, round)
+        one = machine(convener, second, *rest, round=round)
+        for _ in range(8):
+            one._standing.lateness.learn(0.01)
+        one.handle(ready(), 1.0)
+        one.handle(asks(second, round), 1.0)
+        actions = one.handle(Woke(), 1.3)
+        assert formed(actions) is not None
+
+
+def test_the_dead_are_found_out_by_asking_after_them() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    actions = one.handle(Woke(), 1.0 + INVITE_SECONDS)
+    assert [peer for peer, _ in sent(actions, Invitation)] == rest
+    assert formed(one.handle(PeerLost(rest[0]), 1.6)) is not None
+
+
+def test_a_peer_that_missed_two_rounds_is_not_waited_for_until_it_shows_itself() -> None:
+    one = machine("alice", "bob", "carol", "dave")
+    one._standing.roster.own_misses = 2
+
+    def closes_at_once(round: int, *names: str) -> bool:
+        actions: list[Action] = []
+        for name in names:
+            actions = one.handle(asks(name, round, hops=MAX_HOPS), 10.0 * round)
+        at_once = bool(sent(actions, GroupFormed))
+        one.handle(Woke(), 10.0 * round + MAX_WAIT)
+        return at_once
+
+    assert [closes_at_once(round, "bob", "carol") for round in range(4)] == [False, False, True, True]
+    assert closes_at_once(4, "bob", "dave", "carol")
+    assert not closes_at_once(5, "bob", "carol")
+
+
+def test_an_impatient_pair_does_not_wait_for_a_third_until_it_is_too_late() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(patience=1.0), 1.0)
+    one.handle(MessageReceived(second, JoinRequest(RUN, join(second), patience=1.0)), 1.0)
+    assert closing_time(one, 1.0) == pytest.approx(1.5)
+
+
+def test_nobody_closes_a_group_that_could_not_succeed() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(weight=0), 1.0)
+    one.handle(asks(second), 1.0)
+    one.handle(asks(rest[0], weight=0), 1.0)
+    for _ in range(20):
+        assert formed(one.handle(Woke(), one.deadline)) is None
+    one.handle(MessageReceived(rest[0], LeaveRequest(RUN, join(rest[0], weight=0).ticket)), 60.0)
+    assert formed(one.handle(asks(rest[0]), 61.0)) is not None
+
+
+def test_the_lonely_are_told_that_they_are_still_parked() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(asks(second), 1.0)
+    [(peer, accepted)] = sent(one.handle(Woke(), 1.0 + KEEPALIVE), JoinAccepted)
+    assert (peer, accepted.ready) == (second, 1)
+
+
+def test_an_invited_peer_says_where_it_is_and_comes_if_it_is_alone() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(), 1.0)
+    actions = one.handle(MessageReceived(second, Invitation(RUN, 0)), 1.1)
+    assert sent(actions, Whereabouts) == [(second, Whereabouts(RUN, 0))]
+    assert sent(actions, JoinRequest)[0][0] == second

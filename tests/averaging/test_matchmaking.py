@@ -1,0 +1,338 @@
+"""The matchmaking machine as one that wants a group: what it is told, and what it does about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from equipoise.averaging.lateness import INITIAL_WAIT
+from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+from equipoise.averaging.matchmaking import ANNOUNCE_PERIOD, LOOK_OFTEN
+from equipoise.averaging.matchmaking_events import (
+    Announce,
+    CandidatesSeen,
+    LookUp,
+    MessageReceived,
+    PeerLost,
+    RoundEnded,
+    Withdrew,
+    Woke,
+)
+from equipoise.averaging.matchmaking_messages import (
+    MAX_HOPS,
+    GroupFormed,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    LeaveRequest,
+    Whereabouts,
+    Why,
+)
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
+from equipoise.averaging.roster import LEAP, SUSPECT_SECONDS
+from equipoise.averaging.seeking import REPLY_SECONDS
+from equipoise.averaging.sim.matchmaking import RUN, Record, verify
+from fakes.matchmaking import (
+    NAMES,
+    OTHER_SPEC,
+    asks,
+    formed,
+    join,
+    machine,
+    others_of,
+    ready,
+    roles,
+    seen,
+    sent,
+)
+
+# ---- the short way ----
+
+
+def test_a_ready_peer_asks_the_convener_at_once() -> None:
+    convener, second, _ = roles(4)
+    actions = machine(second, *others_of(second, 4)).handle(ready(weight=3), 10.0)
+    [(peer, request)] = sent(actions, JoinRequest)
+    assert peer == convener
+    assert request.join.weight == 3
+    assert request.join.genuine(verify)
+
+
+def test_the_last_to_ask_closes_the_group_at_once() -> None:
+    convener, second, rest = roles(4)
+    one = machine(convener, *others_of(convener, 4))
+    one.handle(ready(), 10.0)
+    for name in rest:
+        assert sent(one.handle(asks(name), 10.0), JoinAccepted)
+    actions = one.handle(asks(second), 10.1)
+    manifest = formed(actions)
+    assert manifest is not None
+    assert set(manifest.peers) == set(NAMES[:4])
+    assert {peer for peer, _ in sent(actions, GroupFormed)} == {second, *rest}
+    assert not sent(actions, JoinAccepted)
+    assert one.round == 1
+    assert one.state == Exchanging(4, 0)
+
+
+def test_a_convener_that_becomes_ready_last_closes_at_once() -> None:
+    convener, second, rest = roles(4)
+    one = machine(convener, *others_of(convener, 4))
+    for name in (second, *rest):
+        one.handle(asks(name), 10.0)
+    assert formed(one.handle(ready(), 10.2)) is not None
+
+
+def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
+    convener, second, rest = roles(4)
+    one = machine(convener, *others_of(convener, 4))
+    for name in (second, *rest):
+        one.handle(asks(name), 10.0)
+    assert one.deadline < 10.0 + INITIAL_WAIT
+    actions = one.handle(Woke(), 10.0 + INITIAL_WAIT)
+    assert formed(actions) is None
+    [(_, message), *_rest] = sent(actions, GroupFormed)
+    assert set(message.manifest.peers) == {second, *rest}
+    assert message.absent == (convener,)
+    assert "waited" in message.reason
+
+
+def test_a_member_begins_the_round_of_a_valid_manifest() -> None:
+    convener, second, _ = roles(2)
+    one = machine(second, convener)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    manifest = Manifest.of(convener, [join(convener), request.join])
+    actions = one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.1, (), "full")), 1.1)
+    assert formed(actions) == manifest
+    assert not one.ready
+    one.handle(RoundEnded(0), 2.0)
+    assert one.state == Idle(1)
+
+
+# ---- whom to ask next ----
+
+
+def test_a_convener_that_cannot_be_reached_is_tried_once_more_then_the_next_is_asked() -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    one.handle(ready(), 1.0)
+    assert sent(one.handle(PeerLost(convener), 1.1), JoinRequest)[0][0] == convener
+    assert sent(one.handle(PeerLost(convener), 1.2), JoinRequest)[0][0] == second
+
+
+def test_a_convener_that_does_not_answer_is_left_for_the_next() -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    one.handle(ready(), 1.0)
+    actions = one.handle(Woke(), 1.0 + REPLY_SECONDS)
+    assert sent(actions, LeaveRequest)[0][0] == convener
+    assert sent(actions, JoinRequest)[0][0] == second
+
+
+def test_a_convener_that_breaks_its_promise_is_left_for_the_next() -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    one.handle(MessageReceived(convener, JoinAccepted(RUN, request.join.ticket, 3.0, 1, 4)), 1.1)
+    assert not sent(one.handle(Woke(), 1.1 + 3.0), JoinRequest)
+    assert sent(one.handle(Woke(), 1.1 + 3.0 + REPLY_SECONDS), JoinRequest)[0][0] == second
+
+
+def test_a_suspect_is_trusted_again_when_it_is_heard_from() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    one.handle(PeerLost(convener), 1.0)
+    assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == second
+    actions = one.handle(MessageReceived(convener, Whereabouts(RUN, 0)), 1.2)
+    assert sent(actions, JoinRequest)[0][0] == convener
+
+
+def test_a_suspect_is_tried_again_after_a_while() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    one.handle(PeerLost(convener), 1.0)
+    assert sent(one.handle(ready(), 1.1 + SUSPECT_SECONDS), JoinRequest)[0][0] == convener
+    assert second != convener
+
+
+def test_a_redirect_is_followed() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "zoe convenes", redirect="zoe")
+    [(peer, again)] = sent(one.handle(MessageReceived(convener, refusal), 1.1), JoinRequest)
+    assert (peer, again.hops, again.join) == ("zoe", 1, request.join)
+
+
+def test_redirects_end() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    peer, [(_, request)] = convener, sent(one.handle(ready(), 1.0), JoinRequest)
+    for _ in range(MAX_HOPS + 2):
+        other = second if peer == convener else convener
+        refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "elsewhere", redirect=other)
+        [(peer, request)] = sent(one.handle(MessageReceived(peer, refusal), 1.1), JoinRequest)
+    assert request.hops == MAX_HOPS
+
+
+@pytest.mark.parametrize("why", [Why.OTHER_SPEC, Why.UNKNOWN_RUN, Why.NOT_VALID, Why.BUSY, Why.OTHER_VERSION])
+def test_a_refusal_sends_it_to_the_next(why: Why) -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    actions = one.handle(MessageReceived(convener, JoinRefused(RUN, request.join.ticket, why, "no")), 1.1)
+    assert sent(actions, JoinRequest)[0][0] == second
+
+
+def test_a_round_that_is_gone_is_skipped() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    refusal = JoinRefused(RUN, request.join.ticket, Why.ROUND_GONE, "over", round=5)
+    actions = one.handle(MessageReceived(convener, refusal), 1.1)
+    assert one.round == 5
+    for _, again in sent(actions, JoinRequest):
+        assert again.join.round == 5
+
+
+def test_one_peer_alone_cannot_make_it_skip_far() -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    refusal = JoinRefused(RUN, request.join.ticket, Why.ROUND_GONE, "over", round=LEAP + 1)
+    one.handle(MessageReceived(convener, refusal), 1.1)
+    assert one.round == 0
+    one.handle(CandidatesSeen([Record(convener, round=10**9), Record(second), Record(rest[1])]), 1.2)
+    assert one.round == 0
+
+
+def test_who_restarts_finds_the_round_in_the_directory() -> None:
+    one = machine("alice")
+    one.handle(seen("bob", "carol", "dave", round=57), 1.0)
+    one.handle(ready(), 1.1)
+    assert one.round == 57
+
+
+@pytest.mark.parametrize(
+    "stale", [JoinAccepted(RUN, b"t" * 8, 1.0, 1, 2), JoinRefused(RUN, b"t" * 8, Why.BUSY, "")]
+)
+def test_answers_to_other_joins_do_no_harm(stale: JoinAccepted | JoinRefused) -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    one.handle(ready(), 1.0)
+    actions = one.handle(MessageReceived(convener, stale), 1.1)
+    assert not sent(actions, JoinRequest)
+    assert {peer for peer, _ in sent(actions, LeaveRequest)} <= {convener}
+
+
+# ---- at most one round ----
+
+
+def test_a_manifest_after_withdrawal_is_ignored() -> None:
+    convener, second, _ = roles(2)
+    one = machine(second, convener)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    assert sent(one.handle(Withdrew(), 1.1), LeaveRequest)[0][0] == convener
+    manifest = Manifest.of(convener, [join(convener), request.join])
+    assert formed(one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.2)) is None
+    assert formed(one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.3)) is None
+    assert formed(one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.4)) is None
+
+
+def test_a_second_manifest_is_ignored() -> None:
+    convener, second, _ = roles(2)
+    one = machine(second, convener)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    manifest = Manifest.of(convener, [join(convener), request.join])
+    message = MessageReceived(convener, GroupFormed(RUN, manifest, 0.0))
+    assert formed(one.handle(message, 1.1)) is not None
+    assert formed(one.handle(message, 1.2)) is None
+
+
+def test_a_manifest_that_is_overtaken_by_the_next_round_still_counts() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    one.handle(seen(convener, second, round=2), 1.1)
+    assert one.round == 2
+    manifest = Manifest.of(convener, [join(convener), join(second), request.join])
+    assert formed(one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.2)) == manifest
+
+
+def test_a_manifest_that_is_not_valid_is_refused_and_the_next_is_asked() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    forged = msgspec.structs.replace(join(second), weight=1e6)
+    manifest = Manifest.of(convener, [forged, request.join])
+    actions = one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.1)
+    assert formed(actions) is None
+    assert sent(actions, JoinRequest)[0][0] == second
+
+
+def test_ready_twice_is_the_callers_mistake() -> None:
+    one = machine("alice", "bob")
+    one.handle(ready(), 1.0)
+    with pytest.raises(ValueError, match="ready already"):
+        one.handle(ready(), 1.1)
+
+
+@pytest.mark.parametrize("wrong", [{"weight": float("nan")}, {"nonce": b"short"}, {"patience": -1.0}])
+def test_what_cannot_be_joined_with_is_the_callers_mistake(wrong: dict[str, Any]) -> None:
+    one = machine("alice", "bob")
+    with pytest.raises(ValueError, match="expected a"):
+        one.handle(ready(**wrong), 1.0)
+    assert not one.ready
+
+
+# ---- what it says of itself ----
+
+
+def test_states() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener)
+    assert isinstance(one.state, NoPeers)
+    one.handle(seen(second, *rest), 1.0)
+    assert one.state == Idle(2)
+    one.handle(ready(), 1.1)
+    one.handle(asks(second), 1.2)
+    state = one.state
+    assert isinstance(state, Gathering)
+    assert (state.ready, state.target) == (2, 3)
+    assert state.reason
+
+
+def test_peers_of_another_spec_are_named_as_the_reason() -> None:
+    one = machine("alice")
+    one.handle(seen("bob", "carol", spec=OTHER_SPEC), 1.0)
+    assert isinstance(one.state, NoPeers)
+    assert "2 peers of this name have another spec" in one.state.reason
+
+
+def test_a_client_mode_peer_does_not_convene() -> None:
+    one = machine("alice")
+    one.handle(CandidatesSeen([Record("bob", dialable=False)]), 1.0)
+    actions = one.handle(ready(dialable=False), 1.1)
+    assert not sent(actions, JoinRequest)
+    assert one.deadline < float("inf")
+    assert "can be dialled" in one.reason
+
+
+def test_it_announces_itself_ready_but_not_too_often() -> None:
+    one = machine("alice", "bob")
+    announced = []
+    for step in range(40):
+        event = ready(nonce=bytes([step]) * NONCE_BYTES) if step % 2 == 0 else Withdrew()
+        announced += [each for each in one.handle(event, 1 + step / 10) if isinstance(each, Announce)]
+    assert 3 <= len(announced) <= 1 + 4 / ANNOUNCE_PERIOD
+    assert any(each.ready for each in announced)
+
+
+def test_it_looks_often_while_it_waits() -> None:
+    one = machine("alice", "bob")
+    one.handle(ready(), 1.0)
+    looks = 0
+    while one.deadline < 11.0:
+        looks += sum(isinstance(each, LookUp) for each in one.handle(Woke(), one.deadline))
+    assert 8 <= looks <= 1 + 10 / LOOK_OFTEN

@@ -1,0 +1,82 @@
+"""Builders for tests of one matchmaking machine: views, joins, messages, and what it sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.matchmaking import Matchmaking
+from equipoise.averaging.matchmaking_events import (
+    Action,
+    BecameReady,
+    CandidatesSeen,
+    Form,
+    MessageReceived,
+    Send,
+    Woke,
+)
+from equipoise.averaging.matchmaking_messages import JoinRequest
+from equipoise.averaging.moshpit import rank
+from equipoise.averaging.sim.matchmaking import RUN, SPEC, Record, signer, verify
+from equipoise.averaging.standing import Standing
+
+NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
+OTHER_SPEC = "0" * 64
+
+
+def in_order(round: int, names: list[str]) -> list[str]:
+    """Names in the order in which they convene the round."""
+    return sorted(names, key=lambda name: rank(str(round), name))
+
+
+def others_of(name: str, count: int) -> list[str]:
+    return [one for one in NAMES[:count] if one != name]
+
+
+def seen(*names: str, **fields: Any) -> CandidatesSeen:
+    return CandidatesSeen([Record(name, **fields) for name in sorted(names)])
+
+
+def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Matchmaking:
+    """A machine with a warm view of these others, all in its round."""
+    one = Matchmaking(Standing(RUN, SPEC, name, group_size, signer(name), verify, round=round))
+    one.handle(Woke(), 0.0)
+    one.handle(seen(*others, round=round), 0.0)
+    return one
+
+
+def ready(weight: float = 1.0, nonce: bytes = b"n" * NONCE_BYTES, **fields: Any) -> BecameReady:
+    return BecameReady(weight, nonce, **fields)
+
+
+def join(name: str, round: int = 0, **fields: Any) -> Join:
+    defaults: dict[str, Any] = {
+        "spec": SPEC,
+        "weight": 1.0,
+        "bandwidth": 0.0,
+        "dialable": True,
+        "nonce": b"n" * NONCE_BYTES,
+    }
+    return Join.create(signer(name), peer=name, round=round, **{**defaults, **fields})
+
+
+def asks(name: str, round: int = 0, hops: int = 0, **fields: Any) -> MessageReceived:
+    return MessageReceived(name, JoinRequest(RUN, join(name, round, **fields), hops=hops))
+
+
+def sent(actions: list[Action], kind: type) -> list[tuple[str, Any]]:
+    return [
+        (each.peer, each.message)
+        for each in actions
+        if isinstance(each, Send) and isinstance(each.message, kind)
+    ]
+
+
+def formed(actions: list[Action]) -> Manifest | None:
+    return next((each.manifest for each in actions if isinstance(each, Form)), None)
+
+
+def roles(count: int, round: int = 0) -> tuple[str, str, list[str]]:
+    """Of a run in one group: its convener, the next in line, the others."""
+    first, second, *rest = in_order(round, NAMES[:count])
+    return first, second, rest
