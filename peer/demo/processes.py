@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
-STOP_SECONDS = 5.0
-"""A daemon that stops gracefully needs well under a second; after this it is killed."""
+STOP_SECONDS = 15.0
+"""A daemon that stops gracefully needs 2 s, more where all stop at once on two busy cores; then it is killed."""
 
 MAX_LINE_BYTES = 64 * 1024
 """A report is under 1 KB, an address under 200 bytes."""
