@@ -44,7 +44,8 @@ class AddressKeeper:
             await asyncio.sleep(delay)
 
     async def _attend(self) -> float:
-        if self.status.state == "connected" and self.address.peer in self._dialer.connected:
+        known = self.address.peer in self._node.protocol.acquainted
+        if self.status.state == "connected" and known and self.address.peer in self._dialer.connected:
             return CHECK_SECONDS
         try:
             if self.address.peer not in self._dialer.connected:

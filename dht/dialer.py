@@ -26,8 +26,8 @@ CONNECT_SECONDS = 4.0
 MAX_KNOWN_PEERS = 1024
 MAX_ADDRESSES_PER_PEER = 4
 """What a record may tell; a machine with more interfaces names its first ones."""
-FRESH_SECONDS = 0.5
-"""The list of connections is asked for at most this often."""
+FRESH_SECONDS = 0.05
+"""The list of connections is asked for at most this often; what broke since then would be dialled by p2pd."""
 
 
 class Unreached(ConnectionError):
@@ -51,6 +51,7 @@ class Dialer:
         self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
         self._connected: frozenset[str] = frozenset()
         self._asked = float("-inf")
+        self._asking = asyncio.Lock()
 
     @property
     def connected(self) -> frozenset[str]:
@@ -96,8 +97,9 @@ class Dialer:
             Unreached: None of its known addresses leads to it.
             LinkError: p2pd does not answer.
         """
-        if asyncio.get_running_loop().time() - self._asked > FRESH_SECONDS or peer not in self._connected:
-            await self.refresh()
+        async with self._asking:
+            if asyncio.get_running_loop().time() - self._asked > FRESH_SECONDS:
+                await self.refresh()
         if peer in self._connected:
             return
         addresses = self._known.get(peer, ())

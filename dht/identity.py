@@ -48,6 +48,31 @@ class Identity:
         """Return the 64-byte signature of `data` for use in `domain` only."""
         return self._private.sign(_message(domain, data))
 
+    def signer(self, domain: str) -> Signer:
+        """Return what signs and verifies in `domain` only."""
+        return Signer(self, domain)
+
+
+class Signer:
+    """An identity within one domain: what signs for one purpose cannot be used for another.
+
+    Attributes:
+        peer: PeerID in base58.
+    """
+
+    def __init__(self, identity: Identity, domain: str) -> None:
+        self.peer = identity.peer
+        self._identity = identity
+        self._domain = domain
+
+    def sign(self, data: bytes) -> bytes:
+        """Return this peer's signature of `data`."""
+        return self._identity.sign(self._domain, data)
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Whether `signature` is what `peer` signed over `data`."""
+        return verify(peer, self._domain, data, signature)
+
 
 def peer_of(public: bytes) -> str:
     """Return the PeerID of a raw 32-byte public key."""

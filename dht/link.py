@@ -18,6 +18,8 @@ from equipoise.dht.substrate import P2P, Multiaddr, PeerID, p2pd_pb2
 
 REQUEST_SECONDS = 5.0
 """p2pd answers local requests within milliseconds; dialling a peer takes a few round trips."""
+ERROR_CHARACTERS = 1000
+"""libp2p lists every address that it tried, with the cause."""
 
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
 
@@ -52,10 +54,13 @@ class Link:
         self._p2p = p2p
 
     async def detach(self) -> None:
-        """Give up the attachment; calls in flight fail at their deadlines."""
+        """Give up the attachment; calls in flight fail at once."""
         p2p, self._p2p = self._p2p, None
         if p2p is not None:
             control = p2p._client.control
+            for answer in control._pending_calls.values():
+                if not answer.done():
+                    answer.set_exception(LinkError("p2pd is gone"))
             await p2p.shutdown()
             # Collected here, so that how they ended is not reported as an exception that nobody looked at.
             tasks = control._read_task, control._write_task, *control._handler_tasks.values()
@@ -124,7 +129,7 @@ class Link:
             await send_message(stream, request.SerializeToString())
             response = p2pd_pb2.Response.FromString(await receive_message(stream))
             if response.type == p2pd_pb2.Response.ERROR:
-                raise LinkError(printable(response.error.msg))
+                raise LinkError(printable(response.error.msg, ERROR_CHARACTERS))
         except BaseException:
             stream.close()
             raise
@@ -148,7 +153,8 @@ def _by_name(handler: CallHandler) -> Callable[[bytes, Any], Awaitable[bytes]]:
     return handle
 
 
-async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_SECONDS) -> Any:
+async def _bounded(request: Awaitable[Any], what: str, seconds: float | None = None) -> Any:
+    seconds = REQUEST_SECONDS if seconds is None else seconds
     try:
         async with asyncio.timeout(seconds):
             return await request
@@ -160,7 +166,7 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_
         raise LinkError(f"{what}: p2pd is gone ({printable(str(error))})") from error
     except Exception as error:
         # hivemind's P2PDaemonError, P2PHandlerError and whatever protobuf raises on a torn answer.
-        raise LinkError(f"{what}: {printable(_message(error))}") from error
+        raise LinkError(f"{what}: {printable(_message(error), ERROR_CHARACTERS)}") from error
 
 
 def _message(error: Exception) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -34,7 +33,8 @@ class Memory:
         self._path = home / MEMORY_FILE
         self._content = self._load()
         self._content.starts = (self._content.starts + 1) % MAX_STARTS
-        self._save()
+        self._saved = b""
+        self.save()
 
     @property
     def first_sequence(self) -> int:
@@ -46,13 +46,28 @@ class Memory:
         """Addresses of good peers, by PeerID."""
         return dict(self._content.peers)
 
-    def remember(self, peers: Mapping[str, tuple[str, ...]]) -> None:
-        """Keep the addresses of `peers`, the newest first; the earlier ones fill up the rest."""
-        merged = {**peers, **{peer: seen for peer, seen in self._content.peers.items() if peer not in peers}}
-        kept = dict(list(merged.items())[:MAX_PEERS])
-        if kept != self._content.peers:
-            self._content.peers = kept
-            self._save()
+    def remember(self, peer: str, addresses: tuple[str, ...]) -> None:
+        """Keep where `peer` was last met; the least recently met is forgotten."""
+        if addresses:
+            self._content.peers.pop(peer, None)
+            self._content.peers[peer] = addresses
+        while len(self._content.peers) > MAX_PEERS:
+            del self._content.peers[next(iter(self._content.peers))]
+
+    def save(self) -> None:
+        """Write the file if anything has changed."""
+        data = msgspec.json.encode(self._content)
+        if data == self._saved:
+            return
+        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+            temporary.replace(self._path)
+            self._saved = data
+        except OSError as error:
+            _log.warning("%s cannot be written: %s", self._path, error)
+            temporary.unlink(missing_ok=True)
 
     def _load(self) -> _Content:
         try:
@@ -60,21 +75,11 @@ class Memory:
                 content = msgspec.json.decode(file.read(MAX_FILE_BYTES), type=_Content)
         except FileNotFoundError:
             return _Content()
-        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             _log.warning("%s is not used: %s", self._path, error)
             return _Content()
         content.peers = {peer: seen for peer, seen in content.peers.items() if _sound(peer, seen)}
         return content
-
-    def _save(self) -> None:
-        temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
-        try:
-            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(msgspec.json.encode(self._content))
-            temporary.replace(self._path)
-        except OSError as error:
-            _log.warning("%s cannot be written: %s", self._path, error)
-            temporary.unlink(missing_ok=True)
 
 
 def _sound(peer: str, addresses: tuple[str, ...]) -> bool:

@@ -31,6 +31,7 @@ class Node:
     def __init__(self, protocol: RecordProtocol) -> None:
         self.protocol = protocol
         self._dht = _make_dht_node(protocol)
+        self._traversals: set[asyncio.Task[dict[bytes, tuple[str, ...]]]] = set()
 
     async def meet(self, peer: str) -> None:
         """Ping `peer`, then look for this peer's own neighbours through it.
@@ -48,19 +49,30 @@ class Node:
         """
         if len(self.protocol.blacklist.ban_counter) > MAX_BANS:
             self.protocol.blacklist.clear()
-        queries = [DHTID.from_bytes(key) for key in keys]
-        try:
-            async with asyncio.timeout(LOOKUP_SECONDS):
-                found = await self._dht.find_nearest_nodes(
-                    queries, k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True
-                )
-        except TimeoutError:
-            _log.info("a look-up was given up after %.0f s", LOOKUP_SECONDS)
+        # hivemind's traversal leaves tasks behind when it is cancelled: it is waited for, or left to end by itself.
+        task = asyncio.create_task(self._traverse(keys))
+        self._traversals.add(task)
+        task.add_done_callback(self._traversals.discard)
+        await asyncio.wait({task}, timeout=LOOKUP_SECONDS)
+        if not task.done():
+            _log.info("a look-up takes more than %.0f s", LOOKUP_SECONDS)
             return dict.fromkeys(keys, ())
+        return task.result()
+
+    async def _traverse(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
+        queries = [DHTID.from_bytes(key) for key in keys]
+        found = await self._dht.find_nearest_nodes(
+            queries, k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True
+        )
         return {
             query.to_bytes(): tuple(str(peer) for peer in nearest.values())
             for query, nearest in found.items()
         }
+
+    async def stop(self) -> None:
+        """Wait for look-ups to end; to be called once calls fail at once, for the link is detached."""
+        if self._traversals:
+            await asyncio.wait(set(self._traversals))
 
     async def store(self, peer: str, records: Sequence[Kept]) -> bool:
         """Have `peer` keep `records`; False if it does not answer."""

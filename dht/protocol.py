@@ -34,6 +34,7 @@ BUCKET_DEPTH_MODULO = 5
 BLACKLIST_SECONDS = 2.0
 BLACKLIST_GROWTH = 1.5
 """A peer that others still tell of but that does not answer is left out for so long, then longer."""
+MAX_ACQUAINTED = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class RecordProtocol:
     """Answers the DHT's calls, and makes them.
 
     Attributes:
+        acquainted: Peers whose last call, or call to whom, went well; those in client mode too.
         addresses: Where this peer listens, told to everyone.
         on_record: Called with the entry of every record that is news.
         on_peer: Called with the PeerID of every peer new to the routing table.
@@ -67,6 +69,7 @@ class RecordProtocol:
         self.blacklist = Blacklist(BLACKLIST_SECONDS, BLACKLIST_GROWTH)
         self.clock = SwarmClock()
         self.ledger = ledger
+        self.acquainted: set[str] = set()
         self.addresses: tuple[str, ...] = ()
         self.on_record: Callable[[Entry], None] = lambda entry: None
         self.on_peer: Callable[[str], None] = lambda peer: None
@@ -146,6 +149,8 @@ class RecordProtocol:
 
     async def _call(self, peer: str, name: str, request: Any, kind: type[_Answer]) -> _Answer:
         asked = time.time()
+        if not self._link.attached:
+            raise CallError("p2pd is not running")
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 await self._dialer.reach(peer)
@@ -210,6 +215,8 @@ class RecordProtocol:
 
     def _meet(self, peer: str, hello: messages.Hello) -> None:
         self._dialer.learn(peer, hello.addresses)
+        if len(self.acquainted) < MAX_ACQUAINTED:
+            self.acquainted.add(peer)
         if not hello.serves:
             return
         node_id, peer_id = node_id_of(peer), PeerID.from_base58(peer)
@@ -221,6 +228,9 @@ class RecordProtocol:
             self.on_peer(peer)
 
     def _lose(self, peer: str) -> None:
+        if not self._link.attached:
+            return
+        self.acquainted.discard(peer)
         node_id = node_id_of(peer)
         if node_id in self.routing_table:
             del self.routing_table[node_id]

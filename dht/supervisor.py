@@ -41,7 +41,7 @@ class Supervisor:
         link: Link,
         dialer: Dialer,
         calls: dict[str, CallHandler],
-        attached: Callable[[], Awaitable[None]],
+        launched: Callable[[], Awaitable[None]],
     ) -> None:
         self.reason = "p2pd is starting"
         self.restarts = 0
@@ -50,7 +50,7 @@ class Supervisor:
         self._link = link
         self._dialer = dialer
         self._calls = calls
-        self._attached = attached
+        self._launched = launched
         self._p2pd: P2pd | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -88,6 +88,7 @@ class Supervisor:
         self._p2pd = await P2pd.start(self._options)
         try:
             await self._attach()
+            await self._launched()
         except LinkError as error:
             await self._p2pd.stop()
             raise P2pdError(f"p2pd started but does not answer: {error}") from error
@@ -97,7 +98,6 @@ class Supervisor:
         self.addresses = await self._link.identify()
         self._fix_port()
         self.reason = ""
-        await self._attached()
 
     def _fix_port(self) -> None:
         # A restarted p2pd must be found where others know it, also if any port would do at first.

@@ -90,7 +90,7 @@ class Swarm:
             guard=self._options.guard,
         )
         self._supervisor = Supervisor(
-            p2pd, self._link, self._dialer, self._protocol.handlers(), self._on_attached
+            p2pd, self._link, self._dialer, self._protocol.handlers(), self._on_launched
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -102,7 +102,7 @@ class Swarm:
         self._node = Node(self._protocol)
         self.transport = Libp2pTransport(peer, dialable, self._link, self._dialer, self._runtime)
         self.directory = RunDirectory(self.identity, self._node, dialable, self._memory.first_sequence)
-        self._protocol.on_peer = lambda met: self.directory.refresh()
+        self._protocol.on_peer = self._on_peer
         self._keepers = [
             AddressKeeper(address, self._node, self._dialer) for address in self._join if address.peer != peer
         ]
@@ -140,11 +140,11 @@ class Swarm:
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._tasks = []
-        if self._link.attached:
-            self._remember()
+        self._memory.save()
         await self.directory.stop()
         await self.transport.stop()
         await self._supervisor.stop()
+        await self._node.stop()
         remove_runtime_dir(self._runtime)
 
     def status(self) -> SwarmStatus:
@@ -187,31 +187,29 @@ class Swarm:
             return "searching", f"{failed[0].reason}; tried {failed[0].attempts} times, trying again"
         return "searching", f"connecting to {tried[0].address}"
 
-    async def _on_attached(self) -> None:
+    async def _on_launched(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
         await self.transport.attach()
-        known = list(dict.fromkeys([*self._protocol.peers, *self._remembered()]))
-        if known:
-            task = asyncio.create_task(self._rejoin(known[:MAX_PEERS]))
-            self._tasks = [one for one in self._tasks if not one.done()] + [task]
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(self._rejoin()))
 
-    async def _rejoin(self, peers: list[str]) -> None:
-        await rejoin(self._node, self._dialer, peers)
+    async def _rejoin(self) -> None:
+        known = dict.fromkeys([*self._remembered(), *self._protocol.peers])
+        await rejoin(self._node, self._dialer, list(known)[: 2 * MAX_PEERS])
 
     def _remembered(self) -> list[str]:
         for peer, addresses in self._memory.peers.items():
             self._dialer.hear(peer, addresses)
-        return [peer for peer in self._memory.peers if peer != self.peer]
+        return [peer for peer in reversed(self._memory.peers) if peer != self.peer]
 
-    def _remember(self) -> None:
-        good = {peer: self._dialer.addresses_of(peer) for peer in self._protocol.peers[:MAX_PEERS]}
-        self._memory.remember({peer: addresses for peer, addresses in good.items() if addresses})
+    def _on_peer(self, met: str) -> None:
+        self._memory.remember(met, self._dialer.addresses_of(met))
+        self.directory.refresh()
 
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self._protocol.ledger.forget(time.monotonic())
-            if self._protocol.peers:
-                self._remember()
-            elif self._link.attached:
-                await self._rejoin(self._remembered())
+            self._memory.save()
+            if not self._protocol.peers and self._link.attached:
+                await self._rejoin()

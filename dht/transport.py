@@ -207,6 +207,7 @@ class Libp2pTransport:
         if self._listener is not None:
             asyncio.get_running_loop().remove_reader(self._listener)
             self._listener.close()
+            self._listener = None
             self._path.unlink(missing_ok=True)
         for channel in list(self._channels):
             channel.close()

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE, AddressError, parse_address, parse_listen
+
+PEER = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        (EXAMPLE, "192.0.2.7", 31337),
+        (f"/ip6/2001:db8::1/tcp/1/p2p/{PEER}", "2001:db8::1", 1),
+        (f"/dns4/seed.example.org/tcp/65535/p2p/{PEER}", "seed.example.org", 65535),
+        (f"/dns/localhost/tcp/80/p2p/{PEER}", "localhost", 80),
+    ],
+)
+def test_good_addresses(text: str, host: str, port: int) -> None:
+    address = parse_address(text)
+    assert (address.text, address.host, address.port, address.relayed) == (text, host, port, False)
+    assert f"{address.transport}/p2p/{address.peer}" == text
+
+
+def test_through_a_relay() -> None:
+    relay = EXAMPLE.rpartition("/")[2]
+    address = parse_address(f"{EXAMPLE}/p2p-circuit/p2p/{PEER}")
+    assert address.relayed
+    assert address.peer == PEER
+    assert address.transport == f"/ip4/192.0.2.7/tcp/31337/p2p/{relay}/p2p-circuit"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "start with /"),
+        ("127.0.0.1:80", "start with /"),
+        ("/ip4/127.0.0.1", "expected /ip4/ADDRESS/tcp/PORT"),
+        (f"/ip4/127.0.0.300/tcp/1/p2p/{PEER}", "expected an IPv4 address"),
+        (f"/ip6/127.0.0.1/tcp/1/p2p/{PEER}", "expected an IPv6 address"),
+        (f"/dns4/-bad-/tcp/1/p2p/{PEER}", "expected a host name"),
+        (f"/ip4/127.0.0.1/udp/1/p2p/{PEER}", "/tcp"),
+        (f"/ip4/127.0.0.1/tcp/65536/p2p/{PEER}", "TCP port"),
+        (f"/ip4/127.0.0.1/tcp/-1/p2p/{PEER}", "TCP port"),
+        (f"/ip4/127.0.0.1/tcp/0/p2p/{PEER}", "port 0"),
+        ("/ip4/127.0.0.1/tcp/1", "/p2p/PEERID"),
+        ("/ip4/127.0.0.1/tcp/1/p2p/QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N", "Ed25519 PeerID"),
+        (f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}x", "PeerID"),
+        (f"/ip4/127.0.0.1/tcp/1/p2p/{PEER}/ws", "/p2p/PEERID"),
+        (f"/unix/tmp/x/tcp/1/p2p/{PEER}", "first"),
+        ("/" + "x/" * 1000, "at most 512"),
+    ],
+)
+def test_malformed_addresses(text: str, problem: str) -> None:
+    with pytest.raises(AddressError, match="malformed address") as caught:
+        parse_address(text)
+    assert problem in str(caught.value)
+    assert EXAMPLE in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@given(st.text())
+def test_any_text_is_refused_in_one_clear_line(text: str) -> None:
+    for parse in (parse_address, parse_listen):
+        with pytest.raises(AddressError) as caught:
+            parse(text)
+        assert str(caught.value).isprintable()
+
+
+def test_listen_addresses() -> None:
+    assert parse_listen(LISTEN_EXAMPLE).port == 31337
+    assert parse_listen("/ip6/::/tcp/0").host == "::"
+    for text in ("/dns4/localhost/tcp/1", EXAMPLE, "/ip4/0.0.0.0/tcp/x"):
+        with pytest.raises(AddressError, match="for example /ip4/0"):
+            parse_listen(text)

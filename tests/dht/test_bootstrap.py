@@ -1,0 +1,161 @@
+"""Not being in the swarm is a state with a reason, and it ends by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+
+from equipoise.dht import messages
+from equipoise.dht.dialer import Unreached, probe
+from equipoise.dht.identity import load_or_create
+from equipoise.dht.swarm import Swarm
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def announce(member: Swarm) -> None:
+    await member.directory.announce("digits", spec="ab", ready=True, round=1, accumulated=0.0, reason="")
+
+
+def sees(member: Swarm, count: int):
+    async def check() -> bool:
+        return len(await member.directory.peers("digits")) == count
+
+    return check
+
+
+async def test_a_dead_address_is_a_reason_and_is_joined_when_it_comes_alive(
+    members, until, port: int
+) -> None:
+    seed = load_or_create(members.home("seed"))
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{seed.peer}"
+    member = await members.start("member", join=[address])
+    await until(lambda: member.status().bootstrap[0].state == "refused")
+    status = member.status()
+    assert status.state == "searching"
+    assert f"127.0.0.1 port {port} (connection refused)" in status.reason
+    assert status.bootstrap[0].address == address
+    await members.start("seed", listen=[f"/ip4/127.0.0.1/tcp/{port}"])
+    await until(lambda: member.status().state == "joined")
+    await until(lambda: member.status().bootstrap[0].state == "connected")
+
+
+async def test_islands_merge_when_their_common_address_appears(members, until, port: int) -> None:
+    seed = load_or_create(members.home("seed"))
+    dead = f"/ip4/127.0.0.1/tcp/{port}/p2p/{seed.peer}"
+    left = await members.start("left", join=[dead])
+    left_too = await members.start("left too", join=[dead, *left.addresses])
+    right = await members.start("right", join=[dead])
+    islanders = [left, left_too, right]
+    for member in islanders:
+        await announce(member)
+    await until(sees(left, 2))
+    await until(sees(left_too, 2))
+    assert await sees(right, 1)()
+    await members.start("seed", listen=[f"/ip4/127.0.0.1/tcp/{port}"])
+    for member in islanders:
+        await until(sees(member, 3))
+
+
+async def test_a_seed_that_returns_without_addresses_is_found_again(members, until, port: int) -> None:
+    listen = [f"/ip4/127.0.0.1/tcp/{port}"]
+    seed = await members.start("seed", listen=listen)
+    member = await members.start("member", join=seed.addresses)
+    await until(lambda: member.status().state == "joined")
+    await announce(member)
+    await seed.stop()
+    await until(lambda: member.status().state == "searching")
+    back = await members.start("seed", listen=listen)
+    await until(lambda: member.status().state == "ready")
+    await until(lambda: back.status().state == "joined")
+    await until(sees(back, 1))
+
+
+async def test_another_peer_at_the_address(members, until, stranger) -> None:
+    first = await members.start("first")
+    wrong = first.addresses[0].replace(first.peer, stranger.peer)
+    member = await members.start("member", join=[wrong])
+    await until(lambda: member.status().bootstrap[0].state == "wrong peer")
+    assert f"{first.peer} answers at" in member.status().reason
+    assert f"expected {stranger.peer}" in member.status().reason
+
+
+async def test_another_protocol_version(members, until) -> None:
+    first = await members.start("first")
+    later = messages.Hello(version=2, serves=True, time=0.0)
+    first._protocol._hello = lambda: later
+    member = await members.start("member", join=first.addresses)
+    await until(lambda: member.status().bootstrap[0].state == "other version")
+    assert "protocol version 2, this peer version 1" in member.status().reason
+
+
+async def test_something_else_at_the_address(members, until, stranger) -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(greet, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    member = await members.start("member", join=[f"/ip4/127.0.0.1/tcp/{port}/p2p/{stranger.peer}"])
+    await until(lambda: member.status().bootstrap[0].state == "failed")
+    assert "not a libp2p peer" in member.status().reason
+    server.close()
+    await server.wait_closed()
+
+
+async def test_silence_and_unknown_names_are_told_apart(monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.dialer.PROBE_SECONDS", 0.05)
+    with socket.socket() as full:
+        # A listener whose queue is full answers nothing.
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(full.getsockname())
+        with pytest.raises(Unreached, match="nobody answers") as caught:
+            await probe("127.0.0.1", full.getsockname()[1])
+        assert caught.value.state == "timeout"
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (socket.gaierror(socket.EAI_NONAME, "Name or service not known"), "unresolved"),
+        (OSError(101, "Network is unreachable"), "no network"),
+        (ConnectionRefusedError(111, "Connection refused"), "refused"),
+        (OSError(5, "Input/output error"), "failed"),
+    ],
+)
+async def test_causes_have_names(monkeypatch, error: OSError, state: str) -> None:
+    async def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(asyncio, "open_connection", fail)
+    with pytest.raises(Unreached) as caught:
+        await probe("seed.example.org", 1)
+    assert caught.value.state == state
+    assert str(caught.value).isprintable()
+
+
+async def test_no_network_is_offline(members, until, monkeypatch) -> None:
+    async def fail(*args: object) -> None:
+        raise OSError(101, "Network is unreachable")
+
+    first = await members.start("first")
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "open_connection", fail)
+        member = await members.start("member", join=first.addresses)
+        await until(lambda: member.status().bootstrap[0].state == "no network")
+        assert member.status().state == "offline"
+        assert "no network route" in member.status().reason
+    await until(lambda: member.status().state == "joined")

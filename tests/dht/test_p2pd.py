@@ -1,0 +1,125 @@
+"""p2pd lives as long as its daemon, whatever ends the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from equipoise.dht.identity import load_or_create
+from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
+
+DAEMON = textwrap.dedent(
+    """
+    import asyncio, sys
+    from pathlib import Path
+    from equipoise.dht.identity import load_or_create
+    from equipoise.dht.p2pd import P2pd, P2pdOptions
+
+    async def main():
+        home = Path(sys.argv[1])
+        identity = load_or_create(home)
+        p2pd = await P2pd.start(P2pdOptions(identity.path, Path(sys.argv[2]), (), guard=sys.argv[3]))
+        print(p2pd.pid, flush=True)
+        await asyncio.Event().wait()
+
+    if sys.argv[4] == "thread":
+        import threading
+        thread = threading.Thread(target=asyncio.run, args=(main(),))
+        thread.start()
+        thread.join()
+    else:
+        asyncio.run(main())
+    """
+)
+
+
+@pytest.fixture
+def runtime():
+    path = make_runtime_dir()
+    yield path
+    remove_runtime_dir(path)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+@pytest.mark.parametrize("guard", ["auto", "watch"])
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_is_gone_soon_after_its_daemon_is_killed(
+    tmp_path: Path, runtime: Path, guard: str, where: str
+) -> None:
+    arguments = [sys.executable, "-c", DAEMON, str(tmp_path), str(runtime / "c"), guard, where]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as daemon:
+        assert daemon.stdout is not None
+        processes = family(int(daemon.stdout.readline()))
+        assert any(process.name() == "p2pd" for process in processes)
+        daemon.send_signal(signal.SIGKILL)
+        daemon.wait()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+
+
+@pytest.mark.parametrize("guard", ["auto", "watch"])
+async def test_stop_collects_it_even_if_it_hangs(tmp_path: Path, runtime: Path, guard: str) -> None:
+    options = P2pdOptions(load_or_create(tmp_path).path, runtime / "c", (), guard=guard)
+    p2pd = await P2pd.start(options)
+    processes = family(p2pd.pid)
+    for process in processes:
+        process.suspend()
+    await p2pd.stop()
+    _, alive = psutil.wait_procs(processes, timeout=30)
+    assert not alive
+
+
+async def test_its_end_is_told_with_the_reason(tmp_path: Path, runtime: Path) -> None:
+    p2pd = await P2pd.start(P2pdOptions(load_or_create(tmp_path).path, runtime / "c", ()))
+    os.kill(p2pd.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(p2pd.wait(), 10) == "killed by SIGKILL"
+    await p2pd.stop()
+
+
+async def test_a_failed_start_is_one_clear_line(tmp_path: Path, runtime: Path) -> None:
+    garbage = tmp_path / "identity"
+    garbage.write_bytes(b"garbage")
+    with pytest.raises(P2pdError, match="p2pd does not start: exit status") as caught:
+        await P2pd.start(P2pdOptions(garbage, runtime / "c", ()))
+    assert "\n" not in str(caught.value)
+
+
+async def test_output_is_bounded_and_escaped(tmp_path: Path, runtime: Path) -> None:
+    p2pd = await P2pd.start(P2pdOptions(load_or_create(tmp_path).path, runtime / "c", ()))
+    for number in range(1000):
+        p2pd._take_line(f"{number}\x1b[31m" + "x" * 10_000)
+    assert len(p2pd.lines) == 100
+    assert all(line.isprintable() and len(line) <= 300 for line in p2pd.lines)
+    await p2pd.stop()
+
+
+def test_runtime_directories_of_the_dead_are_swept(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    base = runtime / "b"
+    base.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    dead = base / f"eqp-{process.pid}-abc"
+    alive = base / f"eqp-{os.getpid()}-abc"
+    dead.mkdir()
+    alive.mkdir()
+    made = make_runtime_dir()
+    assert made.parent == base
+    assert not dead.exists()
+    assert alive.exists()
+    assert made.stat().st_mode & 0o777 == 0o700

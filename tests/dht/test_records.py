@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.dht import msgpack_guard
+from equipoise.dht.identity import Identity, load_or_create
+from equipoise.dht.ledger import CLOCK_TOLERANCE_SECONDS, MAX_RUNS_PER_PEER, REMEMBER_SECONDS, Ledger
+from equipoise.dht.records import (
+    MAX_RECORD_BYTES,
+    Kept,
+    Readiness,
+    RecordError,
+    key_of,
+    seal,
+    shard_of,
+    unseal,
+)
+
+NOW = 1000.0
+SWARM_TIME = 1.8e9
+
+
+def record(identity: Identity, **changes) -> Readiness:
+    values = {
+        "version": 1,
+        "peer": identity.peer,
+        "run": "digits",
+        "sequence": 1,
+        "state": "ready",
+        "ttl": 15.0,
+        "issued": SWARM_TIME,
+    }
+    return Readiness(**(values | changes))
+
+
+def kept(identity: Identity, remaining: float = 15.0, **changes) -> Kept:
+    one = record(identity, **changes)
+    return Kept(key_of(one.run, shard_of(one.peer)), one.peer, seal(one, identity), remaining)
+
+
+def forged(identity: Identity, payload: bytes, run: str = "digits") -> bytes:
+    """Signed by its author, but not made by our encoder."""
+    name = run.encode()
+    signature = identity.sign("readiness", len(name).to_bytes(2, "big") + name + payload)
+    return msgspec.msgpack.encode({"payload": payload, "signature": signature})
+
+
+def states(ledger: Ledger, now: float = NOW) -> dict[str, tuple[int, str]]:
+    found = [entry.record for entry in ledger.current("digits", now)]
+    return {one.peer: (one.sequence, one.state) for one in found}
+
+
+def test_round_trip(identity: Identity) -> None:
+    one = record(identity, reason="waits", round=3, accumulated=2.5, addresses=("/ip4/127.0.0.1/tcp/1",))
+    assert unseal(seal(one, identity)) == one
+
+
+def test_unknown_fields_are_ignored(identity: Identity) -> None:
+    payload = msgspec.msgpack.encode({**msgspec.to_builtins(record(identity)), "later": [1, {"x": None}]})
+    assert unseal(forged(identity, payload)) == record(identity)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_refused_clearly(data: bytes) -> None:
+    with pytest.raises(RecordError) as caught:
+        unseal(data)
+    assert str(caught.value).isprintable()
+
+
+@pytest.fixture(scope="module")
+def author(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return load_or_create(tmp_path_factory.mktemp("author"))
+
+
+@given(st.data())
+def test_no_changed_byte_passes(author: Identity, data: st.DataObject) -> None:
+    sealed = bytearray(seal(record(author), author))
+    position = data.draw(st.integers(0, len(sealed) - 1))
+    sealed[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(RecordError):
+        unseal(bytes(sealed))
+
+
+def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) -> None:
+    with pytest.raises(RecordError, match="not signed by"):
+        unseal(seal(record(identity), stranger))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ttl": 61.0},
+        {"ttl": -1.0},
+        {"accumulated": math.nan},
+        {"accumulated": math.inf},
+        {"accumulated": -1.0},
+        {"bandwidth": math.inf},
+        {"issued": math.nan},
+        {"round": -1},
+        {"sequence": 2**63},
+        {"reason": "x" * 201},
+        {"run": "x" * 129},
+        {"run": ""},
+        {"program": "x" * 65},
+        {"spec": "x" * 129},
+        {"addresses": ("/a",) * 5},
+        {"addresses": ("/" * 513,)},
+        {"version": 2},
+    ],
+)
+def test_bounds_hold_for_writers_and_readers(identity: Identity, change: dict) -> None:
+    one = record(identity, **change)
+    with pytest.raises(RecordError):
+        seal(one, identity)
+    with pytest.raises(RecordError):
+        unseal(forged(identity, msgspec.msgpack.encode(one), one.run))
+
+
+@pytest.mark.parametrize("value", ["text", None, [], {"a": 1}, True])
+def test_wrong_types_are_refused(identity: Identity, value: object) -> None:
+    payload = msgspec.msgpack.encode({**msgspec.to_builtins(record(identity)), "sequence": value})
+    with pytest.raises(RecordError, match="malformed"):
+        unseal(forged(identity, payload))
+
+
+def test_oversized_and_deep_are_refused_before_decoding(identity: Identity) -> None:
+    big = msgspec.msgpack.encode({**msgspec.to_builtins(record(identity)), "later": b"x" * MAX_RECORD_BYTES})
+    with pytest.raises(RecordError, match="at most"):
+        unseal(forged(identity, big))
+    payload = msgspec.msgpack.encode(msgspec.to_builtins(record(identity)) | {"later": None})
+    deep = payload[:-1] + b"\x91" * 1000 + b"\x90"
+    with pytest.raises(RecordError, match="levels of nesting"):
+        unseal(forged(identity, deep))
+
+
+def test_control_characters_are_escaped_where_shown(identity: Identity) -> None:
+    one = record(identity, reason="a\x1b[31m\nb\u202ec")
+    assert one.shown_reason == "a\\x1b[31m\\nb\\u202ec"
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers(-(2**63), 2**63 - 1) | st.floats() | st.text() | st.binary(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+        max_leaves=30,
+    )
+)
+def test_guard_takes_exactly_what_is_shallow(value: object) -> None:
+    def depth(one: object) -> int:
+        if isinstance(one, list | dict):
+            inner = one.values() if isinstance(one, dict) else one
+            return int(bool(one)) + max(map(depth, inner), default=0)
+        return 0
+
+    data = msgspec.msgpack.encode(value)
+    if depth(value) <= msgpack_guard.MAX_DEPTH:
+        msgpack_guard.check(data)
+    else:
+        with pytest.raises(msgpack_guard.Unsafe, match="nesting"):
+            msgpack_guard.check(data)
+    if len(data) > 1:
+        with pytest.raises(msgpack_guard.Unsafe):
+            msgpack_guard.check(data[:-1])
+    with pytest.raises(msgpack_guard.Unsafe):
+        msgpack_guard.check(data + b"\x00")
+
+
+@pytest.mark.parametrize(
+    "bomb", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc9" * 9]
+)
+def test_guard_refuses_bombs(bomb: bytes) -> None:
+    with pytest.raises(msgpack_guard.Unsafe):
+        msgpack_guard.check(bomb)
+
+
+def test_guard_is_linear_in_hostile_input() -> None:
+    with pytest.raises(msgpack_guard.Unsafe, match="nesting"):
+        msgpack_guard.check(b"\x91" * 60_000 + b"\xc0")
+
+
+def test_ledger_keeps_the_newest(identity: Identity, stranger: Identity) -> None:
+    ledger = Ledger()
+    assert ledger.accept(kept(identity, sequence=5), NOW, SWARM_TIME)
+    assert ledger.accept(kept(stranger, sequence=1), NOW, SWARM_TIME)
+    assert ledger.accept(kept(identity, sequence=6, state="joined"), NOW, SWARM_TIME)
+    assert states(ledger) == {identity.peer: (6, "joined"), stranger.peer: (1, "ready")}
+    assert [entry.record.peer for entry in ledger.current("digits", NOW)] == sorted(states(ledger))
+
+
+def test_replays_and_equivocation_are_refused(identity: Identity) -> None:
+    ledger = Ledger()
+    old, new = kept(identity, sequence=1), kept(identity, sequence=2)
+    ledger.accept(old, NOW, SWARM_TIME)
+    ledger.accept(new, NOW, SWARM_TIME)
+    assert ledger.accept(new, NOW, SWARM_TIME) is None
+    for replayed in (old, kept(identity, sequence=2, round=7)):
+        with pytest.raises(RecordError, match="is not after"):
+            ledger.accept(replayed, NOW, SWARM_TIME)
+    assert states(ledger) == {identity.peer: (2, "ready")}
+
+
+def test_life_counts_from_the_first_arrival(identity: Identity) -> None:
+    ledger = Ledger()
+    one = kept(identity)
+    ledger.accept(one, NOW, SWARM_TIME)
+    ledger.accept(one, NOW + 14, SWARM_TIME)
+    assert states(ledger, NOW + 14.9)
+    assert not states(ledger, NOW + 15.1)
+    ledger.accept(one, NOW + 16, SWARM_TIME)
+    assert not states(ledger, NOW + 16)
+
+
+def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Identity) -> None:
+    ledger = Ledger()
+    ledger.accept(kept(identity, remaining=2.0), NOW, SWARM_TIME)
+    assert not states(ledger, NOW + 3)
+    ledger.accept(kept(identity, remaining=15.0), NOW, SWARM_TIME)
+    assert states(ledger, NOW + 14)
+    assert not states(ledger, NOW + 16)
+
+
+@pytest.mark.parametrize("remaining", [0.0, -1.0, 61.0, math.nan, math.inf])
+def test_absurd_lives_are_refused(identity: Identity, remaining: float) -> None:
+    with pytest.raises(RecordError, match="left to live"):
+        Ledger().accept(kept(identity, remaining=remaining), NOW, SWARM_TIME)
+
+
+def test_foreign_subkey_and_wrong_key_are_refused(identity: Identity, stranger: Identity) -> None:
+    good = kept(identity)
+    with pytest.raises(RecordError, match="subkey"):
+        Ledger().accept(Kept(good.key, stranger.peer, good.data, 15.0), NOW, SWARM_TIME)
+    with pytest.raises(RecordError, match="another key"):
+        Ledger().accept(Kept(key_of("other", 0), identity.peer, good.data, 15.0), NOW, SWARM_TIME)
+
+
+def test_clocks_hundreds_of_seconds_off_take_part_and_old_replays_do_not(identity: Identity) -> None:
+    assert Ledger().accept(kept(identity), NOW, SWARM_TIME - 300)
+    assert Ledger().accept(kept(identity), NOW, SWARM_TIME + 300)
+    with pytest.raises(RecordError, match="swarm's clock"):
+        Ledger().accept(kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
+
+
+def test_nothing_can_be_revived_by_forgetting(identity: Identity) -> None:
+    ledger = Ledger()
+    ledger.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
+    ledger.accept(kept(identity, sequence=2), NOW, SWARM_TIME)
+    ledger.forget(NOW + REMEMBER_SECONDS - 1)
+    assert len(ledger) == 1
+    ledger.forget(NOW + REMEMBER_SECONDS + 1)
+    assert len(ledger) == 0
+    with pytest.raises(RecordError, match="swarm's clock"):
+        ledger.accept(
+            kept(identity, sequence=1), NOW + REMEMBER_SECONDS + 1, SWARM_TIME + REMEMBER_SECONDS + 1
+        )
+
+
+def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity: Identity) -> None:
+    ledger = Ledger()
+    ledger.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
+    farewell = kept(identity, sequence=2, state="offline")
+    ledger.accept(farewell, NOW, SWARM_TIME)
+    assert not states(ledger)
+    assert [one.data for one in ledger.under(farewell.key, NOW)] == [farewell.data]
+
+
+def test_runs_per_author_are_bounded(identity: Identity) -> None:
+    ledger = Ledger()
+    for number in range(MAX_RUNS_PER_PEER):
+        ledger.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
+    with pytest.raises(RecordError, match="maximum"):
+        ledger.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
+    ledger.accept(kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)

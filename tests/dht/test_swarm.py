@@ -1,0 +1,257 @@
+"""Members that find each other, and their records."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from equipoise.dht import messages
+from equipoise.dht.address import AddressError
+from equipoise.dht.identity import load_or_create
+from equipoise.dht.memory import MEMORY_FILE, Memory
+from equipoise.dht.p2pd import ListenError
+from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.swarm import Swarm, SwarmOptions
+
+SPEC = "ab12"
+
+
+async def announce(member: Swarm, run: str = "digits", **changes) -> None:
+    values = {"spec": SPEC, "ready": True, "round": 1, "accumulated": 0.0, "reason": "waits"}
+    await member.directory.announce(run, **(values | changes))
+
+
+def sees(member: Swarm, *others: Swarm, run: str = "digits"):
+    async def check() -> bool:
+        return {one.peer for one in await member.directory.peers(run)} == {one.peer for one in others}
+
+    return check
+
+
+async def test_three_find_each_other_and_follow_changes(members, until) -> None:
+    first = await members.start("first")
+    assert first.status().state == "searching"
+    assert "no other peer" in first.status().reason
+    others = [await members.start(name, join=first.addresses) for name in ("second", "third")]
+    everyone = [first, *others]
+    for member in everyone:
+        await announce(member)
+    for member in everyone:
+        await until(sees(member, *everyone))
+        assert member.status().state == "ready"
+        assert "digits" in member.status().reason
+    await announce(others[0], ready=False, round=7, accumulated=2.5, reason="computes")
+    for member in everyone:
+        await until(lambda member=member: followed(member, others[0]))
+    found = {one.peer: one for one in await first.directory.peers("digits")}
+    candidate = found[others[0].peer]
+    assert (candidate.round, candidate.accumulated, candidate.spec) == (7, 2.5, SPEC)
+    assert (candidate.dialable, candidate.ready) == (True, False)
+    await others[1].directory.withdraw("digits")
+    for member in everyone:
+        await until(sees(member, first, others[0]))
+    assert others[1].status().state == "joined"
+
+
+async def followed(member: Swarm, other: Swarm) -> bool:
+    return any(one.peer == other.peer and not one.ready for one in await member.directory.peers("digits"))
+
+
+async def test_a_run_is_seen_by_who_is_not_in_it(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await announce(first)
+    await until(sees(second, first))
+    assert not await second.directory.peers("other")
+
+
+async def test_records_are_renewed_before_they_expire(members, until, monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.directory.RENEW_SECONDS", 0.2)
+    first = await members.start("first")
+    await announce(first, reason="stays")
+    before = (await first.directory.peers("digits"))[0]
+    await until(lambda: renewed(first, before))
+
+
+async def renewed(member: Swarm, before: Readiness) -> bool:
+    [now] = await member.directory.peers("digits")
+    return now.sequence > before.sequence and (now.reason, now.round) == ("stays", 1)
+
+
+async def test_client_mode_takes_part_but_cannot_be_dialled(members, until) -> None:
+    first = await members.start("first")
+    client = await members.start("client", join=first.addresses, client_mode=True)
+    assert client.addresses == []
+    for member in (first, client):
+        await announce(member)
+    for member in (first, client):
+        await until(sees(member, first, client))
+    found = {one.peer: one.dialable for one in await first.directory.peers("digits")}
+    assert found == {first.peer: True, client.peer: False}
+    assert client.peer not in first._protocol.peers
+
+
+async def test_p2pd_killed_comes_back_as_the_same_peer(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    for member in (first, second):
+        await announce(member)
+    await until(sees(first, first, second))
+    addresses, pid = first.addresses, first.status().p2pd_pid
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: first.status().state == "offline")
+    assert "SIGKILL" in first.status().reason
+    with pytest.raises(ConnectionError):
+        await first.transport.open(second.peer)
+    await until(lambda: first.status().p2pd_restarts == 1 and first.status().state == "ready")
+    assert first.addresses == addresses
+    assert first.status().p2pd_pid not in (None, pid)
+    await announce(second, ready=False)
+    await until(lambda: followed(first, second))
+    first.transport.serve(echo)
+    await until(lambda: answers(second, first))
+
+
+async def echo(channel) -> None:
+    header, _ = await channel.receive(lambda header, size: memoryview(bytearray(size)))
+    await channel.send(header)
+
+
+async def answers(member: Swarm, other: Swarm) -> bool:
+    try:
+        channel = await member.transport.open(other.peer)
+        await channel.send(b"hello")
+        await channel.receive(lambda header, size: memoryview(bytearray(size)))
+    except ConnectionError:
+        return False
+    channel.close()
+    return True
+
+
+async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.link.REQUEST_SECONDS", 0.5)
+    first = await members.start("first")
+    os.kill(first.status().p2pd_pid, signal.SIGSTOP)
+    await until(lambda: first.status().p2pd_restarts == 1)
+
+
+async def test_a_broken_attachment_is_made_again(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    pid = first.status().p2pd_pid
+    first._link._p2p._client.control._read_task.cancel()
+    await announce(first)
+    await announce(second)
+    await until(sees(first, first, second))
+    assert (first.status().p2pd_pid, first.status().p2pd_restarts) == (pid, 0)
+
+
+async def test_hostile_calls_are_refused_and_change_nothing(members, until, stranger) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await announce(first)
+    await until(lambda: first.peer in second.status().connected)
+    hello = second._protocol._hello()
+    record = Readiness(
+        version=1, peer=stranger.peer, run="digits", sequence=1, state="ready", ttl=15, issued=time.time()
+    )
+    key = key_of("digits", shard_of(stranger.peer))
+    good = seal(record, stranger)
+    forged = seal(record, second.identity)
+    deep = messages.encode(hello)[:-1] + b"\x91" * 50 + b"\xc0"
+    requests = [
+        (b"", "malformed"),
+        (b"\xc1", "malformed"),
+        (deep, "malformed"),
+        (bytes(150_000), "malformed"),
+        (messages.encode(messages.Hello(version=2, serves=True, time=0.0)), "protocol version 2"),
+        (messages.encode({"version": 1, "hello": hello, "records": "x"}), "malformed"),
+    ]
+    for request, problem in requests:
+        with pytest.raises(ConnectionError, match=problem):
+            await second._link.call(first.peer, messages.STORE, request)
+    for kept in (
+        Kept(key, stranger.peer, forged, 15.0),
+        Kept(key, second.peer, good, 15.0),
+        Kept(key_of("digits", (shard_of(stranger.peer) + 1) % 4), stranger.peer, good, 15.0),
+        Kept(key, stranger.peer, good, 1e9),
+        Kept(key, stranger.peer, b"\x91" * 5000, 15.0),
+    ):
+        assert await second._protocol.store(first.peer, [kept]) == 0
+    assert await sees(first, first)()
+    assert await second._protocol.store(first.peer, [Kept(key, stranger.peer, good, 15.0)]) == 1
+
+
+async def test_too_many_calls_are_refused(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await until(lambda: first.peer in second.status().connected)
+    ping = messages.encode(second._protocol._hello())
+
+    async def flood() -> None:
+        for _ in range(2000):
+            await second._link.call(first.peer, messages.PING, ping)
+
+    with pytest.raises(ConnectionError, match="too many calls"):
+        await flood()
+
+
+async def test_clocks_that_differ_meet_in_the_middle(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    hello = second._protocol._hello
+    second._protocol._hello = lambda: messages.Hello(
+        serves=True, time=hello().time + 300, addresses=hello().addresses
+    )
+    await second._protocol.ping(first.peer)
+    await first._protocol.ping(second.peer)
+    assert first.status().clock_offset == pytest.approx(150, abs=5)
+
+
+def test_misuse_is_one_clear_line(tmp_path: Path) -> None:
+    for options in ({"join": ["nonsense"]}, {"listen": ["/ip4/1.2.3.4"]}):
+        with pytest.raises(AddressError, match="for example"):
+            Swarm(tmp_path, SwarmOptions(**options))
+
+
+async def test_a_port_that_is_taken_is_one_clear_line(members, tmp_path: Path) -> None:
+    first = await members.start("first")
+    taken = first.addresses[0].partition("/p2p/")[0]
+    with pytest.raises(ListenError, match=f"cannot listen on {taken}: Address already in use") as caught:
+        await members.start("second", listen=[taken])
+    assert "\n" not in str(caught.value)
+
+
+async def test_start_and_stop_leave_nothing(members, until) -> None:
+    before = psutil.Process().num_fds()
+    member = await members.start("first")
+    runtime, pid = member._runtime, member.status().p2pd_pid
+    await announce(member)
+    await member.stop()
+    await member.stop()
+    assert not runtime.exists()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert member.status().state == "offline"
+    await until(lambda: psutil.Process().num_fds() <= before)
+
+
+def test_memory_survives_and_distrusts_its_file(tmp_path: Path) -> None:
+    peer = load_or_create(tmp_path / "other").peer
+    good = {peer: (f"/ip4/127.0.0.1/tcp/1/p2p/{peer}",)}
+    memory = Memory(tmp_path)
+    first = memory.first_sequence
+    memory.remember(peer, good[peer])
+    memory.save()
+    again = Memory(tmp_path)
+    assert again.peers == good
+    assert again.first_sequence > first
+    (tmp_path / MEMORY_FILE).write_text('{"starts": 9, "peers": {"x": ["/ip4/nonsense"]}}')
+    assert Memory(tmp_path).peers == {}
+    (tmp_path / MEMORY_FILE).write_text("[" * 100_000)
+    assert Memory(tmp_path).peers == {}

@@ -1,0 +1,190 @@
+"""Frames over real libp2p streams."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+
+import pytest
+
+from equipoise.averaging import ports
+from equipoise.dht import transport
+from equipoise.dht.transport import MAX_STREAMS_PER_PEER, STREAM_PROTOCOL, FramedChannel
+
+BODY = bytes(range(256)) * 2048
+
+
+def fresh(header: bytes, size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+async def accepted(member) -> asyncio.Queue[FramedChannel]:
+    channels: asyncio.Queue[FramedChannel] = asyncio.Queue()
+
+    async def serve(channel: FramedChannel) -> None:
+        await channels.put(channel)
+        await asyncio.Event().wait()
+
+    member.transport.serve(serve)
+    return channels
+
+
+@pytest.fixture
+async def pair(members, until):
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await until(lambda: first.peer in second.status().connected)
+    queue = await accepted(first)
+    mine = await second.transport.open(first.peer)
+    theirs = await asyncio.wait_for(queue.get(), 10)
+    return first, second, mine, theirs
+
+
+def test_limits_equal_those_of_the_port() -> None:
+    assert transport.MAX_HEADER_BYTES == ports.MAX_HEADER_BYTES
+    assert transport.MAX_BODY_BYTES == ports.MAX_BODY_BYTES
+
+
+async def test_frames_in_both_directions(pair) -> None:
+    first, second, mine, theirs = pair
+    assert (mine.peer, theirs.peer) == (first.peer, second.peer)
+    buffer = bytearray(transport.MAX_BODY_BYTES)
+    sizes = []
+
+    def place(header: bytes, size: int) -> memoryview:
+        sizes.append((header, size))
+        return memoryview(buffer)[:size]
+
+    async def send_all() -> None:
+        await mine.send(b"empty")
+        await mine.send(b"", BODY)
+        await asyncio.gather(mine.send(b"a", memoryview(BODY)), mine.send(b"b", bytearray(BODY)))
+        await mine.send(b"h" * transport.MAX_HEADER_BYTES, bytes(transport.MAX_BODY_BYTES))
+
+    sending = asyncio.create_task(send_all())
+    assert await theirs.receive(place) == (b"empty", b"")
+    assert await theirs.receive(place) == (b"", BODY)
+    assert {(await theirs.receive(place))[0] for _ in range(2)} == {b"a", b"b"}
+    assert buffer[: len(BODY)] == BODY
+    header, body = await theirs.receive(place)
+    assert (len(header), len(body)) == (transport.MAX_HEADER_BYTES, transport.MAX_BODY_BYTES)
+    assert sizes[0] == (b"", len(BODY))
+    await sending
+    await theirs.send(b"back", BODY)
+    assert await mine.receive(fresh) == (b"back", BODY)
+
+
+async def test_reading_goes_on_while_the_other_end_does_not_read(pair) -> None:
+    _, _, mine, theirs = pair
+
+    async def flood() -> None:
+        while True:
+            await mine.send(b"flood", bytes(transport.MAX_BODY_BYTES))
+
+    flooding = asyncio.create_task(flood())
+    for number in range(3):
+        await theirs.send(b"%d" % number, BODY)
+        assert (await asyncio.wait_for(mine.receive(fresh), 10))[0] == b"%d" % number
+    assert not flooding.done()
+    theirs.close()
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(flooding, 10)
+
+
+async def test_oversize_is_refused_at_both_ends(pair) -> None:
+    _, _, mine, theirs = pair
+    with pytest.raises(ValueError, match="at most"):
+        await mine.send(bytes(transport.MAX_HEADER_BYTES + 1))
+    with pytest.raises(ValueError, match="at most"):
+        await mine.send(b"", bytes(transport.MAX_BODY_BYTES + 1))
+    await mine._stream.send(struct.pack("!II", 1, transport.MAX_BODY_BYTES + 1))
+    with pytest.raises(ConnectionError, match="above the maximum"):
+        await theirs.receive(fresh)
+    with pytest.raises(ConnectionError):
+        await mine.receive(fresh)
+
+
+async def test_a_refused_frame_closes_the_channel(pair) -> None:
+    _, _, mine, theirs = pair
+    await mine.send(b"no", BODY)
+
+    def refuse(header: bytes, size: int) -> memoryview:
+        raise ports.FrameRefused(f"{header!r} of {size}")
+
+    with pytest.raises(ports.FrameRefused, match="524288"):
+        await theirs.receive(refuse)
+    with pytest.raises(ConnectionError):
+        await theirs.receive(fresh)
+    with pytest.raises(ConnectionError, match=mine.peer):
+        await asyncio.wait_for(mine.receive(fresh), 10)
+
+
+@pytest.mark.parametrize("end", ["mine", "theirs"])
+async def test_closing_ends_receives_at_both_ends(pair, end: str) -> None:
+    _, _, mine, theirs = pair
+    receiving = [asyncio.create_task(channel.receive(fresh)) for channel in (mine, theirs)]
+    await asyncio.sleep(0)
+    closed = mine if end == "mine" else theirs
+    closed.close()
+    closed.close()
+    for task in receiving:
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(task, 10)
+    with pytest.raises(ConnectionError):
+        await closed.send(b"late")
+
+
+async def test_a_receive_cancelled_between_frames_loses_nothing(pair) -> None:
+    _, _, mine, theirs = pair
+    waiting = asyncio.create_task(theirs.receive(fresh))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await mine.send(b"after", BODY)
+    assert await theirs.receive(fresh) == (b"after", BODY)
+
+
+async def test_who_does_not_exist_cannot_be_reached(pair, stranger) -> None:
+    _, second, _, _ = pair
+    with pytest.raises(ConnectionError, match=f"cannot reach {stranger.peer}"):
+        await second.transport.open(stranger.peer)
+
+
+async def test_who_does_not_serve_hangs_up(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await until(lambda: first.peer in second.status().connected)
+    channel = await second.transport.open(first.peer)
+    with pytest.raises(ConnectionError):
+        await channel.receive(fresh)
+
+
+async def test_streams_of_one_peer_are_bounded(pair, until) -> None:
+    first, second, mine, theirs = pair
+    queue = await accepted(first)
+    opened = [mine, theirs] + [
+        await second.transport.open(first.peer) for _ in range(MAX_STREAMS_PER_PEER - 1)
+    ]
+    opened += [await asyncio.wait_for(queue.get(), 10) for _ in range(MAX_STREAMS_PER_PEER - 1)]
+    with pytest.raises(ConnectionError, match="the maximum"):
+        await second.transport.open(first.peer)
+    # One that ignores its own bound is hung up on by the other.
+    stream = await second._link.open_stream(first.peer, STREAM_PROTOCOL)
+    channel = FramedChannel(first.peer, stream, lambda channel: None)
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(channel.receive(fresh), 10)
+    for one in opened:
+        one.close()
+    await until(lambda: first.transport.streams == 0)
+    (await second.transport.open(first.peer)).close()
+    (await queue.get()).close()
+
+
+async def test_a_stopped_member_leaves_its_peers_an_error(pair) -> None:
+    first, second, mine, _ = pair
+    receiving = asyncio.create_task(mine.receive(fresh))
+    await first.stop()
+    with pytest.raises(ConnectionError, match=first.peer):
+        await asyncio.wait_for(receiving, 10)
+    with pytest.raises(ConnectionError, match="cannot reach"):
+        await second.transport.open(first.peer)
