@@ -10,12 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from equipoise.averaging import messages as wire
-from equipoise.averaging.ballot import Tally, Vote, inherited, is_majority, members_of, next_ballot
+from equipoise.averaging.ballot import Tally, Vote, inherited, is_majority, next_ballot
 from equipoise.averaging.messages import Decision
 from equipoise.averaging.round import Group
 
 MIN_CONTRIBUTORS = 2
 """One contributor alone is not an average."""
+
+MAX_BALLOT_LEAP = 64 * 1024
+"""Most ballots that one message may skip. Members of a sound group open one per stall; without a bound, one message
+could leave the others no ballots that a message can carry."""
 
 
 @dataclass(slots=True)
@@ -67,6 +71,18 @@ class Agreement:
         chosen = self.chosen
         return self.ballot.decision if chosen is None else chosen.decision
 
+    @property
+    def valued(self) -> Decision | None:
+        """The decision whose mean must be kept: what this member holds counts until another is proposed."""
+        decision = self.decision
+        return self.held[1] if decision is None and self.held is not None else decision
+
+    @property
+    def must_fetch(self) -> bool:
+        """Whether the mean is not on its way: others hold it already, or its decision was never proposed here."""
+        ballot = self.ballot
+        return bool(ballot.holders) or (ballot.decision is None and self.decision is not None)
+
     def leader_of(self, ballot: int) -> int:
         """Whose ballot it is."""
         return ballot % self.group.size
@@ -81,23 +97,32 @@ class Agreement:
         """Bitmask of those known to hold the mean over the decision's contributors."""
         return self.tally.holders(decision) | self.ballot.holders
 
+    def sources(self, decision: Decision, reachable: int, desperate: bool) -> int:
+        """Bitmask of those in `reachable` to fetch the mean from: who voted as the majority, else other holders.
+
+        If there are none, anyone may have some parts of it: the `desperate` ask them.
+        """
+        chosen = self.chosen
+        same = self.tally.voters(chosen) if chosen is not None else 0
+        return same & reachable or self.holders(decision) & reachable or (reachable if desperate else 0)
+
     def open(self) -> wire.Prepare:
         """Open a ballot of our own."""
         self.adopt(next_ballot(self.ballot.number, self.me, self.group.size))
-        self.ballot.promises = {self.me: self._promise()}
+        self.ballot.promises = {self.me: self.promise()}
         return wire.Prepare(self.ballot.number)
 
     def adopt(self, ballot: int) -> None:
         """Promise to take part in no ballot below this one."""
-        if ballot > self.ballot.number:
+        if self.ballot.number < ballot <= self.ballot.number + MAX_BALLOT_LEAP:
             self.ballot = Ballot(ballot)
 
     def on_prepare(self, ballot: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
         """Answer another's attempt to lead, which is refused while the present leader is trusted."""
-        if ballot <= self.ballot.number or trust_leader:
-            return wire.Refuse(self.ballot.number)
-        self.adopt(ballot)
-        return self._promise()
+        before = self.ballot.number
+        if not trust_leader:
+            self.adopt(ballot)
+        return self.promise() if self.ballot.number > before else wire.Refuse(before)
 
     def on_promise(self, sender: int, promise: wire.Promise) -> bool:
         """Count a promise; returns whether it was one that is waited for."""
@@ -133,7 +158,9 @@ class Agreement:
         plan = self.ballot.plan
         if plan is None or (report.ballot, report.sequence) != (plan.ballot, plan.sequence):
             return False
-        self.ballot.reports[sender] = report.whole & self.group.contributors
+        # What an owner holds it keeps, so an older report that comes late takes nothing away.
+        before = self.ballot.reports.get(sender, 0)
+        self.ballot.reports[sender] = before | report.whole & self.group.contributors
         return True
 
     def on_propose(self, sender: int, message: wire.Propose) -> bool:
@@ -145,17 +172,15 @@ class Agreement:
         if message.ballot != ballot.number or ballot.decision is not None:
             return False
         ballot.decision = message.decision
+        if self.held is not None and self.held[1].contributors != message.decision.contributors:
+            # A ballot in which another decision was proposed shows that ours was never chosen: we may let go of it.
+            self.held = None
         ballot.holders = message.holders & self.group.everyone
         return True
 
-    def on_votes(self, vote: Vote, voters: int) -> bool:
-        """Count votes; returns whether there were new ones."""
-        new = voters & self.group.everyone & ~self.tally.voters(vote)
-        if not self.valid(vote.decision):
-            return False
-        for member in members_of(new):
-            self.tally.add(vote, member)
-        return bool(new)
+    def on_votes(self, sender: int, vote: Vote, voters: int) -> bool:
+        """Count votes that `sender` told of; returns whether there were new ones."""
+        return self.valid(vote.decision) and self.tally.add(vote, voters & self.group.everyone, sender)
 
     def hold(self) -> bool:
         """Accept the ballot's decision, whose mean is whole here; returns whether that is news."""
@@ -169,8 +194,22 @@ class Agreement:
         """Count our own vote for what we hold, and say it."""
         assert self.held is not None
         ballot, decision = self.held
-        self.tally.add(Vote(ballot, decision, digest), self.me)
+        self.tally.add(Vote(ballot, decision, digest), 1 << self.me, self.me)
         return wire.Held(ballot, decision, digest)
+
+    def reminders(self, member: int) -> list[wire.RoundMessage]:
+        """What `member` needs to take part in our ballot, in case that it missed it."""
+        ballot = self.ballot
+        if self.leader == member:
+            ballot.reported = None  # so that it is reported again
+            return [self.promise()]
+        if self.leader != self.me:
+            return []
+        if ballot.promises is not None:
+            return [wire.Prepare(ballot.number)]
+        if ballot.decision is not None:
+            return [wire.Propose(ballot.number, ballot.decision, ballot.holders)]
+        return [] if ballot.plan is None else [ballot.plan]
 
     def commit(self) -> wire.Commit | None:
         """What tells others that a decision was chosen."""
@@ -188,6 +227,7 @@ class Agreement:
             and not decision.owners & ~self.group.dialable
         )
 
-    def _promise(self) -> wire.Promise:
+    def promise(self) -> wire.Promise:
+        """This member's promise of its ballot, with what it holds."""
         held_ballot, held = self.held or (None, None)
         return wire.Promise(self.ballot.number, held_ballot, held)

@@ -52,6 +52,7 @@ from equipoise.averaging.round import (
     Withdrew,
     Woke,
 )
+from equipoise.averaging.waiting import names_of, phase_of, waiting_for
 
 STALL_SECONDS = 2.0
 """Without any progress for this long, a step is retried another way. Pauses of healthy processes stay below 1 s."""
@@ -110,13 +111,7 @@ class AllReduce:
     @property
     def phase(self) -> str:
         """Where the round stands: `scatter`, `decide`, `gather`, `commit` or `ended`."""
-        if self.ended is not None:
-            return "ended"
-        if self._agreement.held is not None:
-            return "commit"
-        if self._agreement.ballot.decision is not None:
-            return "gather"
-        return "decide" if self._agreement.ballot.reported else "scatter"
+        return "ended" if self.ended is not None else phase_of(self._agreement)
 
     def start(self, now: float) -> list[Action]:
         """The first actions: scatter, and whatever is due at once."""
@@ -131,9 +126,9 @@ class AllReduce:
 
     def wants_mean(self, part: int, contributors: int) -> bool:
         """Whether the mean of `part` over `contributors` is still of use here."""
-        decision = self._agreement.decision
-        undecided = decision is None or decision.contributors == contributors
-        return self.ended is None and undecided and self._ledger.wants_mean(part, contributors)
+        decision = self._agreement.valued
+        fits = decision is None or decision.contributors == contributors
+        return self.ended is None and fits and self._ledger.wants_mean(part, contributors)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event; return what is to be done, in order."""
@@ -180,7 +175,7 @@ class AllReduce:
             case wire.Held(ballot, decision, digest):
                 news = self._on_held(sender, Vote(ballot, decision, digest))
             case wire.Commit(ballot, decision, digest, holders):
-                news = agreement.on_votes(Vote(ballot, decision, digest), holders)
+                news = agreement.on_votes(sender, Vote(ballot, decision, digest), holders)
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, wire.from_bits(parts))
             case wire.GiveUp(reason):
@@ -202,7 +197,7 @@ class AllReduce:
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
         if isinstance(self.ended, Finish):
-            self._send_commit(sender)
+            self._send_commit(1 << sender)
         if self._agreement.leader_of(ballot) != sender or self.ended is not None:
             return
         # A member that alone lost sight of a leader who serves all others must not unseat it.
@@ -216,28 +211,41 @@ class AllReduce:
     def _on_held(self, sender: int, vote: Vote) -> bool:
         if isinstance(self.ended, Finish) and self._agreement.tally.voters(vote) >> sender & 1:
             # Whoever repeats its vote has not learnt that it won.
-            self._send_commit(sender)
-        return self._agreement.on_votes(vote, 1 << sender)
+            self._send_commit(1 << sender)
+        return self._agreement.on_votes(sender, vote, 1 << sender)
 
     def _on_lost(self, member: int, reason: str) -> None:
         if member == self.me or self._lost >> member & 1:
             return
         self._lost |= 1 << member
         self._ledger.lose(member)
-        if self.ended is None:
+        if isinstance(self.ended, Finish):
+            # It may have been the one to tell the others.
+            self._send_commit(~self._agreement.holders(self.ended.decision))
+        elif self.ended is None:
             self._note(f"{self.group.names[member]} lost in phase {self.phase}: {reason}")
 
     def _on_returned(self, member: int) -> None:
         if self._lost >> member & 1 and not self._gone >> member & 1:
             self._lost &= ~(1 << member)
             self._note(f"{self.group.names[member]} is back")
+            self._remind(member)
             self._ledger.look_again()
             self._again = True
+
+    def _remind(self, member: int) -> None:
+        """Say again what a member that was out of reach may have missed."""
+        if isinstance(self.ended, Finish):
+            self._send_commit(1 << member)
+        elif self.ended is None:
+            for message in self._agreement.reminders(member):
+                self._send(member, message)
+            self._vote(1 << member)
 
     def _on_woke(self, now: float) -> None:
         if now >= self._ends_at:
             if self.ended is None:
-                self._fail(f"timed out in phase {self.phase}; {self._waiting_for()}", now)
+                self._fail(f"timed out {waiting_for(self._agreement, self._ledger)}", now)
             else:
                 self._close()
         elif self.ended is None and now >= self._progress_at + (self._level + 1) * self._stall:
@@ -246,11 +254,12 @@ class AllReduce:
 
     def _on_stalled(self) -> None:
         waited = self._level * self._stall
-        self._note(f"no progress for {waited:g} s in phase {self.phase}; {self._waiting_for()}")
+        self._note(f"no progress for {waited:g} s {waiting_for(self._agreement, self._ledger)}")
         self._late |= self.group.contributors & ~self._ledger.whole()
         self._fetching.ask_another()
-        if self._agreement.held is not None:
-            self._vote()
+        self._vote()
+        # Whoever has finished answers with the commit, which may have passed us by.
+        self._broadcast(wire.Fetch(0, b""))
         line = self._agreement.line(self._lost)
         if self.me in line and (
             self._agreement.ballot.promises is not None or self._level >= 3 + line.index(self.me)
@@ -342,7 +351,7 @@ class AllReduce:
         silent = owners & ~sum(1 << member for member in reports)
         dropped = owners & self._lost | (silent if self._level >= 2 else 0)
         if dropped:
-            self._note(f"going on without owners {self._names(dropped)}")
+            self._note(f"going on without owners {names_of(self.group, dropped)}")
             self._plan(plan.sequence + 1, plan.owners & ~(dropped | self._lost), now)
             return
         if silent:
@@ -351,13 +360,15 @@ class AllReduce:
         for owner in members_of(owners):
             contributors &= reports[owner]
         if contributors.bit_count() < MIN_CONTRIBUTORS:
-            self._fail(
-                f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {self._names(contributors)}", now
-            )
+            if (contributors | self.group.contributors & ~self._lost).bit_count() < MIN_CONTRIBUTORS:
+                self._fail(
+                    f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {names_of(self.group, contributors)}",
+                    now,
+                )
             return
         missing = self.group.contributors & ~contributors
         if missing:
-            self._note(f"deciding without the contributions of {self._names(missing)}")
+            self._note(f"deciding without the contributions of {names_of(self.group, missing)}")
         self._tell_all(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), now)
 
     def _watch(self, decision: Decision) -> None:
@@ -369,10 +380,12 @@ class AllReduce:
             self._open_ballot()
 
     def _work_on_parts(self, now: float) -> None:
-        ballot = self._agreement.ballot
+        ballot, valued = self._agreement.ballot, self._agreement.valued
+        over = self.group.contributors if valued is None else valued.contributors
+        decided = self._agreement.decision is not None
         # A mean that others hold already is fetched from them, not reduced again.
         release = ballot.decision is not None and not ballot.holders
-        self._actions += self._ledger.work(ballot.decision, release, self._peers & ~self._lost)
+        self._actions += self._ledger.work(over, decided, release, self._peers & ~self._lost)
 
     def _hold(self, now: float) -> None:
         decision = self._agreement.ballot.decision
@@ -380,9 +393,10 @@ class AllReduce:
             self._progress(now)
             self._vote()
 
-    def _vote(self) -> None:
-        assert self._agreement.held is not None
-        self._broadcast(self._agreement.vote(self._ledger.digest(self._agreement.held[1])))
+    def _vote(self, among: int = -1) -> None:
+        held = self._agreement.held
+        if held is not None and self._ledger.is_whole(held[1]):
+            self._broadcast(self._agreement.vote(self._ledger.digest(held[1])), among)
 
     def _commit(self, now: float) -> None:
         chosen = self._agreement.chosen
@@ -391,8 +405,7 @@ class AllReduce:
         if self._ledger.digest(chosen.decision) == chosen.digest:
             self._end(Finish(chosen.decision, chosen.digest), now)
             if self._agreement.leader == self.me:
-                for member in members_of(self._peers & ~self._lost):
-                    self._send_commit(member)
+                self._send_commit(self.group.everyone)
         elif self._distrusted:
             self._fail(
                 "our mean differs from the group's twice: its digest is not what the majority holds", now
@@ -400,6 +413,7 @@ class AllReduce:
         else:
             self._note("our mean differs from the group's: fetching it again")
             self._distrusted = True
+            self._fetching.ask_another()
             self._ledger.drop_means()
             self._again = True
 
@@ -408,17 +422,18 @@ class AllReduce:
         decision = self._agreement.decision
         if decision is None or self._ledger.is_whole(decision):
             return
-        everything = self._agreement.ballot.holders or self._level >= 1 or self._distrusted
+        agreement = self._agreement
+        everything = agreement.must_fetch or self._level >= 1 or self._distrusted
         wanted = self._ledger.missing_of(self.group.everyone if everything else self._lost, decision)
         reachable = self._peers & ~self._lost
-        sources = self._agreement.holders(decision) & reachable or (reachable if self._level >= 1 else 0)
+        sources = agreement.sources(decision, reachable, desperate=self._level >= 1)
         fetch = self._fetching.ask(decision, wanted, list(members_of(sources)))
         if fetch is not None:
             self._actions.append(fetch)
 
     def _serve(self, to: int, contributors: int, parts: list[int]) -> None:
         if isinstance(self.ended, Finish):
-            self._send_commit(to)
+            self._send_commit(1 << to)
         kept = [part for part in parts if not self._released and self._ledger.has_mean(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
             self._actions += [SendMean(to, part, contributors) for part in kept]
@@ -466,36 +481,19 @@ class AllReduce:
         self._broadcast(message)
         self._on_message(self.me, message, now)
 
-    def _broadcast(self, message: wire.RoundMessage) -> None:
-        for member in members_of(self._peers & ~self._lost):
+    def _broadcast(self, message: wire.RoundMessage, among: int = -1) -> None:
+        for member in members_of(self._peers & ~self._lost & among):
             self._send(member, message)
 
     def _send(self, member: int, message: wire.RoundMessage) -> None:
         if self._peers >> member & 1:
             self._actions.append(Send(member, message))
 
-    def _send_commit(self, member: int) -> None:
+    def _send_commit(self, among: int) -> None:
         commit = self._agreement.commit()
         if commit is not None:
-            self._send(member, commit)
+            self._broadcast(commit, among)
 
     def _note(self, text: str) -> None:
         if len(self.notes) < MAX_NOTES:
             self.notes.append(text)
-
-    def _names(self, mask: int) -> str:
-        return ", ".join(self.group.names[member] for member in members_of(mask)) or "nobody"
-
-    def _waiting_for(self) -> str:
-        ballot, decision = self._agreement.ballot, self._agreement.decision
-        if ballot.promises is not None:
-            return f"promises came from {self._names(sum(1 << member for member in ballot.promises))}"
-        if decision is None and ballot.reported is None:
-            return f"contributions are missing from {self._names(self.group.contributors & ~self._ledger.whole())}"
-        if decision is None:
-            return f"no decision from {self.group.names[self._agreement.leader]}"
-        missing = self._ledger.missing_of(self.group.everyone, decision)
-        if missing:
-            owners = sum(1 << owner for owner in {self._ledger.owner_of[part] for part in missing})
-            return f"{len(missing)} parts of the mean are missing from {self._names(owners)}"
-        return f"the mean is held by {self._names(self._agreement.holders(decision))}"

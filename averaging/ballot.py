@@ -7,6 +7,7 @@ A ballot belongs to one leader: ballot b to member b mod n.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
@@ -30,16 +31,36 @@ class Vote(msgspec.Struct, frozen=True):
     digest: bytes
 
 
+MAX_VOTES_PER_MEMBER = 64
+"""Most different votes taken from one member: it casts one per ballot, and few rounds have a third."""
+
+
 class Tally:
     """Counts votes until a majority of the group has cast the same one."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._voters: dict[Vote, int] = {}
+        self._told: Counter[int] = Counter()
 
-    def add(self, vote: Vote, member: int) -> None:
-        """Count `member`'s vote; a repeated one changes nothing."""
-        self._voters[vote] = self._voters.get(vote, 0) | 1 << member
+    def __len__(self) -> int:
+        return len(self._voters)
+
+    def add(self, vote: Vote, voters: int, teller: int) -> bool:
+        """Count the votes of the members in the bitmask `voters`, of which `teller` told.
+
+        Returns:
+            Whether there were new ones. A repeated one changes nothing, nor does one too many.
+        """
+        before = self._voters.get(vote, 0)
+        if not voters & ~before:
+            return False
+        if not before:
+            if self._told[teller] >= MAX_VOTES_PER_MEMBER:
+                return False
+            self._told[teller] += 1
+        self._voters[vote] = before | voters
+        return True
 
     def voters(self, vote: Vote) -> int:
         """Bitmask of those who cast `vote`."""

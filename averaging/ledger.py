@@ -73,7 +73,10 @@ class Ledger:
 
     def take_mean(self, part: int, contributors: int, digest: bytes) -> None:
         """A wanted mean is here, in place of any other of that part."""
-        self._kept[self._means.get(part, NO_MEAN)[0]] -= 1
+        before = self._means.get(part, NO_MEAN)[0]
+        self._kept[before] -= 1
+        if self._kept[before] <= 0:
+            del self._kept[before]
         self._means[part] = (contributors, digest)
         self._kept[contributors] += 1
         self._due.add(part)
@@ -113,23 +116,22 @@ class Ledger:
         self._sent = {(part, to) for part, to in self._sent if to != member}
         self._mean_sent = {part: (over, to & ~(1 << member)) for part, (over, to) in self._mean_sent.items()}
 
-    def work(self, decision: Decision | None, release_means: bool, targets: int) -> list[Action]:
+    def work(self, over: int, decided: bool, release_means: bool, targets: int) -> list[Action]:
         """Send, reduce and pass on what the due parts allow.
 
         Args:
-            decision: Whose contributions count, once that is decided.
-            release_means: Whether the means over the decision's contributors may be sent.
+            over: Bitmask of those whose contributions count, or are expected to.
+            decided: Whether that is decided, so that contributions are no longer needed.
+            release_means: Whether the means over them may be sent.
             targets: Bitmask of the members to send to.
         """
         due, self._due = self._due, set()
         actions: list[Action] = []
         for part in sorted(due, key=lambda part: (self._ring(self.owner_of[part]), part)):
             if self.owner_of[part] != self.me:
-                if decision is None:
+                if not decided:
                     actions += self._contribute(part, targets)
-            elif not self.has_mean(
-                part, over := decision.contributors if decision else self.group.contributors
-            ):
+            elif not self.has_mean(part, over):
                 actions += self._reduce(part, over)
             elif release_means:
                 actions += self._send_mean(part, over, targets)

@@ -1,0 +1,42 @@
+"""Where a round stands and what it waits for, in words: for its notes, and the reason if it times out."""
+
+from __future__ import annotations
+
+from equipoise.averaging.agreement import Agreement
+from equipoise.averaging.ballot import members_of
+from equipoise.averaging.ledger import Ledger
+from equipoise.averaging.round import Group
+
+
+def names_of(group: Group, members: int) -> str:
+    """The names of the members in a bitmask."""
+    return ", ".join(group.names[member] for member in members_of(members)) or "nobody"
+
+
+def phase_of(agreement: Agreement) -> str:
+    """Where a round that has not ended stands: `scatter`, `decide`, `gather` or `commit`."""
+    if agreement.held is not None:
+        return "commit"
+    if agreement.ballot.decision is not None:
+        return "gather"
+    return "decide" if agreement.ballot.reported else "scatter"
+
+
+def waiting_for(agreement: Agreement, ledger: Ledger) -> str:
+    """The phase, and what is missing for the next step from whom: `in phase gather; 2 parts ...`."""
+    return f"in phase {phase_of(agreement)}; {_missing(agreement, ledger)}"
+
+
+def _missing(agreement: Agreement, ledger: Ledger) -> str:
+    group, ballot, decision = agreement.group, agreement.ballot, agreement.decision
+    if decision is None and ballot.promises is not None:
+        return f"promises came from {names_of(group, sum(1 << member for member in ballot.promises))}"
+    if decision is None and ballot.reported is None:
+        return f"contributions are missing from {names_of(group, group.contributors & ~ledger.whole())}"
+    if decision is None:
+        return f"no decision from {group.names[agreement.leader]}"
+    missing = ledger.missing_of(group.everyone, decision)
+    if missing:
+        owners = sum(1 << owner for owner in {ledger.owner_of[part] for part in missing})
+        return f"{len(missing)} parts of the mean are missing from {names_of(group, owners)}"
+    return f"the mean is held by {names_of(group, agreement.holders(decision))}"

@@ -1,0 +1,232 @@
+"""The round machine, event by event: what one member asks for, given what others say. Whole rounds: tests/sim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from equipoise.averaging import messages as wire
+from equipoise.averaging.agreement import MAX_BALLOT_LEAP
+from equipoise.averaging.allreduce import AllReduce
+from equipoise.averaging.ballot import MAX_VOTES_PER_MEMBER
+from equipoise.averaging.messages import Decision
+from equipoise.averaging.partition import Part
+from equipoise.averaging.round import (
+    Action,
+    ContributionReceived,
+    Event,
+    Fail,
+    Finish,
+    Group,
+    MeanReceived,
+    MessageReceived,
+    PartReduced,
+    PeerLost,
+    PeerReturned,
+    Reduce,
+    Release,
+    Send,
+    Woke,
+)
+
+A, B, C, D, E = range(5)
+ALL = 0b111
+DIGEST, OTHER_DIGEST = b"d" * 32, b"o" * 32
+TIMEOUT = 30.0
+
+
+class Table:
+    """One machine of a group; every call returns what it asked for."""
+
+    def __init__(
+        self,
+        me: int,
+        *,
+        owners: Sequence[int] = (A,),
+        weights: Sequence[float] = (1, 1, 1),
+        dialable: int | None = None,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        parts = tuple(Part(at, at + 1, owner) for at, owner in enumerate(owners))
+        everyone = (1 << len(weights)) - 1
+        self.group = Group(
+            round_id=bytes(16),
+            names=tuple("abcdefgh"[: len(weights)]),
+            weights=tuple(weights),
+            dialable=everyone if dialable is None else dialable,
+            parts=parts,
+            first_leader=A,
+        )
+        self.now = 0.0
+        self.machine = AllReduce(self.group, me, 0.0, timeout)
+        self.first = self.machine.start(0.0)
+
+    def tell(self, *events: Event) -> list[Action]:
+        return [action for event in events for action in self.machine.handle(event, self.now)]
+
+    def says(self, sender: int, *messages: wire.RoundMessage) -> list[Action]:
+        return self.tell(*(MessageReceived(sender, message) for message in messages))
+
+    def contributes(self, sender: int, *parts: int) -> list[Action]:
+        return self.tell(*(ContributionReceived(sender, part) for part in parts or (0,)))
+
+    def mean(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[Action]:
+        return self.tell(MeanReceived(part, over, digest))
+
+    def reduced(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[Action]:
+        return self.tell(PartReduced(part, over, digest))
+
+    def lose(self, *members: int) -> list[Action]:
+        return self.tell(*(PeerLost(member, "connection broke") for member in members))
+
+    def stall(self, times: int = 1) -> list[Action]:
+        actions: list[Action] = []
+        for _ in range(times):
+            self.now = self.machine.deadline
+            actions += self.tell(Woke())
+        return actions
+
+    def digest(self, decision: Decision) -> bytes:
+        """Of the mean that this machine holds."""
+        return self.machine._ledger.digest(decision)
+
+    def vote(self, decision: Decision, ballot: int = 0, digest: bytes | None = None) -> wire.Held:
+        return wire.Held(ballot, decision, digest or self.digest(decision))
+
+
+def sent(actions: list[Action], kind: type[wire.RoundMessage]) -> list[tuple[int, wire.RoundMessage]]:
+    return [
+        (one.to, one.message) for one in actions if isinstance(one, Send) and isinstance(one.message, kind)
+    ]
+
+
+def recipients(actions: list[Action], kind: type[wire.RoundMessage]) -> list[int]:
+    return [to for to, _ in sent(actions, kind)]
+
+
+def ends(actions: list[Action]) -> list[Action]:
+    return [one for one in actions if isinstance(one, Finish | Fail)]
+
+
+def finished(me: int, **options) -> Table:
+    """A member that has finished over all three, while it is not known whether C holds the mean."""
+    table = Table(me, **options)
+    decision = Decision(ALL, table.group.dialable)
+    if me != A:
+        table.says(A, wire.Propose(0, decision))
+        for part in range(len(table.group.parts)):
+            table.mean(ALL, part)
+        table.says(A, table.vote(decision))
+    assert isinstance(table.machine.ended, Finish)
+    return table
+
+
+# ---- what was found by the simulator ----
+
+
+def test_who_has_finished_speaks_for_a_leader_that_is_lost() -> None:
+    table = finished(B)
+    assert recipients(table.lose(A), wire.Commit) == [C]
+
+
+def test_who_has_finished_tells_nobody_what_it_knows() -> None:
+    table = finished(B)
+    assert table.says(C, table.vote(Decision(ALL, ALL))) == [Release()]
+    assert table.lose(A) == []
+
+
+def test_who_stalls_asks_for_the_commit() -> None:
+    laggard = Table(C)
+    assert laggard.lose(A) == []
+    assert recipients(laggard.stall(), wire.Fetch) == [B]
+
+
+def test_who_has_finished_answers_a_fetch_of_nothing_with_the_commit() -> None:
+    assert recipients(finished(B).says(C, wire.Fetch(0, b"")), wire.Commit) == [C]
+
+
+def test_a_leader_waits_for_a_second_contribution_while_one_may_come() -> None:
+    table = Table(A)
+    assert not ends(table.stall(3))
+    assert sent(table.contributes(B), wire.Propose)[0][1] == wire.Propose(0, Decision(0b011, ALL))
+
+
+def test_a_leader_gives_up_once_no_second_contribution_can_come() -> None:
+    table = Table(A, weights=(1, 1, 0))
+    assert [one.reason for one in ends(table.lose(B)) if isinstance(one, Fail)] == [
+        "fewer than 2 contributions are whole: a"
+    ]
+
+
+def test_a_held_mean_survives_a_ballot_that_has_not_decided() -> None:
+    table = Table(B, owners=(A, B))
+    decision = Decision(0b011, ALL)
+    table.contributes(A, 1)
+    table.says(A, wire.Propose(0, decision))
+    table.mean(0b011, 0)
+    table.reduced(0b011, 1)
+    assert table.machine.phase == "commit"
+    table.lose(A)
+    table.says(C, wire.Plan(2, 0, 0b110))
+    assert not table.machine.wants_mean(0, ALL)
+    assert not [one for one in table.contributes(C, 0, 1) if isinstance(one, Reduce)]
+    promise = table.says(C, wire.Prepare(5))
+    assert sent(promise, wire.Promise) == [(C, wire.Promise(5, 0, decision))]
+
+
+def test_another_proposal_frees_from_what_was_held() -> None:
+    table = Table(B)
+    table.says(A, wire.Propose(0, Decision(ALL, ALL)))
+    table.mean(ALL)
+    table.says(C, wire.Propose(2, Decision(0b110, 0b110)))
+    assert table.machine.wants_mean(0, 0b110)
+    assert sent(table.says(A, wire.Prepare(3)), wire.Refuse)
+    table.lose(C)
+    assert sent(table.says(A, wire.Prepare(3)), wire.Promise) == [(A, wire.Promise(3))]
+
+
+def differing(me: int = C) -> Table:
+    """A member of four that holds a mean with another digest than that of the majority."""
+    table = Table(me, weights=(1, 1, 1, 1))
+    decision = Decision(0b1111, 0b1111)
+    table.says(A, wire.Propose(0, decision))
+    table.mean(0b1111, digest=OTHER_DIGEST)
+    return table
+
+
+def test_a_mean_that_differs_is_fetched_again_from_the_majority() -> None:
+    table = differing()
+    decision = Decision(0b1111, 0b1111)
+    table.says(B, table.vote(decision, digest=bytes(32)))
+    table.says(A, table.vote(decision, digest=bytes(32)))
+    actions = table.says(D, table.vote(decision, digest=bytes(32)))
+    assert len(recipients(actions, wire.Fetch)) == 1
+    assert not ends(table.stall(2))
+
+
+def test_who_returns_is_told_what_it_missed() -> None:
+    table = Table(A)
+    table.lose(C)
+    table.contributes(C)
+    table.contributes(B)
+    table.reduced(ALL)
+    actions = table.tell(PeerReturned(C))
+    assert recipients(actions, wire.Plan) + recipients(actions, wire.Propose) == [C]
+
+
+def test_votes_are_bounded_per_member() -> None:
+    table = Table(B)
+    decision = Decision(ALL, ALL)
+    for ballot in range(3 * MAX_VOTES_PER_MEMBER):
+        table.says(C, wire.Held(ballot, decision, DIGEST))
+        table.says(C, wire.Commit(ballot, decision, DIGEST, 0b100))
+    assert len(table.machine._agreement.tally) <= MAX_VOTES_PER_MEMBER
+
+
+@pytest.mark.parametrize("message", [wire.Prepare, wire.Refuse])
+def test_nobody_makes_a_member_run_out_of_ballots(message: type[wire.Prepare | wire.Refuse]) -> None:
+    table = Table(B)
+    table.says(C, message(3 * MAX_BALLOT_LEAP + C))
+    table.lose(A)
+    assert table.machine._agreement.ballot.number < MAX_BALLOT_LEAP
