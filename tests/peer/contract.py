@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 Peers = Callable[[int], list[Client]]
 
-OPTIONS = {"codec": "fp32", "group_size": 4}
+OPTIONS: dict[str, Any] = {"codec": "fp32", "group_size": 4}
 
 SOON = 20.0
 """Seconds for rounds that should succeed; they take milliseconds on an idle machine."""

@@ -1,0 +1,381 @@
+"""Daemons as processes: a stranger's mistakes, crashes on either side, signals, and what is left afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from e2e.swarm import DaemonProcess, Swarm, eventually
+from equipoise.peer import DaemonLost, NoPeers, Refused, connect
+from equipoise.peer.messages import Hello, encode
+from peer.contract import together
+
+pytestmark = pytest.mark.timeout(120)
+
+LOCAL = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+
+OPTIONS: dict[str, Any] = {"codec": "fp32", "group_size": 4}
+
+STRANGER = "/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+TRAINER = """
+import sys, torch
+from equipoise.peer import connect
+peer = connect(sys.argv[1])
+run = peer.join("digits", [torch.zeros(1_000_000)], codec="fp32")
+print("joined", flush=True)
+run.average(timeout=600)
+"""
+
+
+@pytest.fixture
+def daemon(swarm: Swarm) -> DaemonProcess:
+    return swarm.daemon("first", args=LOCAL)
+
+
+def one_line(text: str) -> bool:
+    return text.startswith("error: ") and text.count("\n") == 1
+
+
+def shared_memory(pid: int) -> int:
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:equipoise")
+
+
+# ---- a stranger's mistakes ----
+
+
+def test_wrong_usage_is_one_line_and_status_2(swarm: Swarm) -> None:
+    for words, said in [
+        (["daemon", "--join", "127.0.0.1:4000"], "malformed address '127.0.0.1:4000'"),
+        (["daemon", "--listen", "everywhere"], "malformed address 'everywhere'"),
+        (["daemon", "--jion", "x"], "No such option"),
+        (["daemon", "--log-level", "loud"], "'loud' is not one of"),
+        (["launch"], "Missing argument"),
+        (["launch", "--", "no-such-command-anywhere"], "cannot find the command"),
+        (["rounds", "--limit", "0"], "--limit"),
+        (["demo", "--codec", "int7"], "int7"),
+    ]:
+        done = swarm.command(*words)
+        assert done.wait() == 2, (words, done.errors)
+        assert one_line(done.errors), done.errors
+        assert said in done.errors
+
+
+def test_no_daemon_running(daemon: DaemonProcess) -> None:
+    daemon.stop()
+    for verb in ("status", "peers", "rounds", "stop"):
+        done = daemon.cli(verb)
+        assert done.returncode == 1
+        assert one_line(done.stderr)
+        assert f"no daemon is running on {daemon.home}; start one with: equipoise daemon" in done.stderr
+
+
+def test_a_second_daemon_on_one_home(swarm: Swarm, daemon: DaemonProcess) -> None:
+    done = daemon.cli("daemon", *LOCAL)
+
+    assert done.returncode == 1
+    assert one_line(done.stderr)
+    assert f"a daemon (pid {daemon.pid}) is already running" in done.stderr
+    assert daemon.json("status")["pid"] == daemon.pid
+
+
+def test_what_a_killed_daemon_leaves_is_in_nobodys_way(daemon: DaemonProcess) -> None:
+    before = daemon.json("status")["peer_id"]
+    daemon.kill()
+    assert (daemon.home / "control.sock").exists()
+    assert daemon.cli("status").returncode == 1
+
+    daemon.start()
+
+    assert daemon.json("status")["peer_id"] == before
+
+
+def test_a_port_in_use(swarm: Swarm, daemon: DaemonProcess) -> None:
+    port = daemon.address.split("/")[4]
+    second = swarm.command(
+        "daemon", "--home", str(swarm.folder / "second"), "--listen", f"/ip4/127.0.0.1/tcp/{port}"
+    )
+
+    assert second.wait() == 1
+    assert one_line(second.errors)
+    assert port in second.errors
+
+
+def test_a_mistake_in_the_configuration_file(swarm: Swarm, daemon: DaemonProcess) -> None:
+    daemon.stop()
+    (daemon.home / "config.toml").write_text("jion = []")
+
+    done = daemon.cli("daemon", *LOCAL)
+
+    assert done.returncode == 2
+    assert one_line(done.stderr)
+    assert "config.toml: unknown key 'jion'" in done.stderr
+
+
+def test_a_malformed_address_in_the_file_is_a_state_and_no_exit(daemon: DaemonProcess) -> None:
+    daemon.stop()
+    (daemon.home / "config.toml").write_text('join = ["nonsense"]')
+
+    daemon.start()
+
+    swarm = daemon.json("status")["swarm"]
+    assert [(row["address"], row["state"]) for row in swarm["bootstrap"]] == [("nonsense", "malformed")]
+    assert "malformed address 'nonsense'" in swarm["reason"]
+    assert swarm["state"] == "searching"
+
+
+def test_a_dead_address_is_a_state_until_it_comes_alive(swarm: Swarm) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    first = swarm.daemon("first", args=LOCAL)
+    first_id = first.json("status")["peer_id"]
+    first.stop()
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{first_id}"
+
+    second = swarm.daemon("second", join=[address], args=LOCAL)
+    eventually(lambda: second.json("status")["swarm"]["bootstrap"][0]["state"] == "refused", "the refusal")
+    assert "searching" in second.output
+
+    late = DaemonProcess(first.home, swarm.env, args=["--listen", f"/ip4/127.0.0.1/tcp/{port}"])
+    swarm.processes.append(late)
+    late.start()
+    eventually(lambda: "joined: " in second.output, "joining", 20.0)
+    assert second.json("status")["swarm"]["state"] == "joined"
+
+
+# ---- what people and programs see ----
+
+
+def test_show_config(daemon: DaemonProcess) -> None:
+    done = daemon.cli("daemon", "--show-config", "--name", "gpu-box", "--json")
+
+    settings = {setting["key"]: setting for setting in json.loads(done.stdout)}
+    assert settings["name"] == {"key": "name", "value": "gpu-box", "origin": "flag --name"}
+    assert settings["log_level"]["origin"] == "default"
+
+
+def test_every_verb_prints_for_people_and_programs(daemon: DaemonProcess) -> None:
+    with connect(daemon.home) as client, client.join("digits", [torch.zeros(2)], **OPTIONS) as run:
+        run.average(timeout=0.1)
+        eventually(client.peers, "itself in the directory")
+
+        assert daemon.json("status")["runs"][0]["state"]["type"] == "NoPeers"
+        assert daemon.json("peers")[0]["me"]
+        (outcome,) = daemon.json("rounds")
+        assert not outcome["ok"]
+        assert outcome["reason"].startswith("no group")
+        for verb in ("status", "peers", "rounds"):
+            done = daemon.cli(verb)
+            assert done.returncode == 0
+            assert "digits" in done.stdout
+            assert done.stderr == ""
+
+
+# ---- the control socket ----
+
+
+def test_only_its_user_may_speak_to_it_whatever_the_umask(swarm: Swarm) -> None:
+    before = os.umask(0)
+    try:
+        daemon = swarm.daemon("open", args=LOCAL)
+    finally:
+        os.umask(before)
+
+    modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in [daemon.home, *daemon.home.iterdir()]}
+    assert modes.pop("open") == 0o700
+    assert modes.pop("control.sock") == 0o600
+    assert modes.pop("identity.key") == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_refused(swarm: Swarm, daemon: DaemonProcess) -> None:
+    for path in [daemon.home, *daemon.home.parents]:
+        path.chmod(path.stat().st_mode | 0o005)
+    (daemon.home / "control.sock").chmod(0o666)
+    code = (
+        "import os, socket, sys; s = socket.socket(socket.AF_UNIX); os.setuid(12345); s.connect(sys.argv[1]);"
+        "s.sendall(bytes.fromhex(sys.argv[2])); print(len(s.recv(100)))"
+    )
+    hello = encode(1, Hello(1, "stranger")).hex()
+
+    stranger = swarm.script(code, str(daemon.home / "control.sock"), hello)
+
+    stranger.wait()
+    assert stranger.output.strip() in ("", "0"), stranger.output
+    assert daemon.json("status")["clients"] == 1
+
+
+def test_garbage_and_silence_do_no_harm(daemon: DaemonProcess) -> None:
+    for content in (b"GET / HTTP/1.1\r\n\r\n", bytes(8), b"\xff" * 100, encode(1, Hello(99, "x")), b""):
+        with socket.socket(socket.AF_UNIX) as control:
+            control.settimeout(10)
+            control.connect(str(daemon.home / "control.sock"))
+            control.sendall(content)
+            if content:
+                assert b"Failed" in control.recv(4096)
+    eventually(lambda: daemon.json("status")["clients"] == 1, "the end of all other clients")
+
+
+def test_another_version_is_told_so(daemon: DaemonProcess) -> None:
+    with socket.socket(socket.AF_UNIX) as control:
+        control.connect(str(daemon.home / "control.sock"))
+        control.sendall(encode(1, Hello(99, "x")))
+
+        assert b"speaks version 1 of the control protocol and the client version 99; upgrade" in control.recv(
+            4096
+        )
+
+
+# ---- crashes ----
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_call_ends_in_time_when_the_daemon_does_not_answer(daemon: DaemonProcess, number: int) -> None:
+    with connect(daemon.home) as client:
+        tensor = torch.ones(1000)
+        run = client.join("digits", [tensor], **OPTIONS)
+        run.accumulate([torch.ones(1000)], weight=3)
+        started = time.monotonic()
+        pending = run.average(timeout=2, wait=False)
+        daemon.signal(number)
+
+        with pytest.raises(DaemonLost, match="untouched"):
+            pending.result()
+
+        assert time.monotonic() - started < 3
+        assert torch.equal(tensor, torch.ones(1000))
+        assert run.accumulated == 3.0
+        for call in (run.step, run.progress, client.status):
+            with pytest.raises(DaemonLost):
+                call()
+        assert run.accumulated == 3.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_script_that_dies_leaves_its_runs_and_frees_its_memory(
+    swarm: Swarm, daemon: DaemonProcess, number: int
+) -> None:
+    trainer = swarm.script(TRAINER, str(daemon.home))
+    eventually(lambda: trainer.output, "the trainer")
+    eventually(lambda: daemon.json("status")["runs"][0]["state"]["type"] != "Idle", "its round")
+    assert shared_memory(daemon.pid) == 1
+
+    trainer.signal(number)
+    trainer.wait()
+
+    eventually(lambda: daemon.json("status")["runs"] == [], "the end of its run", 10.0)
+    eventually(lambda: shared_memory(daemon.pid) == 0, "the end of its memory", 10.0)
+    assert not daemon.json("peers")
+
+
+def test_a_forked_child_does_not_keep_a_dead_script_alive(swarm: Swarm, daemon: DaemonProcess) -> None:
+    code = "import os, signal\n" + TRAINER.replace("run.average", "os.fork() or signal.pause()\nrun.average")
+    trainer = swarm.script(code, str(daemon.home))
+    eventually(lambda: trainer.descendants(), "the child")
+    (child,) = trainer.descendants()
+
+    trainer.kill()
+
+    eventually(lambda: daemon.json("status")["runs"] == [], "the end of its run", 10.0)
+    assert child.is_running()
+    child.kill()
+
+
+def test_nothing_is_left_in_a_daemon_that_served(swarm: Swarm) -> None:
+    daemons = swarm.daemons(2, args=LOCAL)
+
+    def serve() -> None:
+        clients = [connect(daemon.home) for daemon in daemons]
+        runs = [client.join("digits", [torch.zeros(10_000)], **OPTIONS) for client in clients]
+        outcomes = together(*(lambda run=run: run.average(timeout=20) for run in runs))
+        assert all(outcome.ok for outcome in outcomes), outcomes
+        for client in clients:
+            client.close()
+
+    def counts() -> list[tuple[int, int]]:
+        return [(shared_memory(daemon.pid), daemon.json("status")["clients"]) for daemon in daemons]
+
+    def descriptors() -> list[int]:
+        return [psutil.Process(daemon.pid).num_fds() for daemon in daemons]
+
+    serve()
+    eventually(lambda: counts() == [(0, 1), (0, 1)], "the first clients' end")
+    before = descriptors()
+    for _ in range(5):
+        serve()
+    eventually(lambda: counts() == [(0, 1), (0, 1)], "the last clients' end")
+    eventually(
+        lambda: all(now <= then for now, then in zip(descriptors(), before, strict=True)), "their descriptors"
+    )
+
+
+# ---- the end ----
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_gracefully(daemon: DaemonProcess, number: int) -> None:
+    with connect(daemon.home) as client:
+        run = client.join("digits", [torch.zeros(2)], **OPTIONS)
+        pending = run.average(timeout=60, wait=False)
+        assert isinstance(run.state, NoPeers)
+
+        daemon.signal(number)
+
+        assert daemon.wait(20) == 0
+        outcome = pending.result()
+        assert not outcome.ok
+        assert outcome.reason
+    assert {path.name for path in daemon.home.iterdir()} <= {"daemon.log", "identity.key", "swarm.json"}
+    assert "stopping: signal" in daemon.output
+    assert daemon.errors == ""
+
+
+def test_stop_waits_for_the_end(daemon: DaemonProcess) -> None:
+    assert daemon.json("stop") == {"stopped": daemon.pid}
+    assert daemon.wait(5) == 0
+
+
+def test_launch_runs_a_script_with_a_daemon(swarm: Swarm) -> None:
+    home = swarm.folder / "home"
+    code = (
+        "import sys, torch; from equipoise.peer import connect\n"
+        "with connect() as peer: print(peer.status().settings[0].value, peer.join('d', [torch.ones(1)]).state)\n"
+        "sys.exit(7)"
+    )
+    launched = swarm.command("launch", "--home", str(home), *LOCAL, "--", sys.executable, "-c", code)
+
+    assert launched.wait() == 7, launched.errors
+    assert launched.output.startswith(f"{home} NoPeers(")
+    assert "/p2p/" in launched.errors
+    assert not (home / "control.sock").exists()
+
+
+def test_launch_passes_signals_on(swarm: Swarm) -> None:
+    code = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\nprint('up', flush=True)\nsignal.pause()"
+    home = str(swarm.folder / "home")
+    launched = swarm.command("launch", "--home", home, *LOCAL, "--", sys.executable, "-c", code)
+    eventually(lambda: launched.output, "the script")
+
+    launched.signal(signal.SIGTERM)
+
+    assert launched.wait() == 9
+    assert "Traceback" not in launched.errors
+
+
+def test_two_clients_of_one_daemon_may_not_share_a_run(daemon: DaemonProcess) -> None:
+    with connect(daemon.home) as first, connect(daemon.home) as second:
+        first.join("digits", [torch.zeros(2)], **OPTIONS)
+        with pytest.raises(Refused, match=rf"already, for .* \(process {os.getpid()}\)"):
+            second.join("digits", [torch.zeros(2)], **OPTIONS)
+        second.join("other", [torch.zeros(2)], **OPTIONS)
