@@ -14,8 +14,8 @@ VAGUE_CLASS = re.compile(r"(Manager|Helper)s?$")
 # Written in halves so that this file does not find itself.
 NOTE_TO_SELF = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 
-MAY_POLL = {"tests/e2e/swarm.py"}
-"""Its `eventually` polls conditions of other processes; no other test sleeps."""
+MAY_POLL = {"tests/e2e/swarm.py", "tests/dht/conftest.py"}
+"""`eventually` and `until` there poll conditions of other processes; no other test sleeps."""
 
 FILES = sources(*PACKAGES, "tests", "scripts")
 
