@@ -32,6 +32,10 @@ CLOSED_KEPT = 4
 """Closed groups remembered, to send a manifest again to a member that lost it, and to tell the late."""
 
 
+MAX_OWED = 64
+"""Peers remembered that were left over."""
+
+
 @dataclass(slots=True)
 class _Closed:
     formed: GroupFormed
@@ -46,6 +50,7 @@ class Convening:
         self._standing = standing
         self._gatherings: dict[int, Gathering] = {}
         self._closed: dict[int, _Closed] = {}
+        self._owed: dict[str, None] = {}
         self._elsewhere: str | None = None
         self._redirects = True
         self._seen_at = float("-inf")
@@ -134,7 +139,7 @@ class Convening:
             told = gathering.speak(outlook, now)
             for parked in told:
                 if parked.join.peer == self._standing.peer:
-                    own_waits = True
+                    own_waits = gathering.is_short(outlook)
                 else:
                     parked.answered = True
                     self._accept(gathering, parked.join, outlook, now)
@@ -219,7 +224,7 @@ class Convening:
             for peer, parked in gathering.parked.items()
         )
         group = frozenset(roster.group(self._standing.peer, gathering.round))
-        return Outlook(group, expected, lateness.wait, lateness.reason, strangers)
+        return Outlook(group, self._owed.keys(), expected, lateness.wait, lateness.reason, strangers)
 
     def _close(self, gathering: Gathering, closing: Closing, now: float) -> tuple[Manifest, str] | None:
         standing = self._standing
@@ -234,10 +239,18 @@ class Convening:
             if join.peer != standing.peer:
                 detail = f"the group of round {join.round} is full without it"
                 self._refuse(join, Why.FULL, detail, join.round + 1)
+        self._owe(closing)
         del self._gatherings[gathering.round]
         self._remember(formed, closing.began)
         standing.learn(formed)
         return (manifest, reason) if standing.peer in manifest.peers else None
+
+    def _owe(self, closing: Closing) -> None:
+        for join in closing.members:
+            self._owed.pop(join.peer, None)
+        self._owed.update(dict.fromkeys(join.peer for join in closing.left_over))
+        while len(self._owed) > MAX_OWED:
+            del self._owed[next(iter(self._owed))]
 
     def _remember(self, formed: GroupFormed, began: float) -> None:
         self._closed[formed.manifest.round] = _Closed(formed, began, set(formed.absent))
@@ -261,7 +274,10 @@ class Convening:
         wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
         target = len(outlook.expected | gathering.parked.keys())
         ready = len(gathering.parked)
-        self._standing.send(join.peer, JoinAccepted(self._standing.run, join.ticket, wait, ready, target))
+        short = gathering.is_short(outlook)
+        self._standing.send(
+            join.peer, JoinAccepted(self._standing.run, join.ticket, wait, ready, target, short)
+        )
 
     def _redirect(self, join: Join, better: str) -> None:
         detail = f"{better} convenes its group"

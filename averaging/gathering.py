@@ -10,7 +10,7 @@ from equipoise.averaging.lateness import MIN_WAIT
 from equipoise.averaging.manifest import Join, shortfall
 
 KEEPALIVE = 2.0
-"""Seconds between words to joins that cannot be a group yet; their peers must be told that the convener lives."""
+"""Seconds between words to those who are parked: they must know that the convener lives, and when to expect more."""
 
 INVITE_SECONDS = 0.5
 """After waiting this long a convener asks those who are missing whether they are there: the dead are found out then."""
@@ -49,6 +49,7 @@ class Outlook(msgspec.Struct, frozen=True):
 
     Attributes:
         group: The planned group, whose members come before guests.
+        owed: Peers that were left over before, who come first: without that, a guest could be left over for ever.
         expected: Those of it worth waiting for.
         wait: Seconds to wait beyond the first.
         why_wait: Why it is that long.
@@ -56,6 +57,7 @@ class Outlook(msgspec.Struct, frozen=True):
     """
 
     group: Set[str]
+    owed: Set[str]
     expected: Set[str]
     wait: float
     why_wait: str
@@ -99,21 +101,22 @@ class Gathering:
             self._opened = max(self._opened, min(one.arrived for one in self.parked.values()))
 
     def deadline(self, outlook: Outlook) -> float:
-        """When to decide, or to speak, at the latest; infinity if nobody is parked."""
+        """When to decide, to invite, or to speak, at the latest; infinity if nobody is parked."""
         if not self.parked:
             return float("inf")
-        if self._opened is None:
-            return self._told_at + KEEPALIVE
-        invite = float("inf") if self._invited else self._opened + INVITE_SECONDS
-        if shortfall(self._choose(outlook)):
-            return min(self._told_at + KEEPALIVE, invite)
-        return min(self._opened + outlook.wait, self._out_of_patience(), invite)
+        invite = float("inf") if self._invited or self._opened is None else self._opened + INVITE_SECONDS
+        return min(self.promise(outlook), invite)
 
     def promise(self, outlook: Outlook) -> float:
         """When the parked will hear more at the latest."""
-        if self._opened is None or shortfall(self._choose(outlook)):
-            return self._told_at + KEEPALIVE
-        return min(self._opened + outlook.wait, self._out_of_patience())
+        speak = self._told_at + KEEPALIVE
+        if self._opened is None or self.is_short(outlook):
+            return speak
+        return min(speak, self._opened + outlook.wait, self._out_of_patience())
+
+    def is_short(self, outlook: Outlook) -> bool:
+        """Whether those who are parked could not be a group."""
+        return bool(shortfall(self._choose(outlook)))
 
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
         """Close now, with a reason, or not yet."""
@@ -139,16 +142,16 @@ class Gathering:
         return outlook.expected - self.parked.keys()
 
     def speak(self, outlook: Outlook, now: float) -> list[Parked]:
-        """The joins that must be told now that they are parked: new ones; from time to time those that are no group.
+        """The joins that must be told now that they are parked: new ones, and from time to time all.
 
         An early bird says nothing about how late the others are: after the wait, time counts from the next arrival.
         """
-        if self.parked and now >= self._told_at + KEEPALIVE and shortfall(self._choose(outlook)):
-            self._told_at = now
-            if self._opened is not None and now >= self._opened + outlook.wait:
-                self._opened = None
-            return list(self.parked.values())
-        return [parked for parked in self.parked.values() if not parked.answered]
+        if not self.parked or now < self._told_at + KEEPALIVE:
+            return [parked for parked in self.parked.values() if not parked.answered]
+        self._told_at = now
+        if self._opened is not None and now >= self._opened + outlook.wait and self.is_short(outlook):
+            self._opened = None
+        return list(self.parked.values())
 
     def _joins(self) -> list[Join]:
         return [parked.join for parked in self.parked.values()]
@@ -160,9 +163,10 @@ class Gathering:
         return max(spent[(len(spent) - 1) // 2], latest + MIN_WAIT)
 
     def _choose(self, outlook: Outlook) -> list[Join]:
-        order = sorted(
-            self.parked.values(), key=lambda one: (one.join.peer not in outlook.group, one.arrived)
-        )
+        def place(one: Parked) -> tuple[bool, bool, float]:
+            return one.join.peer not in outlook.owed, one.join.peer not in outlook.group, one.arrived
+
+        order = sorted(self.parked.values(), key=place)
         joins = [one.join for one in order]
         chosen = joins[: self._group_size]
         if not shortfall(chosen):

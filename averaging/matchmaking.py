@@ -45,6 +45,9 @@ LOOK_OFTEN = 1.0
 LOOK_SELDOM = 5.0
 """Seconds between looks otherwise: a warm view is what makes a group form in one message each way."""
 
+SETTLING_SECONDS = 10.0
+"""A view that has just changed is about to change again: daemons are started together."""
+
 LOOK_FOR_STRANGERS = 0.25
 """Seconds between looks while joins have come from peers that the last view did not show: the view is behind."""
 
@@ -232,7 +235,9 @@ class Matchmaking:
             self._standing.out.append(Announce(*self._announced, self._reason))
 
     def _look(self, now: float) -> None:
-        busy = self._seeking.ready or self._convening.gathering
+        roster = self._standing.roster
+        settling = not roster.count or now - roster.changed_at < SETTLING_SECONDS
+        busy = settling or self._seeking.ready or self._convening.gathering
         if self._convening.has_strangers(now):
             self._look_at = min(self._look_at, self._looked_at + LOOK_FOR_STRANGERS)
         if busy:

@@ -82,6 +82,7 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
         wait: Seconds until the group closes, or until I say more.
         ready: How many are in.
         target: How many I wait for.
+        short: Those who are in could not be a group: too few, or nobody that the others can dial.
     """
 
     run: RunName
@@ -89,6 +90,7 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
     wait: Wait
     ready: Count
     target: Count
+    short: bool = False
 
 
 class JoinRefused(msgspec.Struct, frozen=True, tag=True):

@@ -50,6 +50,7 @@ class Roster:
         self.strangers = 0
         self.own_misses = 0
         self.seen_at = float("-inf")
+        self.changed_at = float("-inf")
         self._spec = spec
         self._group_size = group_size
         self._others: dict[str, _Other] = {}
@@ -67,6 +68,7 @@ class Roster:
         self.seen_at = now
         if known.keys() != self._others.keys():
             self._forget_plans()
+            self.changed_at = now
 
     @property
     def count(self) -> int:

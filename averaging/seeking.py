@@ -42,6 +42,7 @@ class Seeking:
     _join: Join | None
     _asked: str | None
     _parked: bool
+    _short: bool
     _retried: bool
     _alone: bool
     _anywhere: bool
@@ -88,10 +89,10 @@ class Seeking:
         if not self._is_answer(peer, message.ticket):
             self._standing.send(peer, LeaveRequest(self._standing.run, message.ticket))
             return
-        if self._parked:
+        if self._parked and message.short:
             self.alone()
         self._parked = True
-        self.count = message.ready, message.target
+        self.count, self._short = (message.ready, message.target), message.short
         self.reason = f"{peer} convenes"
         self._answer_by = now + min(message.wait, MAX_WAIT) + REPLY_SECONDS
 
@@ -103,7 +104,10 @@ class Seeking:
     def invited(self, peer: str, round: int, now: float) -> None:
         """A convener waits for this peer: go there from where nobody else is, but not to and fro for ever."""
         same_round = self._join is not None and round == self._join.round == self._standing.round
-        if same_round and peer != self._asked and self.count[0] < 2 and self._hops < MAX_HOPS:
+        in_company = not self._short
+        if self._asked == self._standing.peer:
+            in_company = self._convening.count(round, now)[0] > 1
+        if same_round and peer != self._asked and not in_company and self._hops < MAX_HOPS:
             self._leave()
             self._hops += 1
             self._ask(peer, now)
@@ -238,7 +242,7 @@ class Seeking:
         if self._ready is None or self._join is None:
             return
         self._asked, self._parked, self._retried = convener, False, False
-        self.count = 0, 0
+        self.count, self._short = (0, 0), True
         patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
         if convener == self._standing.peer:
             self._convening.park_own(self._join, patience, now)
@@ -265,6 +269,7 @@ class Seeking:
         self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
         self._asked = None
         self._parked = False
+        self._short = True
         self._retried = False
         self._alone = False
         self._anywhere = False
