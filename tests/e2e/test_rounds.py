@@ -1,0 +1,65 @@
+"""What a round promises, held by real daemons: exactness, and what survives a fault in its midst."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from e2e.fleet import Fleet, normal
+from e2e.swarm import Swarm, eventually
+
+pytestmark = pytest.mark.timeout(300)
+
+LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+
+MEGABYTES_64 = 16_000_000
+
+
+@pytest.mark.parametrize("members", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_rounds_are_exact_and_equal_on_all_members(swarm: Swarm, members: int) -> None:
+    daemons = swarm.daemons(members, args=LISTEN)
+    weights = [1.0 + 2.5 * index for index in range(members)]
+    for codec, bound in (("fp32", 1e-6), ("int8", 0.010)):
+        with Fleet(daemons, normal(members, 1_000_000), codec=codec) as fleet:
+            outcomes = [pending.result() for pending in fleet.start(weights)]
+            assert all(len(outcome.contributors) == members for outcome in outcomes), outcomes
+            fleet.check(dict(enumerate(outcomes)), bound)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("members", [2, 8])
+def test_an_outlier_costs_int8_one_block(swarm: Swarm, members: int) -> None:
+    daemons = swarm.daemons(members, args=LISTEN)
+    with Fleet(daemons, normal(members, MEGABYTES_64, outlier=1000.0), codec="int8") as fleet:
+        outcomes = [pending.result() for pending in fleet.start([1.0] * members, timeout=120.0)]
+        fleet.check(dict(enumerate(outcomes)), 0.013)
+
+
+@pytest.mark.parametrize("fault", ["kill", "pause"])
+def test_survivors_of_a_fault_in_mid_round_hold_an_exact_mean(swarm: Swarm, fault: str) -> None:
+    daemons = swarm.daemons(4, args=LISTEN)
+    with Fleet(daemons, normal(4, MEGABYTES_64), codec="int8") as fleet:
+        pending = fleet.start([1.0, 2.0, 3.0, 4.0], timeout=60.0)
+        victim = 2
+        eventually(lambda: fleet.exchanging(victim), "the round to begin")
+        getattr(daemons[victim], fault)()
+        outcomes = {member: pending[member].result() for member in (0, 1, 3)}
+        fleet.check(outcomes, 0.010)
+        daemons[victim].resume()
+
+
+def test_observers_and_client_mode_take_part(swarm: Swarm) -> None:
+    first = swarm.daemon(args=LISTEN)
+    second = swarm.daemon(join=[first.address], args=LISTEN)
+    client = swarm.daemon(join=[first.address], args=["--client-mode"])
+    with Fleet([first, second, client], normal(3, 100_000), codec="fp32") as fleet:
+        outcomes = [pending.result() for pending in fleet.start([1.0, 0.0, 2.0])]
+        assert set(outcomes[0].contributors) == {fleet.clients[0].peer_id, fleet.clients[2].peer_id}
+        fleet.check(dict(enumerate(outcomes)), 1e-6)
+
+
+def test_a_member_alone_fails_and_keeps_its_tensors(swarm: Swarm) -> None:
+    with Fleet([swarm.daemon(args=LISTEN)], normal(1, 1000)) as fleet:
+        outcome = fleet.runs[0].average(timeout=1.0)
+        assert not outcome.ok
+        assert torch.equal(fleet.tensors[0], fleet.values[0])
