@@ -33,6 +33,8 @@ MARK = "SWARM_UNDER_TEST"
 
 CLI = (sys.executable, "-c", "from equipoise.peer.cli import main; main()")
 
+STATES = ("offline:", "searching:", "joined:", "ready:")
+
 T = TypeVar("T")
 
 
@@ -144,10 +146,10 @@ class DaemonProcess(ChildProcess):
         self._before = 0
 
     def start(self) -> DaemonProcess:
-        """Start it and wait until it has printed its addresses."""
+        """Start it and wait until it has printed its addresses, if others can dial it, and its first state."""
         self._before = len(self.output)
         self.spawn()
-        eventually(lambda: self.addresses or not self.running, f"{self.home.name}'s address", START_SECONDS)
+        eventually(lambda: self.states or not self.running, f"{self.home.name}'s first state", START_SECONDS)
         assert self.running, f"{self.home.name} ended with status {self.returncode}: {self.errors[-2000:]}"
         return self
 
@@ -156,6 +158,12 @@ class DaemonProcess(ChildProcess):
         """The addresses it printed last, in the form that `--join` takes."""
         lines = self.output[self._before :].splitlines()
         return [line.strip() for line in lines if line.startswith("/") and "/p2p/" in line]
+
+    @property
+    def states(self) -> list[str]:
+        """The states it printed since its start, each with its reason."""
+        lines = self.output[self._before :].splitlines(keepends=True)
+        return [line.strip() for line in lines if line.endswith("\n") and line.startswith(STATES)]
 
     @property
     def address(self) -> str:
