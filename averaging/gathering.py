@@ -6,7 +6,6 @@ from collections.abc import Set
 
 import msgspec
 
-from equipoise.averaging.lateness import MIN_WAIT
 from equipoise.averaging.manifest import Join, shortfall
 
 KEEPALIVE = 2.0
@@ -14,6 +13,9 @@ KEEPALIVE = 2.0
 
 INVITE_SECONDS = 0.5
 """After waiting this long a convener asks those who are missing whether they are there: the dead are found out then."""
+
+GRACE = 0.25
+"""Seconds that a group whose members are short of time stays open after its latest join, for those close behind."""
 
 PATIENCE_SPENT = 0.5
 """A group closes when half its joins have waited this part of what they are going to wait at all: the round itself
@@ -160,7 +162,7 @@ class Gathering:
         spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
         latest = max(one.arrived for one in self.parked.values())
         # Those who come within a moment of the last still count, however long the others have waited before.
-        return max(spent[(len(spent) - 1) // 2], latest + MIN_WAIT)
+        return max(spent[(len(spent) - 1) // 2], latest + GRACE)
 
     def _choose(self, outlook: Outlook) -> list[Join]:
         def place(one: Parked) -> tuple[bool, bool, float]:

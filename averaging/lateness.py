@@ -22,8 +22,9 @@ FEW = 4
 INITIAL_WAIT = 3.0
 """Seconds: the first step of a training script (warm-up, compilation) is the most uneven one."""
 
-MIN_WAIT = 0.25
-"""Seconds: below this a hiccup of a scheduler costs a member its round."""
+MIN_WAIT = 1.0
+"""Seconds: below this a hiccup of busy cores costs a member its round. It is waited only for a peer that is alive and
+late: the dead are found out sooner."""
 
 MAX_WAIT = 10.0
 """Seconds: whoever is later than this every time belongs in the next round; it bounds what a liar can teach."""

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from equipoise.averaging.gathering import INVITE_SECONDS, KEEPALIVE, MAX_PARKED_GROUPS
-from equipoise.averaging.lateness import INITIAL_WAIT, MAX_WAIT
+from equipoise.averaging.lateness import INITIAL_WAIT, MAX_WAIT, MIN_WAIT
 from equipoise.averaging.matchmaking import Matchmaking
 from equipoise.averaging.matchmaking_events import Action, LookUp, MessageReceived, PeerLost, Woke
 from equipoise.averaging.matchmaking_messages import (
@@ -169,7 +169,7 @@ def test_the_wait_shrinks_with_what_is_learnt() -> None:
             one._standing.lateness.learn(0.01)
         one.handle(ready(), 1.0)
         one.handle(asks(second, round), 1.0)
-        actions = one.handle(Woke(), 1.3)
+        actions = one.handle(Woke(), 1.0 + MIN_WAIT)
         assert formed(actions) is not None
 
 
