@@ -6,6 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
+from equipoise.dht import base58
 from equipoise.dht.identity import public_key_of
 
 EXAMPLE = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -16,6 +17,18 @@ MAX_ADDRESS_CHARACTERS = 512
 
 _HOSTNAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 _HOST_PROTOCOLS = ("ip4", "ip6", "dns", "dns4", "dns6")
+
+_CODES = {
+    "ip4": b"\x04",
+    "tcp": b"\x06",
+    "ip6": b"\x29",
+    "dns": b"\x35",
+    "dns4": b"\x36",
+    "dns6": b"\x37",
+    "p2p": b"\xa5\x03",
+    "p2p-circuit": b"\xa2\x02",
+}
+"""Protocol codes as varints (github.com/multiformats/multicodec, table.csv)."""
 
 
 class AddressError(ValueError):
@@ -44,6 +57,15 @@ class Address:
     def transport(self) -> str:
         """The multiaddr without its last `/p2p/PeerID`."""
         return self.text.rpartition("/p2p/")[0]
+
+    def encode_transport(self) -> bytes:
+        """Return `transport` in binary; hivemind's own encoder writes PeerIDs that libp2p does not read."""
+        encoded, parts = bytearray(), iter(self.transport[1:].split("/"))
+        for protocol in parts:
+            encoded += _CODES[protocol]
+            if protocol != "p2p-circuit":
+                encoded += _encode_value(protocol, next(parts))
+        return bytes(encoded)
 
 
 @dataclass(frozen=True)
@@ -102,6 +124,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _encode_value(protocol: str, value: str) -> bytes:
+    if protocol in ("ip4", "ip6"):
+        return ipaddress.ip_address(value).packed
+    if protocol == "tcp":
+        return int(value).to_bytes(2, "big")
+    data = base58.decode(value) if protocol == "p2p" else value.encode()
+    # A host name may have 253 bytes: two bytes of varint from 128 on.
+    size = bytes([len(data)]) if len(data) < 128 else bytes([len(data) & 0x7F | 0x80, len(data) >> 7])
+    return size + data
 
 
 def _split(text: str, example: str) -> list[str]:

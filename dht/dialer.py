@@ -91,10 +91,10 @@ class Dialer:
         return self._connected
 
     async def reach(self, peer: str) -> None:
-        """See to it that p2pd is connected to `peer`, or may look for it itself if no address is known.
+        """See to it that p2pd is connected to `peer`.
 
         Raises:
-            Unreached: None of its known addresses leads to it.
+            Unreached: No address of it is known, or none leads to it.
             LinkError: p2pd does not answer.
         """
         async with self._asking:
@@ -103,8 +103,9 @@ class Dialer:
         if peer in self._connected:
             return
         addresses = self._known.get(peer, ())
-        if addresses:
-            await self._connect_any(addresses)
+        if not addresses:
+            raise Unreached("failed", "no address of it is known")
+        await self._connect_any(addresses)
 
     async def _connect_any(self, addresses: Sequence[Address]) -> None:
         attempts = [asyncio.create_task(self.connect(address)) for address in addresses]
@@ -131,7 +132,7 @@ class Dialer:
             raise Unreached("wrong peer", "that is this peer itself")
         await probe(address.host, address.port)
         try:
-            await self._link.connect(address.peer, [address.transport], CONNECT_SECONDS)
+            await self._link.connect(address.peer, address.encode_transport(), CONNECT_SECONDS)
         except LinkError as error:
             raise _classify(address, str(error)) from error
         self._connected |= {address.peer}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +76,18 @@ class Link:
         _, addresses = await _bounded(self._client().identify(), "identify")
         return [str(address) for address in addresses]
 
-    async def connect(self, peer: str, addresses: Iterable[str], seconds: float = REQUEST_SECONDS) -> None:
-        """Connect to `peer` at one of `addresses` (without PeerID), or where libp2p's routing finds it.
+    async def connect(self, peer: str, address: bytes, seconds: float = REQUEST_SECONDS) -> None:
+        """Connect to `peer` at `address` (a binary multiaddr without PeerID).
 
         Raises:
             LinkError: It cannot be reached; the message is libp2p's.
         """
-        targets = [Multiaddr(address) for address in addresses]
-        await _bounded(
-            self._client().connect(PeerID.from_base58(peer), targets), f"connect to {peer}", seconds
+        target = p2pd_pb2.ConnectRequest(
+            peer=PeerID.from_base58(peer).to_bytes(), addrs=[address], timeout=max(1, int(seconds))
         )
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=target)
+        stream = await _bounded(self._request(request), f"connect to {peer}", seconds)
+        stream.close()
 
     async def connected(self) -> set[str]:
         """Return the PeerIDs that p2pd has a connection to."""

@@ -7,6 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable
 
 MAX_TARGETS = 64
 """Peers told of a change directly; others find it in the DHT."""
+MAX_ATTEMPTS = 4
+"""Then the peer is told again at the next renewal, if it is still one to be told."""
+RETRY_SECONDS = 0.5
+"""p2pd is back, or attached again, about so long after it broke."""
 
 Send = Callable[[str, bytes], Awaitable[bool]]
 
@@ -41,11 +45,14 @@ class Outbox:
             await asyncio.wait(tasks)
 
     async def _deliver(self, peer: str) -> None:
-        sent = b""
+        sent, failures = b"", 0
         try:
-            while sent != self._newest:
-                sent = self._newest
-                if not await self._send(peer, sent):
-                    return
+            while sent != self._newest and failures < MAX_ATTEMPTS:
+                newest = self._newest
+                if await self._send(peer, newest):
+                    sent, failures = newest, 0
+                else:
+                    failures += 1
+                    await asyncio.sleep(RETRY_SECONDS)
         finally:
             del self._tasks[peer]

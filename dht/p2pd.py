@@ -58,7 +58,11 @@ class P2pdOptions:
     guard: str = "auto"
 
     def arguments(self) -> list[str]:
-        """Return p2pd's command line."""
+        """Return p2pd's command line.
+
+        Without libp2p's own DHT: our records tell addresses, and its dials of dead peers would feed the backoff
+        that `dialer` avoids.
+        """
         flags = [
             f"-listen=/unix{self.control}",
             f"-id={self.identity}",
@@ -66,7 +70,6 @@ class P2pdOptions:
             f"-natPortMap={int(self.map_ports)}",
             "-connManager=1",
             "-relayService=0",
-            "-dhtServer=1" if self.listen else "-dhtClient=1",
         ]
         if self.listen:
             flags.append("-hostAddrs=" + ",".join(address.text for address in self.listen))

@@ -78,6 +78,8 @@ class Swarm:
             () if self._options.client_mode else tuple(parse_listen(text) for text in self._options.listen)
         )
         self.identity = load_or_create(home)
+        for text in self._options.announce:
+            parse_address(f"{text}/p2p/{self.identity.peer}")
         self._memory = Memory(home)
         self._runtime = make_runtime_dir()
         self._build(bool(listen))
@@ -115,7 +117,9 @@ class Swarm:
     @property
     def addresses(self) -> list[str]:
         """Where others reach this member, in the form that `--join` takes; empty in client mode."""
-        return [f"{address}/p2p/{self.peer}" for address in self._supervisor.addresses]
+        # Addresses that only this machine reaches come last: strangers are told the first few.
+        addresses = sorted(self._supervisor.addresses, key=lambda text: is_loopback(text.split("/")[2]))
+        return [f"{address}/p2p/{self.peer}" for address in addresses]
 
     async def start(self) -> None:
         """Start libp2p and begin to look for the swarm; returns without waiting for peers.

@@ -12,7 +12,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
@@ -120,7 +120,7 @@ class FramedChannel:
             self._closed(self)
 
     @contextlib.contextmanager
-    def _named(self, what: str, *, close: bool = True):  # type: ignore[no-untyped-def]
+    def _named(self, what: str, *, close: bool = True) -> Iterator[None]:
         try:
             yield
         except StreamClosed as error:

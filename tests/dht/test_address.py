@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE, AddressError, parse_address, parse_listen
+from equipoise.dht.identity import public_key_of
 
 PEER = "12D3KooWD3eckifWpRn9wQpMG9R9hX3sD158z7EqHWmweQAJU5SA"
 
@@ -30,6 +31,17 @@ def test_through_a_relay() -> None:
     assert address.relayed
     assert address.peer == PEER
     assert address.transport == f"/ip4/192.0.2.7/tcp/31337/p2p/{relay}/p2p-circuit"
+
+
+def test_binary_form() -> None:
+    # From go-multiaddr: ip4 4, tcp 6, dns4 54, p2p 421 and p2p-circuit 290 as varints, values length-prefixed.
+    assert parse_address(EXAMPLE).encode_transport().hex() == "04c0000207067a69"
+    relayed = parse_address(f"/dns4/a.org/tcp/1/p2p/{PEER}/p2p-circuit/p2p/{PEER}").encode_transport()
+    public = public_key_of(PEER).hex()
+    assert relayed.hex() == f"3605{b'a.org'.hex()}060001a50326002408011220{public}a202"
+    long = "a." * 100 + "a"
+    encoded = parse_address(f"/dns/{long}/tcp/1/p2p/{PEER}").encode_transport()
+    assert encoded == b"\x35\xc9\x01" + long.encode() + b"\x06\x00\x01"
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ async def test_too_many_calls_are_refused(members, until) -> None:
 async def test_clocks_that_differ_meet_in_the_middle(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
+    await until(lambda: first.status().state == second.status().state == "joined")
     hello = second._protocol._hello
     second._protocol._hello = lambda: messages.Hello(
         serves=True, time=hello().time + 300, addresses=hello().addresses
