@@ -32,6 +32,9 @@ CLOSED_KEPT = 4
 """Closed groups remembered, to send a manifest again to a member that lost it, and to tell the late."""
 
 
+MAX_NAMED = 3
+"""Peers that a reason names; a line of text is to be read."""
+
 MAX_OWED = 64
 """Peers remembered that were left over."""
 
@@ -67,6 +70,17 @@ class Convening:
             return 0, 0
         parked = gathering.parked.keys()
         return len(parked), len(self._outlook(gathering, now).expected | parked)
+
+    def describe(self, round: int, now: float) -> str:
+        """Where the gathering of a round stands, and whom it waits for, one line."""
+        gathering = self._gatherings.get(round)
+        if gathering is None:
+            return "this peer convenes"
+        ready, target = self.count(round, now)
+        missing = sorted(self._outlook(gathering, now).expected - gathering.parked.keys())
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        waits = f", waits for {', '.join(missing[:MAX_NAMED])}{more}" if missing else ""
+        return f"this peer convenes: {ready} of {target} are in{waits}; {self._standing.lateness.reason}"
 
     def has_closed(self, round: int) -> bool:
         """Whether a group of this round has been closed here."""
@@ -156,7 +170,7 @@ class Convening:
             detail = f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: update the older daemon"
             return self._refusal(join, Why.OTHER_VERSION, detail)
         if request.run != standing.run:
-            return self._refusal(join, Why.UNKNOWN_RUN, f"expected the run {standing.run!r}")
+            return self._refusal(join, Why.UNKNOWN_RUN, f"expected the run {standing.run!a}")
         if join.spec != standing.spec:
             detail = f"expected spec {standing.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
             return self._refusal(join, Why.OTHER_SPEC, detail)

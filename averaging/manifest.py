@@ -41,7 +41,7 @@ TICKET_BYTES = 8
 DOMAIN = b"equipoise join 1\0"
 """Keeps a signature of a join from being taken for one of anything else that an identity signs."""
 
-PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PEER_CHARS)]
+PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PEER_CHARS, pattern=r"\A[!-~]+\Z")]
 SpecHash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 RoundNumber = Annotated[int, msgspec.Meta(ge=0, le=MAX_ROUND)]
 Weight = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WEIGHT)]

@@ -198,7 +198,7 @@ class Matchmaking:
         standing.roster.miss({standing.peer}.intersection(message.absent))
 
     def _begin_round(self, manifest: Manifest, reason: str) -> None:
-        self._seeking.end()
+        self._seeking.end(formed_by=manifest.convener)
         self._standing.advance(manifest)
         self._exchanging = manifest
         self._reason = f"round {manifest.round} with {len(manifest.members)} members: {reason}"
@@ -215,7 +215,9 @@ class Matchmaking:
         if self._convening.speak(now):
             self._seeking.alone()
         if self._seeking.ready:
-            self._reason = self._seeking.reason
+            convenes = self._seeking.convener == self._standing.peer
+            round = self._standing.round
+            self._reason = self._convening.describe(round, now) if convenes else self._seeking.reason
         self._announce(now)
         self._look(now)
         self._deadline = min(

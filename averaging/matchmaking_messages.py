@@ -26,7 +26,8 @@ MAX_PATIENCE = 86_400.0
 MAX_COUNT = 1_000_000
 
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
-Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS)]
+Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS, pattern=r"\A[ -~]*\Z")]
+"""Printable ASCII: it ends up in logs and terminals."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Hops = Annotated[int, msgspec.Meta(ge=0, le=MAX_HOPS)]
 Patience = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PATIENCE)]
@@ -182,5 +183,5 @@ def decode(data: bytes | bytearray | memoryview) -> MatchmakingMessage:
 
 def refuse_unknown_run(request: JoinRequest) -> JoinRefused:
     """The answer of a daemon that has no part in the run."""
-    detail = f"no run named {request.run!r} here"
+    detail = f"no run named {request.run!a} here"[:MAX_DETAIL_CHARS]
     return JoinRefused(request.run, request.join.ticket, Why.UNKNOWN_RUN, detail)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 import msgspec
@@ -179,10 +180,10 @@ class Roster:
 
     def believed_round(self, now: float) -> int | None:
         """The highest round that more than one peer vouches for, or the one of two; None if nobody is there."""
-        rounds = sorted((self._others[peer].round for peer in self.others(now)), reverse=True)
-        if not rounds:
-            return None
-        return rounds[1] if len(rounds) > 2 else rounds[0]
+        rounds = [self._others[peer].round for peer in self.others(now)]
+        if len(rounds) <= 2:
+            return max(rounds, default=None)
+        return heapq.nlargest(2, rounds)[1]
 
     def highest_round(self, limit: int, now: float) -> int | None:
         """The highest round up to `limit` that any live peer is in."""

@@ -78,9 +78,10 @@ class Seeking:
         self._ready, self._since = ready, now
         self._step_down(now)
 
-    def end(self) -> None:
-        """Stop: the group has formed, or is no longer wanted. Whoever holds the join is told to forget it."""
-        self._leave()
+    def end(self, formed_by: str | None = None) -> None:
+        """Stop: a group has formed, or none is wanted. Whoever else holds the join is told to forget it."""
+        if formed_by is None or formed_by != self._asked:
+            self._leave()
         self._ready = None
         self._rest()
 
@@ -93,7 +94,7 @@ class Seeking:
             self.alone()
         self._parked = True
         self.count, self._short = (message.ready, message.target), message.short
-        self.reason = f"{peer} convenes"
+        self.reason = f"{peer} convenes: {message.ready} of {message.target} are in"
         self._answer_by = now + min(message.wait, MAX_WAIT) + REPLY_SECONDS
 
     def alone(self) -> None:
@@ -247,7 +248,7 @@ class Seeking:
         if convener == self._standing.peer:
             self._convening.park_own(self._join, patience, now)
             self._answer_by = float("inf")
-            self.reason = "this peer convenes"
+            self.reason = "this peer convenes"  # What there is to say of it, the gathering says.
         else:
             hops = MAX_HOPS if self._anywhere else self._hops
             self._standing.send(convener, JoinRequest(self._standing.run, self._join, patience, hops))

@@ -79,5 +79,6 @@ class Standing:
             self.roster.note_ready(peer, False)
 
     def advance(self, manifest: Manifest) -> None:
-        """This peer takes part in a round: its next is the one after."""
-        self.round = self.floor = manifest.round + 1
+        """This peer takes part in a round: its next is a later one."""
+        self.floor = manifest.round + 1
+        self.round = max(self.round, self.floor)

@@ -26,7 +26,7 @@ from equipoise.averaging.matchmaking_events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.matchmaking_messages import JoinRequest, decode, encode, refuse_unknown_run
+from equipoise.averaging.matchmaking_messages import decode, encode
 from equipoise.averaging.standing import Standing
 
 RUN = "simulated"
@@ -274,6 +274,3 @@ def signer(name: str) -> Callable[[bytes], bytes]:
 def verify(name: str, data: bytes, signature: bytes) -> bool:
     """Whether `signer(name)` made this."""
     return signer(name)(data) == signature
-
-
-__all__ = ["JoinRequest", "Peer", "Record", "Weather", "World", "refuse_unknown_run", "signer", "verify"]
