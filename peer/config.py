@@ -94,38 +94,43 @@ def default_home() -> Path:
     return Path(platformdirs.user_data_dir("equipoise", appauthor=False))
 
 
-def find_home(flag: str | os.PathLike[str] | None, environ: Mapping[str, str]) -> tuple[Path, str]:
+def find_home(
+    flag: str | os.PathLike[str] | None, environ: Mapping[str, str], style: str = "flag --"
+) -> tuple[Path, str]:
     """The home and the origin of that choice: the flag, else `$EQUIPOISE_HOME`, else the default."""
     if flag is not None:
-        return Path(flag).expanduser().absolute(), "flag --home"
+        return Path(flag).expanduser().absolute(), f"{style}home"
     if environ.get(HOME_ENV):
         return Path(environ[HOME_ENV]).expanduser().absolute(), f"environment {HOME_ENV}"
     return default_home(), "default"
 
 
-def load(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, style: str = "flag --"
+) -> Loaded:
     """Read the configuration of a daemon.
 
     Args:
         flags: Values by key, `home` included; None means not given.
         environ: The environment; the process's own by default.
+        style: What the origin of a flag is called, up to its name.
 
     Raises:
         ConfigError: A key is unknown, a value has the wrong type or is out of its range, or an address is malformed
             that was given as a flag or to listen on.
     """
     environ = os.environ if environ is None else environ
-    home, home_origin = find_home(flags.get("home"), environ)
+    home, home_origin = find_home(flags.get("home"), environ, style)
     settings = {"home": Setting("home", str(home), home_origin)}
     settings["name"] = Setting("name", socket.gethostname()[:64] or "equipoise", "default")
     for key, value, origin in [
         *_from_file(home / FILE_NAME),
         *_from_environment(environ),
-        *_from_flags(flags),
+        *_from_flags(flags, style),
     ]:
         settings[key] = Setting(key, _checked(key, value, origin), origin)
     config = Config(**{key: setting.value for key, setting in settings.items()})
-    malformed = _malformed(config, settings)
+    malformed = _malformed(config, settings, tolerant=not flags.get("join"))
     for key in KEYS:
         settings.setdefault(key, Setting(key, getattr(config, key), "default"))
     bad = {one.address for one in malformed}
@@ -164,9 +169,15 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
     return found
 
 
-def _from_flags(flags: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+def _from_flags(flags: Mapping[str, Any], style: str) -> list[tuple[str, Any, str]]:
+    for key in flags:
+        if key not in ("home", *KEYS):
+            raise ConfigError(f"unknown setting {key[:64]!r}", f"known are home, {', '.join(KEYS)}")
     given = {key: value for key, value in flags.items() if value not in (None, ()) and key != "home"}
-    return [(key, value, "flag --" + key.replace("_", "-")) for key, value in given.items()]
+    return [
+        (key, value, style + (key.replace("_", "-") if style.endswith("-") else key))
+        for key, value in given.items()
+    ]
 
 
 def _parse(key: str, text: str, name: str) -> Any:
@@ -201,7 +212,7 @@ def _checked(key: str, value: Any, origin: str) -> Any:
     return value
 
 
-def _malformed(config: Config, settings: Mapping[str, Setting]) -> tuple[Malformed, ...]:
+def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) -> tuple[Malformed, ...]:
     if not config.join and not config.listen:
         return ()
     from equipoise.dht.address import AddressError, parse_address, parse_listen  # Imports cryptography.
@@ -216,7 +227,7 @@ def _malformed(config: Config, settings: Mapping[str, Setting]) -> tuple[Malform
         try:
             parse_address(address)
         except AddressError as error:
-            if settings["join"].origin.startswith("flag"):
+            if not tolerant:
                 raise ConfigError(f"{settings['join'].origin}: {error}") from error
             found.append(Malformed(address, f"{settings['join'].origin}: {error}"))
     return tuple(found)

@@ -102,26 +102,26 @@ class Connection:
         for task in (reading, closed):
             task.cancel()
         await asyncio.gather(reading, closed, return_exceptions=True)
-        await self.leave_all()
+        await self.leave_all("its client has gone")
         self._socket.close()
 
     def close(self) -> None:
         """Stop serving; `serve` then cleans up."""
         self._closed.set()
 
-    async def leave_all(self) -> None:
+    async def leave_all(self, reason: str) -> None:
         """Leave all runs of this client, and wait until what was asked has been answered."""
-        await self._leave_sessions()
+        await self._leave_sessions(reason)
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=SEND_SECONDS)
             for task in late:
                 task.cancel()
-        await self._leave_sessions()  # A join may have been on its way.
+        await self._leave_sessions(reason)  # A join may have been on its way.
 
-    async def _leave_sessions(self) -> None:
+    async def _leave_sessions(self, reason: str) -> None:
         sessions = list(self._sessions.values())
         self._sessions.clear()
-        await asyncio.gather(*(self._host.service.leave(session) for session in sessions))
+        await asyncio.gather(*(self._host.service.leave(session, reason) for session in sessions))
 
     async def _read(self) -> None:
         try:
@@ -210,7 +210,7 @@ class Connection:
         return ProgressIs(progress.local, progress.swarm)
 
     async def _leave(self, request: LeaveRun) -> ReplyBody:
-        await self._host.service.leave(self._session(request.run))
+        await self._host.service.leave(self._session(request.run), "its client has left the run")
         self._sessions.pop(request.run, None)
         return Done()
 

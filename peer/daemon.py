@@ -178,7 +178,8 @@ class Daemon:
                 addresses = status.addresses
                 for address in addresses:
                     self._tell(address)
-            if f"{status.state}: {status.reason}" != state:
+            # Each round would print two lines; that it waits for one is what `status` says.
+            if status.state != "ready" and f"{status.state}: {status.reason}" != state:
                 state = f"{status.state}: {status.reason}"
                 self._tell(state)
             await asyncio.sleep(WATCH_SECONDS)

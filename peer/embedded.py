@@ -33,13 +33,13 @@ class Peer(Client):
     The client reaches the daemon through a socket pair, so both faces are the same code.
     """
 
+    _assemble = staticmethod(assemble)
+
     def __init__(
         self,
         join: Sequence[str] = (),
         home: str | os.PathLike[str] | None = None,
         listen: Sequence[str] = (),
-        *,
-        _assemble: Assemble = assemble,
         **settings: Any,
     ) -> None:
         """Start the daemon.
@@ -58,7 +58,7 @@ class Peer(Client):
         place = self._temporary.name if self._temporary else home
         flags = {"home": place, "join": tuple(join), "listen": tuple(listen), **settings}
         try:
-            thread = DaemonThread(load(flags), _assemble)
+            thread = DaemonThread(load(flags, style="argument "), self._assemble)
         except BaseException:
             self._remove_home()
             raise

@@ -118,10 +118,12 @@ def _signals(
         seen.append(number)
         (asked if len(seen) == 1 else forced)(number)
 
-    for number in SIGNALS:
+    # What is ignored, as SIGHUP under nohup, stays so.
+    heeded = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    for number in heeded:
         loop.add_signal_handler(number, received, number)
     try:
         yield
     finally:
-        for number in SIGNALS:
+        for number in heeded:
             loop.remove_signal_handler(number)

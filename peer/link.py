@@ -31,8 +31,8 @@ from equipoise.peer.messages import (
 SEND_SECONDS = 0.5
 """A daemon that reads nothing for so long while the socket's buffer is full is stopped; calls still end in time."""
 
-ANSWER_SECONDS = 5.0
-"""What is answered at once takes milliseconds; a daemon that is busy encoding may take a little more."""
+ANSWER_SECONDS = 10.0
+"""What is answered at once takes milliseconds; on a machine that swaps, seconds."""
 
 CONNECT_SECONDS = 10.0
 """A daemon that is starting accepts connections before it has joined anything."""

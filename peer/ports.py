@@ -70,8 +70,8 @@ class Averager(Protocol):
     def status(self) -> Standing:
         """Where the run stands, and why."""
 
-    async def leave(self) -> None:
-        """Stop taking part; an open round is finished or failed."""
+    async def leave(self, reason: str) -> None:
+        """Stop taking part; an open round is finished, or failed with `reason`."""
 
 
 class Hub(Protocol):

@@ -59,7 +59,7 @@ class ControlServer:
         if self._accepting is not None:
             self._accepting.cancel()
         serving = dict(self._connections)
-        await asyncio.gather(*(connection.leave_all() for connection in serving))
+        await asyncio.gather(*(connection.leave_all("this daemon is stopping") for connection in serving))
         for connection in serving:
             connection.close()
         await asyncio.gather(*serving.values(), return_exceptions=True)

@@ -57,9 +57,9 @@ class Service:
             raise
         return session
 
-    async def leave(self, session: Session) -> None:
+    async def leave(self, session: Session, reason: str) -> None:
         """Leave a run; idempotent."""
-        await session.leave()
+        await session.leave(reason)
         if self._sessions.get(session.name) is session:
             del self._sessions[session.name]
 
@@ -78,7 +78,9 @@ class Service:
     async def _make_room(self, name: str) -> None:
         other = self._sessions.get(name)
         if other is not None and other.leaving:
-            await self.leave(other)  # Its client has gone; a successor should not have to know that.
+            await self.leave(
+                other, "its client has gone"
+            )  # Its client has gone; a successor should not have to know that.
             other = self._sessions.get(name)
         if other is not None:
             raise Refused(

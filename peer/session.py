@@ -23,6 +23,9 @@ MAX_TIMEOUT = 86_400.0
 OVERTIME = 0.5
 """Seconds that a round may exceed its timeout before the session gives it up; half of what the caller is promised."""
 
+REPORT_SECONDS = 0.02
+"""A script may accumulate a thousand times a second; each report is a signed record to other peers."""
+
 LEAVE_SECONDS = 5.0
 """An open round is finished or failed within that; the driver's own bound on a stalled peer is 2 s."""
 
@@ -48,6 +51,8 @@ class Session:
         self._joining = asyncio.Lock()
         self._round: asyncio.Task[Outcome] | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._accumulated = 0.0
+        self._reporting: asyncio.TimerHandle | None = None
 
     async def open(self) -> None:
         """Join the run.
@@ -75,14 +80,26 @@ class Session:
             )
         self._round = asyncio.create_task(self._exchange(purpose, check_weight(weight), timeout))
         try:
-            return await self._within(self._round, timeout)
+            outcome = await self._within(self._round, timeout)
         finally:
             self._round = None
+        self._tell(outcome)
+        return outcome
 
     async def report_accumulated(self, weight: float) -> None:
         """Publish the weight that the client has accumulated towards its next step."""
+        self._accumulated = check_weight(weight)
         averager = await self._averager(STEP)
-        averager.report_accumulated(check_weight(weight))
+        if self._reporting is None:
+            self._report(averager, None)
+
+    def _report(self, averager: Averager, before: float | None) -> None:
+        """Publish at once, then whatever has become of it, at most once in `REPORT_SECONDS`."""
+        self._reporting = None
+        if self._accumulated != before and not self.leaving:
+            averager.report_accumulated(self._accumulated)
+            loop = asyncio.get_running_loop()
+            self._reporting = loop.call_later(REPORT_SECONDS, self._report, averager, self._accumulated)
 
     @property
     def leaving(self) -> bool:
@@ -128,10 +145,10 @@ class Session:
             last=history[-1] if history else None,
         )
 
-    async def leave(self) -> None:
+    async def leave(self, reason: str) -> None:
         """Leave, finish or fail an open round, and let go of the memory; all callers wait for the same end."""
         if self._leaving is None:
-            self._leaving = asyncio.create_task(self._leave())
+            self._leaving = asyncio.create_task(self._leave(reason))
         await asyncio.shield(self._leaving)
 
     @property
@@ -169,9 +186,18 @@ class Session:
             return Outcome(ok=False, reason="the run was left before the round ended", run=self.name)
         return round_.result()
 
-    async def _leave(self) -> None:
+    def _tell(self, outcome: Outcome) -> None:
+        seconds, members = outcome.seconds.get("total", 0.0), len(outcome.group)
+        how = f"{len(outcome.contributors)} of {members} contributed" if outcome.ok else "failed"
+        log.info(
+            "run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, seconds
+        )
+
+    async def _leave(self, reason: str) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
         async with self._joining:
-            leaving = [asyncio.create_task(averager.leave()) for averager in self._averagers.values()]
+            leaving = [asyncio.create_task(averager.leave(reason)) for averager in self._averagers.values()]
         if leaving:
             _, late = await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
             for task in late:

@@ -62,9 +62,11 @@ class RunContract:
             torch.testing.assert_close(own["b"], torch.full((4,), 32.5))
 
     def test_modules_lists_and_dtypes(self, peers: Peers) -> None:
-        models = [torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)]
-        expected = (models[0][1].running_mean + models[1][1].running_mean) / 2  # type: ignore[operator]
-        weight = (models[0][0].weight + models[1][0].weight).detach() / 2  # type: ignore[operator]
+        models: list[Any] = [
+            torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)
+        ]
+        expected = (models[0][1].running_mean + models[1][1].running_mean) / 2
+        weight = (models[0][0].weight + models[1][0].weight) / 2
         halves = [[torch.full((5,), float(i), dtype=torch.bfloat16)] for i in range(2)]
         clients = peers(2)
         runs = join_all(clients, models)
@@ -74,7 +76,7 @@ class RunContract:
 
         assert all(outcome.ok for outcome in outcomes), outcomes
         for model in models:
-            torch.testing.assert_close(model[0].weight.detach(), weight)
+            torch.testing.assert_close(model[0].weight.detach(), weight.detach())
             torch.testing.assert_close(model[1].running_mean, expected)
         assert [float(half[0][0]) for half in halves] == [0.5, 0.5]
 

@@ -177,7 +177,7 @@ class FakeHub:
 
     async def stop(self) -> None:
         for averager in list(self.averagers.values()):
-            await averager.leave()
+            await averager.leave("the hub stops")
 
 
 class FakeAverager:
@@ -234,7 +234,7 @@ class FakeAverager:
         ok = sum(outcome.ok for outcome in self.history)
         return FakeStanding("as the network says", self._member.round, ok, len(self.history) - ok)
 
-    async def leave(self) -> None:
+    async def leave(self, reason: str) -> None:
         self._network.withdraw(self._spec.name, self._peer)
         with self._network.lock:
             self._network.runs.get(self._spec.name, {}).pop(self._peer, None)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE
 from equipoise.peer.config import MAX_FILE_BYTES, Loaded, default_home, load
 from equipoise.peer.errors import ConfigError
 
@@ -57,9 +58,31 @@ def test_home_from_the_environment_or_the_platform(tmp_path: Path) -> None:
 
 
 def test_lists_in_the_environment(tmp_path: Path) -> None:
-    loaded = load({"home": tmp_path}, {"EQUIPOISE_JOIN": "/ip4/1.2.3.4/tcp/1, /ip4/1.2.3.4/tcp/2"})
+    loaded = load({"home": tmp_path}, {"EQUIPOISE_JOIN": f"{EXAMPLE}, {EXAMPLE.replace('31337', '31338')}"})
 
-    assert loaded.config.join == ("/ip4/1.2.3.4/tcp/1", "/ip4/1.2.3.4/tcp/2")
+    assert loaded.config.join == (EXAMPLE, EXAMPLE.replace("31337", "31338"))
+
+
+def test_a_malformed_address_is_refused_where_someone_is_looking(tmp_path: Path) -> None:
+    for flags in ({"join": ("nonsense",)}, {"listen": (LISTEN_EXAMPLE, "nonsense")}):
+        with pytest.raises(ConfigError, match=r"flag --(join|listen): malformed address 'nonsense'"):
+            load({"home": tmp_path, **flags}, {})
+    with pytest.raises(ConfigError, match="argument join: malformed"):
+        load({"home": tmp_path, "join": ["nonsense"]}, {}, style="argument ")
+
+
+def test_a_malformed_address_elsewhere_is_set_aside(tmp_path: Path) -> None:
+    loaded = load(with_file(tmp_path, f'join = ["nonsense", "{EXAMPLE}"]'), {})
+
+    assert loaded.config.join == (EXAMPLE,)
+    (malformed,) = loaded.malformed
+    assert malformed.address == "nonsense"
+    assert "config.toml: malformed address" in malformed.reason
+
+
+def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown setting 'jion'"):
+        load({"home": tmp_path, "jion": ()}, {})
 
 
 @pytest.mark.parametrize(

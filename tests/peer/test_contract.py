@@ -36,7 +36,8 @@ def peers(request: pytest.FixtureRequest, network: FakeNetwork, tmp_path: Path) 
             return clients
 
         def in_process(count: int) -> list[Client]:
-            return [stack.enter_context(Peer(_assemble=network.assemble)) for _ in range(count)]
+            kind = type("FakePeer", (Peer,), {"_assemble": staticmethod(network.assemble)})
+            return [stack.enter_context(kind()) for _ in range(count)]
 
         yield connected if request.param == "connect" else in_process
 
