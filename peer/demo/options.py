@@ -16,6 +16,12 @@ MAX_ROUNDS = 10_000
 MIN_SURVIVORS = 2
 """One peer alone has nobody to average with."""
 
+SECONDS, FEW_PEERS = 85.0, 4
+"""Few peers start, train and end in half of that on two idle cores."""
+
+SECONDS_PER_PEER = 20.0
+"""For each peer more: eight need 80 s of two busy cores."""
+
 BATCH = 32
 """Samples that a trainer adds to what it contributes at a time."""
 
@@ -42,15 +48,15 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         codec: Codec spec in which gradients travel.
         kill: Daemons to SIGKILL half-way, the one that the others joined through among them.
         strategy: How the run averages.
-        seconds: Time after which the demo gives up.
+        seconds: Time after which the demo gives up; 0 stands for as long as so many peers need on two cores.
     """
 
     peers: int = 4
-    rounds: int = 60
+    rounds: int = 50
     codec: str = "int8"
     kill: int = 0
     strategy: str = "allreduce"
-    seconds: float = 85.0
+    seconds: float = 0.0
 
     def check(self) -> None:
         """Refuse what cannot work before anything is started.
@@ -85,6 +91,11 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             parse_codec(self.codec)
         except CodecError as error:
             raise DemoUsageError(f"--codec: {error}") from error
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which the demo gives up."""
+        return self.seconds or SECONDS + SECONDS_PER_PEER * max(0, self.peers - FEW_PEERS)
 
     @property
     def target(self) -> float:

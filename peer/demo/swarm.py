@@ -80,7 +80,7 @@ class DemoSwarm:
         while len(addresses) < count:
             if self._late:
                 raise DemoError(
-                    f"{count - len(addresses)} daemons did not start in {self._options.seconds:g} s"
+                    f"{count - len(addresses)} daemons did not start in {self._options.limit:g} s"
                 )
             for child, line in self._family.hear(HEAR_SECONDS):
                 if line is None:
@@ -92,7 +92,7 @@ class DemoSwarm:
 
     def _start_trainers(self) -> None:
         self._display.note(f"starting {self._options.peers} trainers, each with its own share of the data")
-        left = self._options.seconds - (time.monotonic() - self._start)
+        left = self._options.limit - (time.monotonic() - self._start)
         options = msgspec.json.encode(msgspec.structs.replace(self._options, seconds=left)).decode()
         for index in range(self._options.peers):
             command = trainer_command(self._home(index), index, options)
@@ -101,7 +101,7 @@ class DemoSwarm:
     def _train(self) -> None:
         while self._working():
             if self._late:
-                self._problems.append(f"gave up after {self._options.seconds:g} s")
+                self._problems.append(f"gave up after {self._options.limit:g} s")
                 return
             for child, line in self._family.hear(HEAR_SECONDS):
                 if line is None:
@@ -171,4 +171,4 @@ class DemoSwarm:
 
     @property
     def _late(self) -> bool:
-        return time.monotonic() - self._start > self._options.seconds
+        return time.monotonic() - self._start > self._options.limit

@@ -25,6 +25,10 @@ STEP_SECONDS = 10.0
 MEET_SECONDS = 0.05
 """Between two looks for the other trainers."""
 
+BATCH_SECONDS = 0.04
+"""What a batch takes at least, as those of a larger network do: what the swarm has accumulated is known to all about a
+tenth of a second later, and should not come from one peer alone by then."""
+
 
 class Trainer:
     """Trains one learner together with the swarm.
@@ -45,7 +49,7 @@ class Trainer:
         self._learner = learner
         self._options = options
         self._lockstep = Lockstep()
-        self._deadline = time.monotonic() + options.seconds
+        self._deadline = time.monotonic() + options.limit
 
     def train(self) -> None:
         """Make all updates.
@@ -71,12 +75,13 @@ class Trainer:
             if isinstance(state, Idle) and state.peers >= others:
                 return
             time.sleep(MEET_SECONDS)
-        raise TimeoutError(f"the other {others} trainers were not all there in {self._options.seconds:.0f} s")
+        raise TimeoutError(f"the other {others} trainers were not all there in {self._options.limit:.0f} s")
 
     def _gather(self) -> float:
         """Accumulate own batches until the swarm has the target; returns their mean loss."""
         losses = []
         while True:
+            time.sleep(BATCH_SECONDS)
             loss, samples = self._learner.backward()
             self._run.accumulate(self._learner.model, weight=samples)
             losses.append(loss)
@@ -92,7 +97,7 @@ class Trainer:
                 return outcome
             self._lockstep.follow(outcome)
             _say(Failed(update=self._learner.updates + 1, reason=outcome.reason))
-        raise TimeoutError(f"no round succeeded by the end of the demo's {self._options.seconds:.0f} s")
+        raise TimeoutError(f"no round succeeded by the end of the demo's {self._options.limit:.0f} s")
 
     def _exchange_states(self, weight: float) -> None:
         outcome = self._states.average(weight=weight, timeout=STEP_SECONDS)
