@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 
 from equipoise.averaging import messages as wire
 from equipoise.averaging.ballot import Tally, Vote, inherited, is_majority, next_ballot
+from equipoise.averaging.choice import MIN_CONTRIBUTORS
 from equipoise.averaging.messages import Decision
 from equipoise.averaging.round import Group
-
-MIN_CONTRIBUTORS = 2
-"""One contributor alone is not an average."""
 
 MAX_BALLOT_LEAP = 64 * 1024
 """Most ballots that one message may skip. Members of a sound group open one per stall; without a bound, one message

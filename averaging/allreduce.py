@@ -28,8 +28,9 @@ leader goes on without the owners that did not report; from 3 on, members open b
 from __future__ import annotations
 
 from equipoise.averaging import messages as wire
-from equipoise.averaging.agreement import MIN_CONTRIBUTORS, Agreement
+from equipoise.averaging.agreement import Agreement
 from equipoise.averaging.ballot import Vote, members_of
+from equipoise.averaging.choice import MIN_CONTRIBUTORS, choose
 from equipoise.averaging.fetching import Fetching
 from equipoise.averaging.ledger import Ledger
 from equipoise.averaging.messages import Decision
@@ -58,7 +59,7 @@ STALL_SECONDS = 2.0
 """Without any progress for this long, a step is retried another way. Pauses of healthy processes stay below 1 s."""
 
 LINGER_SECONDS = 5.0
-"""How long a finished member still answers those who lag behind; a peer that was stopped for longer fails untouched."""
+"""How long a member answers those who have not learnt the outcome, once all that live hold the mean."""
 
 MAX_NOTES = 64
 """Most lines kept on what went wrong in a round."""
@@ -107,6 +108,11 @@ class AllReduce:
         if self.ended is not None:
             return self._ends_at
         return min(self._ends_at, self._progress_at + (self._level + 1) * self._stall)
+
+    @property
+    def needed(self) -> bool:
+        """Whether others may need what this member holds: until then it shows signs of life."""
+        return not self._released
 
     @property
     def phase(self) -> str:
@@ -285,7 +291,7 @@ class AllReduce:
                 step(now)
                 if self.ended is not None:
                     break
-        self._release()
+        self._release(now)
         actions, self._actions = self._actions, []
         return actions
 
@@ -346,30 +352,24 @@ class AllReduce:
 
     def _decide(self, plan: wire.Plan, now: float) -> None:
         """Once every owner has reported, propose the contributors that all of them hold."""
-        reports = self._agreement.ballot.reports
-        owners = self._ledger.owners
+        reports, owners = self._agreement.ballot.reports, self._ledger.owners
         silent = owners & ~sum(1 << member for member in reports)
         dropped = owners & self._lost | (silent if self._level >= 2 else 0)
+        if silent and not dropped:
+            return
+        contributors, misfit = choose(reports, self.group.contributors) if not silent else (0, None)
+        if misfit is not None:
+            dropped |= 1 << misfit
         if dropped:
             self._note(f"going on without owners {names_of(self.group, dropped)}")
             self._plan(plan.sequence + 1, plan.owners & ~(dropped | self._lost), now)
-            return
-        if silent:
-            return
-        contributors = self.group.contributors
-        for owner in members_of(owners):
-            contributors &= reports[owner]
-        if contributors.bit_count() < MIN_CONTRIBUTORS:
-            if (contributors | self.group.contributors & ~self._lost).bit_count() < MIN_CONTRIBUTORS:
-                self._fail(
-                    f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {names_of(self.group, contributors)}",
-                    now,
-                )
-            return
-        missing = self.group.contributors & ~contributors
-        if missing:
-            self._note(f"deciding without the contributions of {names_of(self.group, missing)}")
-        self._tell_all(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), now)
+        elif contributors.bit_count() >= MIN_CONTRIBUTORS:
+            if missing := self.group.contributors & ~contributors:
+                self._note(f"deciding without the contributions of {names_of(self.group, missing)}")
+            self._tell_all(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), now)
+        elif (contributors | self.group.contributors & ~self._lost).bit_count() < MIN_CONTRIBUTORS:
+            whole = names_of(self.group, contributors)
+            self._fail(f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {whole}", now)
 
     def _watch(self, decision: Decision) -> None:
         """Open a new ballot when a part of the proposed mean has no living source left."""
@@ -407,9 +407,7 @@ class AllReduce:
             if self._agreement.leader == self.me:
                 self._send_commit(self.group.everyone)
         elif self._distrusted:
-            self._fail(
-                "our mean differs from the group's twice: its digest is not what the majority holds", now
-            )
+            self._fail("our mean differs from the group's twice: a majority holds another digest", now)
         else:
             self._note("our mean differs from the group's: fetching it again")
             self._distrusted = True
@@ -442,7 +440,8 @@ class AllReduce:
 
     def _end(self, how: Finish | Fail, now: float) -> None:
         self.ended = how
-        self._ends_at = now + LINGER_SECONDS
+        # Whoever still fetches may need all the time that the round was given.
+        self._ends_at = max(self._ends_at, now + LINGER_SECONDS)
         self._actions.append(how)
 
     def _fail(self, reason: str, now: float) -> None:
@@ -451,13 +450,14 @@ class AllReduce:
         if self._agreement.held is None:
             self._close()
 
-    def _release(self) -> None:
+    def _release(self, now: float) -> None:
         """Let go of the buffers once every other member holds the mean or is gone."""
         held = self._agreement.held
         if self.ended is None or self._released or held is None:
             return
         if not self._peers & ~(self._lost | self._agreement.holders(held[1])):
             self._released = True
+            self._ends_at = now + LINGER_SECONDS
             self._actions.append(Release())
 
     def _close(self) -> None:

@@ -75,6 +75,8 @@ class Hub:
         for round in list(self._rounds.values()):
             round.withdraw("this daemon is stopping")
         await self._mesh.stop()
+        for round in list(self._rounds.values()):
+            round.close()
 
     # ---- what the mesh tells ----
 

@@ -63,6 +63,7 @@ class Mesh:
         self._links: dict[str, _Link] = {}
         self._readers: set[asyncio.Task[None]] = set()
         self._scratch = bytearray()
+        self._stopped = False
         transport.serve(self._accept)
 
     @property
@@ -107,6 +108,7 @@ class Mesh:
         writers = [link.writer for link in self._links.values() if link.writer is not None]
         if writers:
             await asyncio.wait(writers, timeout=0.5)
+        self._stopped = True
         tasks = [*writers, *self._readers]
         for task in tasks:
             task.cancel()
@@ -127,7 +129,7 @@ class Mesh:
         return link
 
     def _write_soon(self, peer: str, link: _Link) -> None:
-        if link.writer is None:
+        if link.writer is None and not self._stopped:
             link.writer = asyncio.create_task(self._write(peer, link))
             link.writer.add_done_callback(_surface)
 

@@ -209,7 +209,7 @@ class Round:
     def _beat(self) -> None:
         for member in self._liveness.check(self._loop.time()):
             self._tell(PeerLost(member, "silent: no sign of life"))
-        if self._machine.ended is None:
+        if self._machine.needed:
             for member in self._others:
                 self._post(member, wire.Heartbeat())
             self._pulse = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
@@ -241,7 +241,7 @@ class Round:
                 case Release():
                     self._store.release()
                 case Close():
-                    self._close()
+                    self.close()
         self._mark_phase()
         self._schedule()
 
@@ -319,7 +319,8 @@ class Round:
             events=tuple(notes),
         )
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Forget the round at once, whoever may still need it."""
         for timer in (self._timer, self._pulse):
             if timer is not None:
                 timer.cancel()

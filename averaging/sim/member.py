@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from equipoise.averaging import messages as wire
-from equipoise.averaging.agreement import MIN_CONTRIBUTORS
 from equipoise.averaging.allreduce import AllReduce
 from equipoise.averaging.ballot import members_of
+from equipoise.averaging.choice import MIN_CONTRIBUTORS
 from equipoise.averaging.round import (
     Action,
     Close,
