@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
@@ -11,7 +10,7 @@ import msgspec
 
 from equipoise.peer.demo.options import DemoError, DemoOptions
 from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command, trainer_command
-from equipoise.peer.demo.reports import Failed, Report, decode_report
+from equipoise.peer.demo.reports import Failed, decode_report
 from equipoise.peer.demo.summary import Ledger, Round, Summary
 
 HEAR_SECONDS = 0.5
@@ -61,39 +60,36 @@ class DemoSwarm:
         return self._ledger.summarize(frozenset(self._killed), self._problems, seconds)
 
     def _start_daemons(self) -> None:
-        self._display.note(f"starting {self._options.peers} daemons")
-        first = self._start_daemon(0, [])
-        address = self._addresses(1)[first]
-        for index in range(1, self._options.peers):
-            self._start_daemon(index, [address])
-        self._addresses(self._options.peers - 1)
-        self._display.note(f"{self._options.peers - 1} daemons joined through {address}")
+        peers = self._options.peers
+        self._display.note(f"starting {peers} daemons")
+        address = self._addresses([self._start_daemon(0, [])])[0]
+        self._addresses([self._start_daemon(index, [address]) for index in range(1, peers)])
+        self._display.note(f"{peers - 1} daemons joined through {address}")
 
     def _start_daemon(self, index: int, join: list[str]) -> Child:
         child = self._family.start(f"daemon {index + 1}", daemon_command(self._home(index), join))
         self._daemons.append(child)
         return child
 
-    def _addresses(self, count: int) -> dict[Child, str]:
-        """Wait until `count` more daemons have each printed an address."""
+    def _addresses(self, daemons: list[Child]) -> list[str]:
+        """Wait until each of `daemons` has printed an address, and return those."""
         addresses: dict[Child, str] = {}
-        while len(addresses) < count:
+        while not all(daemon in addresses for daemon in daemons):
             if self._late:
-                raise DemoError(
-                    f"{count - len(addresses)} daemons did not start in {self._options.limit:g} s"
-                )
+                silent = ", ".join(daemon.name for daemon in daemons if daemon not in addresses)
+                raise DemoError(f"{silent} did not start in {self._options.limit:g} s")
             for child, line in self._family.hear(HEAR_SECONDS):
                 if line is None:
                     child.reap(DEATH_SECONDS)
                     raise DemoError(child.ending)
                 if line.startswith("/"):
                     addresses.setdefault(child, line.strip())
-        return addresses
+        return [addresses[daemon] for daemon in daemons]
 
     def _start_trainers(self) -> None:
         self._display.note(f"starting {self._options.peers} trainers, each with its own share of the data")
         left = self._options.limit - (time.monotonic() - self._start)
-        options = msgspec.json.encode(msgspec.structs.replace(self._options, seconds=left)).decode()
+        options = msgspec.json.encode(msgspec.structs.replace(self._options, seconds=max(1.0, left))).decode()
         for index in range(self._options.peers):
             command = trainer_command(self._home(index), index, options)
             self._trainers.append(self._family.start(f"trainer {index + 1}", command))
@@ -107,7 +103,7 @@ class DemoSwarm:
                 if line is None:
                     self._bury(child)
                 elif child in self._trainers:
-                    self._take(self._trainers.index(child), decode_report(line))
+                    self._take(self._trainers.index(child), line)
             self._kill_half_way()
 
     def _working(self) -> bool:
@@ -117,7 +113,13 @@ class DemoSwarm:
     def _finished(self, trainer: Child) -> bool:
         return self._trainers.index(trainer) in self._ledger.finished
 
-    def _take(self, trainer: int, report: Report) -> None:
+    def _take(self, trainer: int, line: str) -> None:
+        try:
+            report = decode_report(line)
+        except msgspec.DecodeError:
+            # A library that prints is no reason to give up.
+            self._display.note(f"trainer {trainer + 1}: {line}")
+            return
         round_ = self._ledger.add(trainer, report)
         if round_ is not None:
             self._display.show(round_)
@@ -141,10 +143,14 @@ class DemoSwarm:
         """A child has ended; a problem unless its daemon was killed."""
         self._gone.add(child)
         child.reap(DEATH_SECONDS)
-        group = self._trainers if child in self._trainers else self._daemons
-        if group.index(child) not in self._killed:
+        if not self._was_killed(child):
             self._problems.append(child.ending)
             self._display.note(child.ending)
+
+    def _was_killed(self, child: Child) -> bool:
+        """Whether it is a daemon that was killed, or the trainer of one."""
+        group = self._trainers if child in self._trainers else self._daemons
+        return group.index(child) in self._killed
 
     def _dismiss(self) -> None:
         """Let the trainers go, then the daemons; all must end well that were not killed."""
@@ -158,13 +164,11 @@ class DemoSwarm:
 
     def _expect_end(self, children: list[Child]) -> None:
         deadline = time.monotonic() + STOP_SECONDS
-        for child in self._unkilled(children):
+        for child in children:
+            if self._was_killed(child) or child in self._gone:
+                continue
             if child.reap(deadline - time.monotonic()) != 0:
                 self._problems.append(child.ending)
-
-    def _unkilled(self, children: list[Child]) -> Iterator[Child]:
-        killed = {child for group in (self._daemons, self._trainers) for child in group[: len(self._killed)]}
-        return (child for child in children if child not in killed and child not in self._gone)
 
     def _home(self, index: int) -> Path:
         return self._folder / f"peer{index + 1}"
