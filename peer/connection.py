@@ -206,8 +206,7 @@ class Connection:
         return StateIs(self._session(request.run).state)
 
     async def _progress(self, request: AskProgress) -> ReplyBody:
-        progress = await self._session(request.run).progress()
-        return ProgressIs(progress.local, progress.swarm)
+        return ProgressIs(*await self._session(request.run).progress())
 
     async def _leave(self, request: LeaveRun) -> ReplyBody:
         await self._host.service.leave(self._session(request.run), "its client has left the run")

@@ -13,18 +13,6 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.dht.state import SwarmStatus
 
 
-class Progress(Protocol):
-    """Weight accumulated towards the next step."""
-
-    @property
-    def local(self) -> float:
-        """By this peer."""
-
-    @property
-    def swarm(self) -> float:
-        """By all known peers of the run, this one included."""
-
-
 class Standing(Protocol):
     """Where a run stands at this peer."""
 
@@ -63,9 +51,6 @@ class Averager(Protocol):
 
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
-
-    def progress(self) -> Progress:
-        """What has been accumulated, here and in the swarm."""
 
     def status(self) -> Standing:
         """Where the run stands, and why."""

@@ -49,7 +49,8 @@ class Service:
                 f"the shared memory holds {request.values} values, which is less than the schema has"
             )
         await self._make_room(request.run)
-        session = self._sessions[request.run] = Session(self._hub, request.run, specs, region, client)
+        session = Session(self._hub, self._swarm, request.run, specs, region, client)
+        self._sessions[request.run] = session
         try:
             await session.open()
         except BaseException:

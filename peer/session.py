@@ -13,7 +13,7 @@ from equipoise.averaging.outcome import Outcome, RunState, check_weight
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer.errors import Refused
 from equipoise.peer.memory import Region
-from equipoise.peer.ports import Averager, Hub, Progress
+from equipoise.peer.ports import Averager, Hub, Swarm
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP
 from equipoise.peer.status import RunStatus
 
@@ -40,10 +40,13 @@ class Session:
         client: Who that is.
     """
 
-    def __init__(self, hub: Hub, name: str, specs: dict[str, RunSpec], region: Region, client: str) -> None:
+    def __init__(
+        self, hub: Hub, swarm: Swarm, name: str, specs: dict[str, RunSpec], region: Region, client: str
+    ) -> None:
         self.name = name
         self.client = client
         self._hub = hub
+        self._swarm = swarm
         self._specs = specs
         self._region: Region | None = region
         self._averagers: dict[str, Averager] = {}
@@ -116,9 +119,16 @@ class Session:
         """Where the next round of the purpose used last stands."""
         return self._current.state
 
-    async def progress(self) -> Progress:
-        """What has been accumulated towards the next step, here and in the swarm."""
-        return (await self._averager(STEP)).progress()
+    async def progress(self) -> tuple[float, float]:
+        """Weight accumulated towards the next step: by this peer, and by all known peers that are at the same round."""
+        averager, spec = await self._averager(STEP), self._specs[STEP]
+        round_ = averager.status().round
+        others = sum(
+            found.accumulated
+            for found in await self._swarm.directory.peers(spec.name)
+            if found.peer != self._swarm.peer and found.spec == spec.hash and found.round == round_
+        )
+        return self._accumulated, self._accumulated + others
 
     @property
     def history(self) -> list[Outcome]:
@@ -127,7 +137,7 @@ class Session:
 
     def status(self) -> RunStatus:
         """What `status` shows of it."""
-        spec, averager, step = self._specs[self._purpose], self._current, self._averagers.get(STEP)
+        spec, averager = self._specs[self._purpose], self._current
         standing, history = averager.status(), averager.history
         return RunStatus(
             name=self.name,
@@ -141,7 +151,7 @@ class Session:
             round=standing.round,
             rounds_ok=standing.rounds_ok,
             rounds_failed=standing.rounds_failed,
-            accumulated=step.progress().local if step else 0.0,
+            accumulated=self._accumulated,
             last=history[-1] if history else None,
         )
 

@@ -19,11 +19,6 @@ from equipoise.peer.config import Config
 from equipoise.peer.ports import Hub, Swarm
 
 
-class FakeProgress(msgspec.Struct):
-    local: float
-    swarm: float
-
-
 class FakeStanding(msgspec.Struct):
     reason: str
     round: int
@@ -224,11 +219,6 @@ class FakeAverager:
 
     def report_accumulated(self, weight: float) -> None:
         self._member.accumulated = weight
-
-    def progress(self) -> FakeProgress:
-        with self._network.lock:
-            members = self._network.runs[self._spec.name].values()
-            return FakeProgress(self._member.accumulated, sum(member.accumulated for member in members))
 
     def status(self) -> FakeStanding:
         ok = sum(outcome.ok for outcome in self.history)
