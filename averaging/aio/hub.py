@@ -22,6 +22,9 @@ MAX_EARLY_ROUNDS = 64
 MAX_EARLY_FRAMES = 256
 """Control frames kept for each of those: a hello or two from every member."""
 
+MAX_EARLY_BYTES = 512
+"""Of each: a hello takes 40, and nobody says much to a member that has not spoken yet."""
+
 MAX_CLOSED_ROUNDS = 1024
 """Ids of rounds that are over, whose late frames are dropped."""
 
@@ -132,7 +135,7 @@ class Hub:
 
     def _keep_early(self, round_id: bytes, peer: str, header: bytes) -> None:
         frames = self._early.setdefault(round_id, [])
-        if len(frames) < MAX_EARLY_FRAMES:
+        if len(frames) < MAX_EARLY_FRAMES and len(header) <= MAX_EARLY_BYTES:
             frames.append((peer, header))
         if len(self._early) > MAX_EARLY_ROUNDS:
             self._early.popitem(last=False)

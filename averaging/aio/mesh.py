@@ -97,11 +97,6 @@ class Mesh:
             self._scratch = bytearray(size)
         return memoryview(self._scratch)[:size]
 
-    def drop(self, peer: str, reason: str) -> None:
-        """Close the channels with a peer that broke the protocol."""
-        if peer in self._links:
-            self._drop(peer, reason)
-
     async def stop(self) -> None:
         """Send what control frames can be sent at once, then close every channel."""
         self._transport.serve(None)
@@ -175,7 +170,9 @@ class Mesh:
             channel.close()
 
     def _drop(self, peer: str, reason: str) -> None:
-        link = self._links.pop(peer)
+        link = self._links.pop(peer, None)
+        if link is None:
+            return
         if link.writer is not None and link.writer is not asyncio.current_task():
             link.writer.cancel()
         for channel in link.channels:
