@@ -160,6 +160,28 @@ def test_client_mode_peers_meet_at_one_that_can_be_dialled() -> None:
     assert world.run(1.0, until=lambda: everyone_formed(world, names(4), 0.0))
 
 
+def test_client_mode_peers_take_turns_with_the_only_one_that_can_be_dialled() -> None:
+    world = World([], 2, seed=1)
+    for name in names(4):
+        world.add(name, dialable=name == "peer00")
+    for name in names(4):
+        world.each_round(name, lambda: world.random.uniform(0.2, 0.3))
+    world.run(120.0)
+    assert all(len(peer.formed) >= 8 for peer in world.peers.values())
+    check_safety(world, 2)
+
+
+def test_client_mode_peers_that_are_planned_together_are_guests_elsewhere() -> None:
+    for seed in range(5):
+        world = World([], 3, seed=seed)
+        for name in names(4):
+            world.add(name, dialable=name in ("peer00", "peer03"))
+        for name in names(4):
+            world.each_round(name, lambda world=world: world.random.uniform(0.2, 0.3))
+        world.run(60.0)
+        assert all(len(peer.formed) >= 8 for peer in world.peers.values()), seed
+
+
 def test_client_mode_peers_alone_form_nothing() -> None:
     world = World([], 4)
     for name in names(3):
@@ -181,17 +203,13 @@ def test_whoever_dies_at_whatever_step_the_others_form_a_group(count: int) -> No
         world.run(1.0, until=lambda w=world, n=start + step: len(w.messages) >= n)
         world.kill(victim)
         survivors = [name for name in names(count) if name != victim]
-        formed_before = everyone_formed(world, survivors, 0.0)
+        # Where all had formed before, they need not form again.
+        since = 0.0 if everyone_formed(world, survivors, 0.0) else world.now
         for name in survivors:
             world.peers[name].on_idle = lambda _, w=world, n=name: w.ready(n)
-        killed_at = world.now
         bound = 2 * (INITIAL_WAIT + REPLY_SECONDS)
-        assert world.run(
-            bound,
-            until=lambda w=world, s=survivors, t=killed_at: everyone_formed(
-                w, s, 0.0 if formed_before else t
-            ),
-        ), (victim, step)
+        formed = world.run(bound, until=lambda w=world, s=survivors, t=since: everyone_formed(w, s, t))
+        assert formed, (victim, step)
         check_safety(world, 8)
 
 
