@@ -172,13 +172,14 @@ class Swarm:
     def _standing(self) -> tuple[State, str]:
         if self._supervisor.reason:
             return "offline", self._supervisor.reason
-        met = len(self._protocol.peers)
-        if not met:
+        count = len(self._protocol.peers)
+        if not count:
             return self._why_alone()
+        met = f"{count} other peer{'s' if count > 1 else ''} in the swarm"
         waiting = sorted(run for run, state in self.directory.runs.items() if state == "ready")
         if waiting:
-            return "ready", f"waits for a group in {', '.join(waiting)}; {met} other peers in the swarm"
-        return "joined", f"{met} other peers in the swarm"
+            return "ready", f"waits for a group in {', '.join(waiting)}; {met}"
+        return "joined", met
 
     def _why_alone(self) -> tuple[State, str]:
         tried: list[BootstrapStatus] = [keeper.status for keeper in self._keepers]
@@ -188,7 +189,7 @@ class Swarm:
         if failed and all(one.state == "no network" for one in failed):
             return "offline", f"{failed[0].reason}; trying again"
         if failed:
-            return "searching", f"{failed[0].reason}; tried {failed[0].attempts} times, trying again"
+            return "searching", f"{failed[0].reason}; {failed[0].attempts} failed attempts, trying again"
         return "searching", f"connecting to {tried[0].address}"
 
     async def _on_launched(self) -> None:
