@@ -31,7 +31,6 @@ MAX_GATHERINGS = 4
 CLOSED_KEPT = 4
 """Closed groups remembered, to send a manifest again to a member that lost it, and to tell the late."""
 
-
 MAX_NAMED = 3
 """Peers that a reason names; a line of text is to be read."""
 
@@ -125,7 +124,7 @@ class Convening:
             self._refuse(join, Why.BUSY, "more joins are parked here than may be")
 
     def settle(self, now: float) -> tuple[Manifest, str] | None:
-        """Hand on, close, speak; returns the manifest of the group that this peer is in, if one closed, and why."""
+        """Hand on, and close; returns the manifest of the group that this peer is in, if one closed, and why."""
         if self._standing.roster.seen_at != self._seen_at:
             self._seen_at = self._standing.roster.seen_at
             self._hand_on(now)
@@ -141,7 +140,8 @@ class Convening:
         for round in [one for one in self._gatherings if one < self._standing.round]:
             for peer, parked in self._gatherings.pop(round).parked.items():
                 if peer != self._standing.peer:
-                    self._refuse(parked.join, Why.ROUND_GONE, f"round {round} is over here", self._next())
+                    detail = f"round {round} is over here"
+                    self._refuse(parked.join, Why.ROUND_GONE, detail, self._standing.round)
 
     def speak(self, now: float) -> bool:
         """Answer the parked, and ask after the missing; returns whether this peer's own join is no group yet."""
@@ -175,7 +175,7 @@ class Convening:
             detail = f"expected spec {standing.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
             return self._refusal(join, Why.OTHER_SPEC, detail)
         if self._is_gone(join.round):
-            return self._refusal(join, Why.ROUND_GONE, f"round {join.round} is over here", self._next())
+            return self._refusal(join, Why.ROUND_GONE, f"round {join.round} is over here", standing.round)
         if not standing.within_reach(join.round, now):
             return self._refusal(
                 join, Why.NOT_VALID, f"round {join.round} is far ahead of {standing.round} here"
@@ -185,13 +185,7 @@ class Convening:
         return None
 
     def _is_gone(self, round: int) -> bool:
-        # A group of the round before the one last closed here may still be gathering; none of an older one.
-        return round not in self._closed and (
-            round < self._standing.round or round + 2 <= max(self._closed, default=0)
-        )
-
-    def _next(self) -> int:
-        return max(self._standing.round, max(self._closed, default=-1) + 1)
+        return round not in self._closed and round < self._standing.round
 
     def _answer_late(self, peer: str, join: Join, closed: _Closed, now: float) -> None:
         if join in closed.formed.manifest.members:

@@ -86,8 +86,10 @@ class Gathering:
         if before is not None and before.join == parked.join:
             parked.arrived = before.arrived
         self.parked[peer] = parked
+        if len(self.parked) == 1:
+            self._told_at = parked.arrived
         if self._opened is None:
-            self._opened = self._told_at = parked.arrived
+            self._opened = parked.arrived
             self._invited = False
         return True
 
