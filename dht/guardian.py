@@ -3,7 +3,8 @@
 On Linux the kernel kills the program when the thread that started this script ends (PR_SET_PDEATHSIG survives
 exec), at no cost: this interpreter becomes the program. Elsewhere it stays as a watcher that looks four times a
 second whether its parent is still there. A function to run before exec in the daemon itself would do the first
-more simply, but is not safe in a process with threads.
+more simply, but is not safe in a process with threads. (p2pd also ends when its last client hangs up; but a child
+that a training script has forked may hold that socket open.)
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ class Link:
     def __init__(self, control: Path) -> None:
         self.control = control
         self._p2p: Any = None
+        # p2pd ends with its last persistent connection: this one outlives those of hivemind's client.
+        self._anchor: Stream | None = None
 
     @property
     def attached(self) -> bool:
@@ -46,15 +48,21 @@ class Link:
         """Attach to p2pd and register the unary handlers `calls`.
 
         Raises:
-            LinkError: p2pd does not answer.
+            LinkError: p2pd does not answer; to be followed by `detach`.
         """
+        if self._anchor is None:
+            upgrade = p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)
+            self._anchor = await _bounded(self._request(upgrade), "attach")
         p2p = await _bounded(P2P.replicate(Multiaddr(f"/unix{self.control}")), "attach")
+        self._p2p = p2p
         for name, handler in calls.items():
             await _bounded(p2p._client.add_unary_handler(name, _by_name(handler)), "register a call")
-        self._p2p = p2p
 
-    async def detach(self) -> None:
-        """Give up the attachment; calls in flight fail at once."""
+    async def detach(self, *, for_good: bool = True) -> None:
+        """Give up the attachment; calls in flight fail at once. For good: p2pd ends if nobody else is attached."""
+        if for_good and self._anchor is not None:
+            self._anchor.close()
+            self._anchor = None
         p2p, self._p2p = self._p2p, None
         if p2p is not None:
             control = p2p._client.control

@@ -22,6 +22,9 @@ WATCH_SECONDS = 1.0
 MAX_SILENT_WATCHES = 2
 END_SECONDS = 0.2
 """From the break of the connection to the news that the process has ended."""
+REATTACH_ATTEMPTS = 4
+REATTACH_SECONDS = 0.2
+"""p2pd takes a moment to free the calls that the broken attachment had registered."""
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +93,7 @@ class Supervisor:
             await self._attach()
             await self._launched()
         except LinkError as error:
+            await self._link.detach()
             await self._p2pd.stop()
             raise P2pdError(f"p2pd started but does not answer: {error}") from error
 
@@ -157,13 +161,16 @@ class Supervisor:
 
     async def _reattached(self) -> bool:
         # The attachment alone broke: streams in flight live on.
-        await self._link.detach()
-        try:
-            await self._attach()
-        except LinkError as error:
-            _log.warning("%s", error)
-            return False
-        return True
+        for _ in range(REATTACH_ATTEMPTS):
+            await self._link.detach(for_good=False)
+            try:
+                await self._attach()
+            except LinkError as error:
+                _log.warning("%s", error)
+                await asyncio.sleep(REATTACH_SECONDS)
+            else:
+                return True
+        return False
 
     async def _until_silent(self) -> None:
         missed = 0
