@@ -87,6 +87,10 @@ class Session:
         finally:
             self._round = None
         self._tell(outcome)
+        if purpose == STEP and outcome.counted(self._swarm.peer):
+            # Until the client says what is left, the others must not count it towards the next round.
+            self._accumulated = 0.0
+            self._averagers[STEP].report_accumulated(0.0)
         return outcome
 
     async def report_accumulated(self, weight: float) -> None:
@@ -181,7 +185,8 @@ class Session:
     async def _exchange(self, purpose: str, weight: float, timeout: float) -> Outcome:
         averager = await self._averager(purpose)
         region, values = self._region, self._specs[purpose].schema.size
-        assert region is not None, "left runs start no round"
+        if region is None:
+            return Outcome(ok=False, reason="the run was left before the round began", run=self.name)
         return await averager.average(region.contribution[:values], region.result[:values], weight, timeout)
 
     async def _within(self, round_: asyncio.Task[Outcome], timeout: float) -> Outcome:
