@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from types import TracebackType
 from typing import Self
 
@@ -39,7 +38,7 @@ class Client:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._runs: list[Run] = []
 
     @property
     def peer_id(self) -> str:
@@ -105,7 +104,7 @@ class Client:
         finally:
             region.close_fd()
         run = Run(self._link, name, binding, region)
-        self._runs.add(run)
+        self._runs = [*(one for one in self._runs if not one.left), run]
         return run
 
     def status(self) -> Status:
@@ -134,7 +133,7 @@ class Client:
 
     def close(self) -> None:
         """Leave all runs and disconnect; idempotent."""
-        for run in list(self._runs):
+        for run in self._runs:
             run.leave()
         self._link.close()
 

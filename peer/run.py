@@ -74,6 +74,7 @@ class Run:
         name: The run's name.
         mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before; overwritten by the
             next.
+        left: Whether it was left.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
     """
 
@@ -87,7 +88,7 @@ class Run:
         self._accumulated: Accumulator | None = None
         self._contributed: Accumulator | None = None
         self._lock = threading.Lock()
-        self._left = False
+        self.left = False
         self._state: RunState = NoPeers("the daemon has not said yet")
         self._asked: concurrent.futures.Future[ReplyBody] | None = None
 
@@ -220,9 +221,9 @@ class Run:
 
     def leave(self) -> None:
         """Stop taking part; idempotent. A round that is going on is finished or fails."""
-        if self._left:
+        if self.left:
             return
-        self._left = True
+        self.left = True
         with contextlib.suppress(EquipoiseError):  # It was left before, or the daemon has gone: it has ended.
             self._link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
         if self.pending is not None:
@@ -237,7 +238,7 @@ class Run:
         self.leave()
 
     def _require_idle(self) -> None:
-        if self._left:
+        if self.left:
             raise Refused(f"run {self.name!r} was left", "join it again")
         if self.pending is not None:
             raise RoundPending(
