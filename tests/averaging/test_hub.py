@@ -59,7 +59,8 @@ async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], ti
 
 def expected_mean(values: dict[str, torch.Tensor], outcome: Outcome) -> torch.Tensor:
     total = sum(outcome.contributors.values())
-    return sum(values[name].double() * weight / total for name, weight in outcome.contributors.items())
+    shares = [values[name].double() * weight / total for name, weight in outcome.contributors.items()]
+    return torch.stack(shares).sum(0)
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
