@@ -127,7 +127,7 @@ class Averager:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = False
-        self._left = False
+        self._left = ""
 
     # ---- the face ----
 
@@ -212,7 +212,7 @@ class Averager:
         """Stop taking part; an open round fails with `reason`."""
         if self._left:
             return
-        self._left = True
+        self._left = reason
         self._surroundings.left(self)
         if self._formed is not None and not self._formed.done():
             self._formed.cancel(reason)
@@ -232,7 +232,7 @@ class Averager:
         if self._formed is not None or self._round is not None:
             raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
         if self._left:
-            return self._failed("this peer has left the run")
+            return self._failed(self._left)
         self._formed = self._loop.create_future()
         try:
             self._tell(
@@ -254,14 +254,18 @@ class Averager:
             if not self._left:
                 self._tell(Withdrew())
                 raise
-            return self._failed("this peer has left the run")
+            return self._failed(self._left)
         finally:
             self._formed = None
 
     async def _exchange(self, task: Task) -> Outcome:
         self._round = self._surroundings.begin(task)
         try:
-            return await asyncio.shield(self._round.outcome)
+            outcome = await asyncio.shield(self._round.outcome)
+            if outcome.counted(self._mesh.peer):
+                # Before the next round's number is announced: no weight may count towards two rounds.
+                self._accumulated = 0.0
+            return outcome
         except asyncio.CancelledError:
             self._round.withdraw("cancelled")
             raise
