@@ -103,13 +103,14 @@ class Hub:
         else:
             raise FrameRefused(f"expected a frame of a round or of matchmaking, got kind {header[:1]!r}")
 
-    def lost(self, peer: str, reason: str) -> None:
+    def lost(self, peer: str, reason: str, connected: bool) -> None:
         """Frames to or from a peer may have been lost."""
         for round in list(self._rounds.values()):
             if round.is_member(peer):
                 round.lost(peer, reason)
-        for run in list(self._runs.values()):
-            run.lost(peer)
+        if not connected:
+            for run in list(self._runs.values()):
+                run.lost(peer)
 
     def _matchmaking(self, peer: str, data: bytes) -> None:
         try:
@@ -160,7 +161,7 @@ class Hub:
 def _message(header: bytes) -> wire.RoundMessage:
     try:
         return wire.decode(memoryview(header)[HEADER_PREFIX_BYTES:])
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FrameRefused(
             f"expected a message of a round, got {len(header)} bytes that are none: {error}"
         ) from error
