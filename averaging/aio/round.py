@@ -119,6 +119,9 @@ class Round:
         self._others = [index for index in range(self.group.size) if self._reachable(index)]
         self._liveness = Liveness(self._others, self._began)
         self._waiting: dict[int, list[Bulk]] = {member: [] for member in self._others}
+        self._unsaid: dict[int, list[wire.RoundMessage]] = {
+            member: [] for member in self._others if not self.group.dialable >> member & 1
+        }
         self._phases: dict[str, float] = {}
         self._phase_began = self._began
         self._phase = self._machine.phase
@@ -179,7 +182,8 @@ class Round:
     # ---- from the world to the machine ----
 
     def _on_bulk(self, member: int, message: wire.Contribution | wire.Mean, body: memoryview) -> None:
-        if not self._wants(member, message):
+        # What was not wanted when it began to come in lies in memory that the next body is received over.
+        if self._mesh.is_scratch(body) or not self._wants(member, message):
             return
         try:
             if isinstance(message, wire.Contribution):
@@ -200,11 +204,10 @@ class Round:
         if self._liveness.heard(member, self._loop.time()):
             self._tell(PeerReturned(member))
         # Having heard of the round from it, we know that it knows the round, by the same manifest.
-        waiting = self._waiting.get(member)
-        if waiting is not None:
-            del self._waiting[member]
-            for bulk in waiting:
-                self._mesh.post_bulk(self._peers[member], bulk)
+        for message in self._unsaid.pop(member, []):
+            self._post(member, message)
+        for bulk in self._waiting.pop(member, []):
+            self._mesh.post_bulk(self._peers[member], bulk)
 
     def _beat(self) -> None:
         for member in self._liveness.check(self._loop.time()):
@@ -246,6 +249,12 @@ class Round:
         self._schedule()
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
+        unsaid = self._unsaid.get(to)
+        if unsaid is not None and not self._mesh.connected(self._peers[to]):
+            # It cannot be dialled, and is about to dial us: to try would only make it look dead.
+            if message not in unsaid:
+                unsaid.append(message)
+            return
         header = ROUND_FRAME + self.id + wire.encode(message)
         self._sent += len(header)
         self._mesh.post(self._peers[to], header)
