@@ -37,7 +37,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         name: The run's name, 1 to 64 printable characters.
         schema: The tensors.
         strategy: How the run averages; one of `STRATEGIES`.
-        codec: Codec spec in canonical form, as `int8:block=256`.
+        codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
         part_values: Values per part of a share (512 Ki measured best), a multiple of 256.
     """

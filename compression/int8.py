@@ -19,8 +19,9 @@ MIN_BLOCK = 32
 MAX_BLOCK = 4096
 """In larger blocks one outlier coarsens too many values, and the scales are a thousandth of the codes already."""
 
-DEFAULT_BLOCK = 256
-"""8.125 bits per value at an error of 0.7-0.9 % on gradients: half the block gains a tenth, for 1.5 % more bytes."""
+DEFAULT_BLOCK = 128
+"""8.25 bits per value. A mean is quantised twice, so on N(0, 1) it is .0091 off, and .0110 where each of 8 members
+has one 1000-sigma outlier in 16M values; blocks of 256 give .0098 and .0132 for 1.5 % fewer bytes."""
 
 
 class Int8Codec(Codec):

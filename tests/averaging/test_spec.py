@@ -16,7 +16,7 @@ SCHEMA = Schema.of({"w": torch.zeros(10)})
 def test_equal_options_have_equal_hashes_however_the_codec_is_spelt() -> None:
     assert (
         RunSpec.create("r", SCHEMA, codec="int8").hash
-        == RunSpec.create("r", SCHEMA, codec="int8:block=256").hash
+        == RunSpec.create("r", SCHEMA, codec="int8:block=128").hash
     )
 
 

@@ -15,7 +15,7 @@ from equipoise.compression import Codec, CodecError, parse_codec
         ("fp32", "fp32"),
         ("fp16", "fp16"),
         ("bf16", "bf16"),
-        ("int8", "int8:block=256"),
+        ("int8", "int8:block=128"),
         ("int8:block=32", "int8:block=32"),
         ("int8:block=0128", "int8:block=128"),
         ("int8:block=4096", "int8:block=4096"),
@@ -29,7 +29,7 @@ def test_canonical_spec(spec: str, canonical: str) -> None:
 
 
 def test_codecs_differ_by_spec() -> None:
-    specs = ["fp32", "fp16", "bf16", "int8", "int8:block=128"]
+    specs = ["fp32", "fp16", "bf16", "int8", "int8:block=256"]
     assert len({parse_codec(spec) for spec in specs}) == len(specs)
     assert parse_codec("fp32") != "fp32"
 
