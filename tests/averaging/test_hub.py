@@ -51,6 +51,7 @@ async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], ti
     }
     results = {name: torch.zeros(size) for name in weights}
     runs = {name: await cluster.hubs[name].join(spec) for name in weights}
+    await cluster.net.acquainted(spec.name, list(weights))
     outcomes = await asyncio.gather(
         *(runs[name].average(values[name], results[name], weights[name], timeout) for name in weights)
     )
@@ -79,7 +80,7 @@ async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, s
     error = (results["peer0"].double() - expected_mean(values, first)).norm() / expected_mean(
         values, first
     ).norm()
-    assert error <= (1e-6 if codec == "fp32" else 0.0115)
+    assert error <= (1e-6 if codec == "fp32" else 0.010)
 
 
 async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:
@@ -101,6 +102,7 @@ async def test_one_run_is_averaged_round_after_round(cluster: Cluster) -> None:
         cluster.add(name)
     spec = spec_of(1000)
     runs = [await cluster.hubs[name].join(spec) for name in names]
+    await cluster.net.acquainted(spec.name, names)
     for number in range(5):
         vectors = [torch.full((1000,), float(index + number)) for index in range(3)]
         results = [torch.zeros(1000) for _ in names]
@@ -141,10 +143,14 @@ async def test_state_follows_the_round(cluster: Cluster) -> None:
         cluster.add(name)
     spec = spec_of(200_000, part_values=256)
     runs = [await cluster.hubs[name].join(spec) for name in ("a", "b")]
+    await cluster.net.acquainted(spec.name, ["a", "b"])
     seen = set()
-    work = [
-        asyncio.create_task(run.average(torch.ones(200_000), torch.zeros(200_000), 1.0, 30.0)) for run in runs
-    ]
+    work = []
+    for run in runs:
+        values, result = torch.ones(200_000), torch.zeros(200_000)
+        work.append(asyncio.create_task(run.average(values, result, 1.0, 30.0)))
+        await asyncio.sleep(0)
+        seen.add(type(runs[0].state))
     while not all(task.done() for task in work):
         seen.add(type(runs[0].state))
         await asyncio.sleep(0)

@@ -27,11 +27,28 @@ class Net:
     def __init__(self) -> None:
         self.transports: dict[str, MemoryTransport] = {}
         self.records: dict[str, dict[str, Entry]] = {}
+        self._views: dict[tuple[str, str], int] = {}
+        self._looked = asyncio.Condition()
 
     def peer(self, name: str, dialable: bool = True) -> tuple[MemoryTransport, MemoryDirectory]:
         transport = MemoryTransport(self, name, dialable)
         self.transports[name] = transport
         return transport, MemoryDirectory(self, transport)
+
+    async def acquainted(self, run: str, peers: Sequence[str]) -> None:
+        """Wait until each of `peers` has seen as many peers in `run`."""
+        async with self._looked:
+            await self._looked.wait_for(
+                lambda: all(self._views.get((run, peer), 0) >= len(peers) for peer in peers)
+            )
+
+    async def view(self, run: str, peer: str) -> list[Entry]:
+        """What `peer` sees of `run`."""
+        entries = [entry for _, entry in sorted(self.records.get(run, {}).items())]
+        async with self._looked:
+            self._views[run, peer] = len(entries)
+            self._looked.notify_all()
+        return entries
 
     def kill(self, name: str) -> None:
         """As by SIGKILL: its channels break, and it cannot be dialled."""
@@ -155,8 +172,7 @@ class MemoryDirectory:
         self._net.records.get(run, {}).pop(self._transport.peer, None)
 
     async def peers(self, run: str) -> Sequence[Entry]:
-        await asyncio.sleep(0)
-        return [entry for _, entry in sorted(self._net.records.get(run, {}).items())]
+        return await self._net.view(run, self._transport.peer)
 
 
 class FakeIdentity:
