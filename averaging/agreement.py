@@ -19,6 +19,12 @@ MAX_BALLOT_LEAP = 64 * 1024
 """Most ballots that one message may skip. Members of a sound group open one per stall; without a bound, one message
 could leave the others no ballots that a message can carry."""
 
+PATIENT_STALLS = 3
+"""Stalls after which the first in line no longer trusts a leader that is not known to be lost."""
+
+MAX_RETRY_STALLS = 8
+"""Most stalls between two attempts of a member to lead: a round trip of 16 s is as slow as it gets."""
+
 
 @dataclass(slots=True)
 class Ballot:
@@ -52,6 +58,8 @@ class Agreement:
         self.ballot = Ballot(group.first_leader)
         self.held: tuple[int, Decision] | None = None
         self.tally = Tally(group.size)
+        self._attempts = 0
+        self._patience = 0
 
     @property
     def leader(self) -> int:
@@ -107,6 +115,8 @@ class Agreement:
     def open(self) -> wire.Prepare:
         """Open a ballot of our own."""
         self.adopt(next_ballot(self.ballot.number, self.me, self.group.size))
+        self._attempts += 1
+        self._patience = min(self._attempts, MAX_RETRY_STALLS)
         self.ballot.promises = {self.me: self.promise()}
         return wire.Prepare(self.ballot.number)
 
@@ -114,6 +124,21 @@ class Agreement:
         """Promise to take part in no ballot below this one."""
         if self.ballot.number < ballot <= self.ballot.number + MAX_BALLOT_LEAP:
             self.ballot = Ballot(ballot)
+
+    def should_open(self, stalls: int, place: int) -> bool:
+        """Whether to open a ballot now, at a stall; asked once at each.
+
+        Each attempt waits for one stall more than the one before: where answers take longer than a stall, haste would
+        void every promise.
+
+        Args:
+            stalls: How many came since the last progress.
+            place: This member's place in line.
+        """
+        if self.ballot.promises is None:
+            return stalls >= PATIENT_STALLS + place
+        self._patience -= 1
+        return self._patience <= 0
 
     def on_prepare(self, ballot: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
         """Answer another's attempt to lead, which is refused while the present leader is trusted."""

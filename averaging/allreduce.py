@@ -111,8 +111,8 @@ class AllReduce:
 
     @property
     def needed(self) -> bool:
-        """Whether others may need what this member holds: until then it shows signs of life."""
-        return not self._released
+        """Whether others may need an answer: until then it shows signs of life, and is not taken for lost."""
+        return not self._closed
 
     @property
     def phase(self) -> str:
@@ -127,7 +127,7 @@ class AllReduce:
         return self._advance(now)
 
     def wants_contribution(self, sender: int, part: int) -> bool:
-        """Whether a contribution from `sender` to `part` is still of use here."""
+        """Whether a contribution is still of use here."""
         return self.ended is None and self._ledger.wants_contribution(sender, part)
 
     def wants_mean(self, part: int, contributors: int) -> bool:
@@ -197,6 +197,7 @@ class AllReduce:
             self._progress(now)
 
     def _on_mean(self, part: int, contributors: int, digest: bytes, now: float) -> None:
+        self._ledger.forget_reducing(part, contributors)
         if self.wants_mean(part, contributors):
             self._ledger.take_mean(part, contributors, digest)
             self._progress(now)
@@ -227,7 +228,7 @@ class AllReduce:
         self._ledger.lose(member)
         if isinstance(self.ended, Finish):
             # It may have been the one to tell the others.
-            self._send_commit(~self._agreement.holders(self.ended.decision))
+            self._send_commit(self.group.everyone)
         elif self.ended is None:
             self._note(f"{self.group.names[member]} lost in phase {self.phase}: {reason}")
 
@@ -267,9 +268,7 @@ class AllReduce:
         # Whoever has finished answers with the commit, which may have passed us by.
         self._broadcast(wire.Fetch(0, b""))
         line = self._agreement.line(self._lost)
-        if self.me in line and (
-            self._agreement.ballot.promises is not None or self._level >= 3 + line.index(self.me)
-        ):
+        if self.me in line and self._agreement.should_open(self._level, line.index(self.me)):
             self._open_ballot()
 
     # ---- what is due ----
@@ -380,6 +379,8 @@ class AllReduce:
             self._open_ballot()
 
     def _work_on_parts(self, now: float) -> None:
+        if self._distrusted:
+            return
         ballot, valued = self._agreement.ballot, self._agreement.valued
         over = self.group.contributors if valued is None else valued.contributors
         decided = self._agreement.decision is not None

@@ -81,6 +81,11 @@ class Ledger:
         self._kept[contributors] += 1
         self._due.add(part)
 
+    def forget_reducing(self, part: int, contributors: int) -> None:
+        """The mean came, be it still wanted or not: should it be wanted again, it is reduced again."""
+        if self._reducing.get(part) == contributors:
+            del self._reducing[part]
+
     def drop_means(self) -> None:
         """Forget every mean."""
         self._means.clear()

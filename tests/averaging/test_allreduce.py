@@ -14,6 +14,7 @@ from equipoise.averaging.messages import Decision
 from equipoise.averaging.partition import Part
 from equipoise.averaging.round import (
     Action,
+    Close,
     ContributionReceived,
     Event,
     Fail,
@@ -130,10 +131,28 @@ def test_who_has_finished_speaks_for_a_leader_that_is_lost() -> None:
     assert recipients(table.lose(A), wire.Commit) == [C]
 
 
-def test_who_has_finished_tells_nobody_what_it_knows() -> None:
+def test_who_has_finished_speaks_for_a_lost_leader_even_to_those_who_hold_the_mean() -> None:
     table = finished(B)
     assert table.says(C, table.vote(Decision(ALL, ALL))) == [Release()]
-    assert table.lose(A) == []
+    assert recipients(table.lose(A), wire.Commit) == [C]
+
+
+def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
+    table = finished(B)
+    table.says(C, table.vote(Decision(ALL, ALL)))
+    assert table.machine.needed
+    assert table.stall()[-1] == Close()
+    assert not table.machine.needed
+
+
+def test_retries_to_lead_come_at_growing_intervals() -> None:
+    table = Table(B)
+    opened = []
+    table.lose(A)
+    for _ in range(12):
+        if sent(table.stall(), wire.Prepare):
+            opened.append(table.now)
+    assert opened[:3] == [2.0, 6.0, 12.0]
 
 
 def test_who_stalls_asks_for_the_commit() -> None:
@@ -213,6 +232,27 @@ def test_who_returns_is_told_what_it_missed() -> None:
     table.reduced(ALL)
     actions = table.tell(PeerReturned(C))
     assert recipients(actions, wire.Plan) + recipients(actions, wire.Propose) == [C]
+
+
+def test_a_mean_that_was_replaced_is_reduced_again_when_it_is_wanted_again() -> None:
+    table = Table(B, owners=(B,))
+    table.contributes(A)
+    assert Reduce(0, ALL) in table.contributes(C)
+    table.reduced(ALL)
+    table.says(A, wire.Plan(0, 1, 0b001), wire.Propose(0, Decision(0b011, 0b001)))
+    table.mean(0b011)
+    actions = table.says(C, wire.Plan(2, 0, ALL), wire.Propose(2, Decision(ALL, ALL)))
+    assert Reduce(0, ALL) in actions
+
+
+def test_a_reduction_that_came_too_late_to_be_wanted_can_be_wanted_again() -> None:
+    table = Table(B, owners=(B,))
+    table.contributes(A)
+    table.contributes(C)
+    table.says(A, wire.Plan(0, 1, 0b001), wire.Propose(0, Decision(0b011, 0b001)))
+    table.reduced(ALL)
+    actions = table.says(C, wire.Plan(2, 0, ALL), wire.Propose(2, Decision(ALL, ALL)))
+    assert Reduce(0, ALL) in actions
 
 
 def test_votes_are_bounded_per_member() -> None:
