@@ -1,0 +1,107 @@
+"""What can go wrong in a simulated round, as values: drawn from a seed, shown in a story, applied by the world."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """A moment.
+
+    Attributes:
+        step: After so many steps of all machines; or
+        seconds: after so many virtual seconds; or
+        member: with the step by which this member's machine
+        phase: enters this phase.
+    """
+
+    step: int | None = None
+    seconds: float | None = None
+    member: int | None = None
+    phase: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A process ends, after it has done some of what its machine asked for last.
+
+    Attributes:
+        member: Who.
+        noticed: Seconds until the others' connections to it break; None: only its silence tells.
+        done: Share of the last actions that it still did, if the moment is one of its own steps.
+    """
+
+    member: int
+    noticed: float | None
+    done: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A process is stopped (SIGSTOP) for a time; then all that came meanwhile comes at once.
+
+    Attributes:
+        member: Who.
+        seconds: For how long.
+        timers_first: Whether it sees its timers before what came.
+    """
+
+    member: int
+    seconds: float
+    timers_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Links carry nothing, and lose what was under way; later they work again.
+
+    Attributes:
+        links: (sender, receiver) of each.
+        seconds: For how long; 0 is a connection that broke and was opened again.
+        noticed: Seconds until the ends of each link are told that frames were lost.
+    """
+
+    links: tuple[tuple[int, int], ...]
+    seconds: float
+    noticed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Links deliver nothing for a time, and lose nothing.
+
+    Attributes:
+        links: (sender, receiver) of each.
+        seconds: For how long.
+    """
+
+    links: tuple[tuple[int, int], ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """A member's user cancels the round.
+
+    Attributes:
+        member: Who.
+    """
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
+class Corrupt:
+    """From now on, means that a member sends to some others are not the ones that it keeps.
+
+    Attributes:
+        member: Who sends them.
+        victims: Bitmask of those who get them.
+    """
+
+    member: int
+    victims: int
+
+
+Fault = Kill | Stop | Cut | Hold | Leave | Corrupt

@@ -1,0 +1,77 @@
+"""Links of a simulated network: when what is sent arrives, and what is lost.
+
+A frame that was sent arrives once and in order, or both ends are told that frames were lost: what the drivers' mesh
+promises. Control frames overtake bulk. Scenarios may weaken the order and the once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """How the network behaves apart from faults.
+
+    Attributes:
+        latency: Seconds, the least and the most of any link.
+        transfer: Seconds that a part takes, the least and the most of any link.
+        jitter: Most seconds that a frame is delayed for no reason.
+        reorders: Whether frames on one link overtake each other.
+        duplicates: Share of the frames that come twice.
+    """
+
+    latency: tuple[float, float]
+    transfer: tuple[float, float]
+    jitter: float = 0.0
+    reorders: bool = False
+    duplicates: float = 0.0
+
+
+class Link:
+    """One direction between two members."""
+
+    def __init__(self, weather: Weather, random: Random) -> None:
+        self.epoch = 0
+        self.held_until = 0.0
+        self._cuts = 0
+        self._weather = weather
+        self._random = random
+        self._latency = _log_uniform(random, *weather.latency)
+        self._transfer = _log_uniform(random, *weather.transfer)
+        self._free_at = 0.0
+        self._last = [0.0, 0.0]
+
+    def arrivals(self, bulk: bool, now: float) -> Iterator[float]:
+        """When a frame that is sent now arrives: once, or twice, or never."""
+        if self._cuts:
+            return
+        at = now
+        if bulk:
+            at = self._free_at = max(self._free_at, now) + self._transfer
+        at += self._latency + self._random.random() * self._weather.jitter
+        if not self._weather.reorders:
+            at = self._last[bulk] = max(at, self._last[bulk])
+        yield at
+        if self._weather.duplicates and self._random.random() < self._weather.duplicates:
+            yield at + self._random.random()
+
+    def lose(self) -> None:
+        """What is under way does not arrive."""
+        self.epoch += 1
+
+    def cut(self) -> None:
+        """Carry nothing until as many `heal`s as `cut`s."""
+        self.lose()
+        self._cuts += 1
+
+    def heal(self) -> None:
+        """End one cut."""
+        self._cuts -= 1
+
+
+def _log_uniform(random: Random, least: float, most: float) -> float:
+    return least * math.exp(random.random() * math.log(most / least))
