@@ -118,7 +118,7 @@ class Averager:
         self._machine = Matchmaking(
             Standing(spec.name, spec.hash, self._mesh.peer, spec.group_size, identity.sign, identity.verify)
         )
-        self._formed: asyncio.Future[Manifest] | None = None
+        self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._round: Round | None = None
         self._accumulated = 0.0
         self._announced = Announce(False, 0, "joined")
@@ -215,7 +215,7 @@ class Averager:
         self._left = reason
         self._surroundings.left(self)
         if self._formed is not None and not self._formed.done():
-            self._formed.cancel(reason)
+            self._formed.set_result(self._failed(reason))
         if self._round is not None:
             self._round.withdraw(reason)
         self._tell(Withdrew())
@@ -245,16 +245,16 @@ class Averager:
                 )
             )
             async with asyncio.timeout(timeout):
-                return await self._formed
+                formed = await self._formed
+            # Having left in the very moment in which its group formed, it begins no round.
+            return self._failed(self._left) if self._left else formed
         except TimeoutError:
             reason = f"no group within {timeout:g} s: {self._machine.reason}"
             self._tell(Withdrew())
             return self._failed(reason)
         except asyncio.CancelledError:
-            if not self._left:
-                self._tell(Withdrew())
-                raise
-            return self._failed(self._left)
+            self._tell(Withdrew())
+            raise
         finally:
             self._formed = None
 
@@ -312,7 +312,7 @@ class Averager:
                 case Announce():
                     self._announced = action
                     self._publish()
-                case LookUp():
+                case LookUp() if not self._left:
                     self._spawn(self._look())
         self._schedule()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import OrderedDict
 
@@ -16,14 +17,20 @@ from equipoise.averaging.matchmaking_messages import JoinRequest, MessageError, 
 from equipoise.averaging.ports import Directory, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 
-MAX_EARLY_ROUNDS = 64
-"""Rounds of which members may speak before this peer's manifest has come; one per run that it waits in is usual."""
+MAX_EARLY_ROUNDS = 8
+"""Rounds of which one peer may speak before this peer's manifest has come; one per run that both wait in is usual."""
 
-MAX_EARLY_FRAMES = 256
-"""Control frames kept for each of those: a hello or two from every member."""
+MAX_EARLY_FRAMES = 16
+"""Control frames kept of one peer for each of those: a hello or two."""
 
 MAX_EARLY_BYTES = 512
 """Of each: a hello takes 40, and nobody says much to a member that has not spoken yet."""
+
+MAX_EARLY_PEERS = 256
+"""Peers of which any are kept: as many as may have channels. Those who spoke last come first."""
+
+MAX_LINGERING = 2
+"""Rounds of one run that are over here and still answer others. Whoever needs an older one has others to ask."""
 
 MAX_CLOSED_ROUNDS = 1024
 """Ids of rounds that are over, whose late frames are dropped."""
@@ -47,7 +54,7 @@ class Hub:
         self._runs: dict[str, Averager] = {}
         self._rounds: dict[bytes, Round] = {}
         self._closed: OrderedDict[bytes, None] = OrderedDict()
-        self._early: OrderedDict[bytes, list[tuple[str, bytes]]] = OrderedDict()
+        self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
         self._mesh = Mesh(transport, self)
         self._surroundings = Surroundings(
             self._mesh,
@@ -73,13 +80,14 @@ class Hub:
 
     async def stop(self) -> None:
         """Leave all runs; open rounds fail with that reason. Then close every channel."""
-        for run in list(self._runs.values()):
-            await run.leave("this daemon is stopping")
-        for round in list(self._rounds.values()):
-            round.withdraw("this daemon is stopping")
-        await self._mesh.stop()
-        for round in list(self._rounds.values()):
-            round.close()
+        try:
+            await asyncio.gather(*(run.leave("this daemon is stopping") for run in list(self._runs.values())))
+        finally:
+            for round in list(self._rounds.values()):
+                round.withdraw("this daemon is stopping")
+            await self._mesh.stop()
+            for round in list(self._rounds.values()):
+                round.close()
 
     # ---- what the mesh tells ----
 
@@ -135,21 +143,37 @@ class Hub:
             round.frame(peer, _message(header), body, len(header) + len(body))
 
     def _keep_early(self, round_id: bytes, peer: str, header: bytes) -> None:
-        frames = self._early.setdefault(round_id, [])
+        # By peer, so that one that floods us pushes out only what it said itself.
+        rounds = self._early.setdefault(peer, OrderedDict())
+        self._early.move_to_end(peer)
+        frames = rounds.setdefault(round_id, [])
         if len(frames) < MAX_EARLY_FRAMES and len(header) <= MAX_EARLY_BYTES:
-            frames.append((peer, header))
-        if len(self._early) > MAX_EARLY_ROUNDS:
+            frames.append(header)
+        if len(rounds) > MAX_EARLY_ROUNDS:
+            rounds.popitem(last=False)
+        if len(self._early) > MAX_EARLY_PEERS:
             self._early.popitem(last=False)
 
     # ---- what its runs ask ----
 
     def _begin(self, task: Task) -> Round:
+        over = [one for one in self._rounds.values() if one.run == task.spec.name and one.outcome.done()]
+        for one in over[:-MAX_LINGERING]:
+            one.close()
         round = Round(task, self._mesh, self._forget)
         self._rounds[round.id] = round
         round.start()
-        for peer, header in self._early.pop(round.id, []):
-            self._round_frame(peer, header, memoryview(b""))
+        for peer in task.manifest.peers:
+            self._hear_early(round, peer)
         return round
+
+    def _hear_early(self, round: Round, peer: str) -> None:
+        early = self._early.get(peer)
+        for header in early.pop(round.id, []) if early else ():
+            try:
+                self._round_frame(peer, header, memoryview(b""))
+            except FrameRefused as error:
+                round.lost(peer, str(error))
 
     def _forget(self, round: Round) -> None:
         self._rounds.pop(round.id, None)

@@ -26,7 +26,10 @@ MAX_CHANNELS = 4
 
 log = logging.getLogger(__name__)
 
-Bulk = Callable[[], tuple[bytes, Buffer] | None]
+Frame = tuple[bytes, Buffer]
+"""Header and body."""
+
+Bulk = Callable[[], Frame | None]
 """Makes a bulk frame when its turn has come; None if it is no longer wanted."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ import msgspec
 import torch
 
 from equipoise.averaging import messages as wire
-from equipoise.averaging.aio.mesh import Bulk, Mesh
+from equipoise.averaging.aio.mesh import Bulk, Frame, Mesh
 from equipoise.averaging.aio.store import Store
 from equipoise.averaging.allreduce import AllReduce
 from equipoise.averaging.balance import balance
@@ -175,6 +176,11 @@ class Round:
         self._waiting[member] = []
         self._tell(PeerLost(member, reason))
 
+    @property
+    def run(self) -> str:
+        """Name of its run."""
+        return self._task.spec.name
+
     def is_member(self, peer: str) -> bool:
         """Whether frames of this round may come from `peer`."""
         return peer in self._peers and peer != self._mesh.peer
@@ -266,25 +272,25 @@ class Round:
             self._mesh.post_bulk(self._peers[to], bulk)
 
     def _contribution(self, part: int) -> Bulk:
-        def make() -> tuple[bytes, memoryview] | None:
-            if self._machine.ended is not None:
-                return None
-            try:
-                return self._framed(wire.Contribution(part), self._store.encode(part))
-            except CodecError as error:
-                self.withdraw(f"our own values: {error}")
-                return None
+        return _later(self, lambda round: round._make_contribution(part))
 
-        return make
+    def _make_contribution(self, part: int) -> Frame | None:
+        if self._machine.ended is not None:
+            return None
+        try:
+            return self._framed(wire.Contribution(part), self._store.encode(part))
+        except CodecError as error:
+            self.withdraw(f"our own values: {error}")
+            return None
 
     def _mean(self, part: int, contributors: int) -> Bulk:
-        def make() -> tuple[bytes, memoryview] | None:
-            payload = self._store.mean(part, contributors)
-            return None if payload is None else self._framed(wire.Mean(part, contributors), payload)
+        return _later(self, lambda round: round._make_mean(part, contributors))
 
-        return make
+    def _make_mean(self, part: int, contributors: int) -> Frame | None:
+        payload = self._store.mean(part, contributors)
+        return None if payload is None else self._framed(wire.Mean(part, contributors), payload)
 
-    def _framed(self, message: wire.RoundMessage, payload: memoryview) -> tuple[bytes, memoryview]:
+    def _framed(self, message: wire.RoundMessage, payload: memoryview) -> Frame:
         header = ROUND_FRAME + self.id + wire.encode(message)
         self._sent += len(header) + len(payload)
         return header, payload
@@ -330,6 +336,7 @@ class Round:
 
     def close(self) -> None:
         """Forget the round at once, whoever may still need it."""
+        self._store.release()
         for timer in (self._timer, self._pulse):
             if timer is not None:
                 timer.cancel()
@@ -354,3 +361,14 @@ class Round:
 
     def _reachable(self, index: int) -> bool:
         return index != self._me and bool(self.group.dialable & (1 << index | 1 << self._me))
+
+
+def _later(round: Round, make: Callable[[Round], Frame | None]) -> Bulk:
+    """A frame made when its turn comes, unless the round is over by then: a peer that reads slowly keeps no tensors."""
+    alive = weakref.ref(round)
+
+    def turn() -> Frame | None:
+        found = alive()
+        return None if found is None else make(found)
+
+    return turn
