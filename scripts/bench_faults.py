@@ -71,7 +71,7 @@ def main() -> None:
                 options.members,
                 options.values,
                 chance.randrange(options.members),
-                chance.uniform(0, 0.5),
+                chance.uniform(0, 0.15),
             )
             for _ in range(options.trials)
         ]
