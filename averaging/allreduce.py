@@ -183,7 +183,10 @@ class AllReduce:
             case wire.Commit(ballot, decision, digest, holders):
                 news = agreement.on_votes(sender, Vote(ballot, decision, digest), holders)
             case wire.Fetch(contributors, parts):
-                self._serve(sender, contributors, wire.from_bits(parts))
+                ours = parts[
+                    : -(-len(self.group.parts) // 8)
+                ]  # More is none of ours, and costs time to look at.
+                self._serve(sender, contributors, wire.from_bits(ours))
             case wire.GiveUp(reason):
                 self._gone |= 1 << sender
                 self._on_lost(sender, f"left the round: {reason}")

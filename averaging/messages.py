@@ -167,13 +167,13 @@ def decode(data: bytes | memoryview) -> RoundMessage:
 
 def to_bits(parts: set[int] | frozenset[int] | list[int]) -> bytes:
     """A set of part indices as a bitmap."""
-    value = 0
+    bits = bytearray(max(parts, default=-1) // 8 + 1)
     for part in parts:
-        value |= 1 << part
-    return value.to_bytes(-(-value.bit_length() // 8), "little")
+        bits[part // 8] |= 1 << part % 8
+    return bytes(bits)
 
 
 def from_bits(bits: bytes) -> list[int]:
     """The part indices in a bitmap, ascending."""
-    value = int.from_bytes(bits, "little")
-    return [part for part in range(value.bit_length()) if value >> part & 1]
+    # Byte by byte: shifts of the whole would take time quadratic in what a peer sent.
+    return [8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
