@@ -1,0 +1,89 @@
+"""A peer that takes part as it should and says what it should not, and a loop whose clock jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from equipoise.averaging.ports import Buffer, Channel, Place
+from fakes.memory import MemoryTransport
+
+Frame = tuple[bytes, bytes]
+
+
+class Clock(selectors.DefaultSelector):
+    """A selector that never waits: it moves the clock instead."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list:
+        found = super().select(0)
+        if not found:
+            if timeout is None:
+                raise RuntimeError("everybody waits, and nothing is due")
+            self.now += max(timeout, 0.0)
+        return found
+
+
+def run_at_once(work: Coroutine[Any, Any, Any]) -> list[dict]:
+    """Run to the end on a clock that jumps; returns what the loop was told went wrong."""
+    clock = Clock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now
+    wrong: list[dict] = []
+    loop.set_exception_handler(lambda _, context: wrong.append(context))
+    try:
+        loop.run_until_complete(work)
+    finally:
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+    return wrong
+
+
+class TappedChannel:
+    def __init__(self, channel: Channel, tap: Callable[[str, bytes, bytes], list[Frame]]) -> None:
+        self._channel = channel
+        self._tap = tap
+
+    @property
+    def peer(self) -> str:
+        return self._channel.peer
+
+    async def send(self, header: Buffer, body: Buffer = b"") -> None:
+        for frame in self._tap(self.peer, bytes(header), bytes(body)):
+            await self._channel.send(*frame)
+
+    async def receive(self, place: Place) -> tuple[bytes, memoryview]:
+        return await self._channel.receive(place)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+class TappedTransport:
+    """What leaves by it goes through `tap`, which says what leaves instead."""
+
+    def __init__(self, transport: MemoryTransport, tap: Callable[[str, bytes, bytes], list[Frame]]) -> None:
+        self._transport = transport
+        self._tap = tap
+
+    @property
+    def peer(self) -> str:
+        return self._transport.peer
+
+    @property
+    def dialable(self) -> bool:
+        return self._transport.dialable
+
+    async def open(self, peer: str) -> Channel:
+        return TappedChannel(await self._transport.open(peer), self._tap)
+
+    def serve(self, handler: Callable[[Channel], Awaitable[None]] | None) -> None:
+        if handler is None:
+            self._transport.serve(None)
+        else:
+            self._transport.serve(lambda channel: handler(TappedChannel(channel, self._tap)))
