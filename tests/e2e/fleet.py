@@ -64,7 +64,9 @@ class Fleet(contextlib.ExitStack):
             assert outcome.contributors == outcomes[first].contributors
             assert outcome.digest == outcomes[first].digest
             assert torch.equal(self.tensors[member], self.tensors[first])
-        assert self.error(first, outcomes[first]) <= bound
+        error = self.error(first, outcomes[first])
+        print(f"relative error over {len(outcomes[first].contributors)} contributors: {error:.3g}")
+        assert error <= bound
 
 
 def normal(count: int, size: int, outlier: float | None = None) -> list[torch.Tensor]:
