@@ -56,8 +56,8 @@ class Fleet(contextlib.ExitStack):
             mean += self.values[index[peer]].double() * (weight / total)
         return float((self.tensors[member].double() - mean).norm() / mean.norm())
 
-    def check(self, outcomes: dict[int, Outcome], bound: float) -> None:
-        """Every outcome is ok, exact within `bound`, and the same, bit for bit, at every member."""
+    def check(self, outcomes: dict[int, Outcome], bound: float) -> float:
+        """Every outcome is ok, exact within `bound`, and the same, bit for bit, at every member; returns the error."""
         first = next(iter(outcomes))
         for member, outcome in outcomes.items():
             assert outcome.ok, outcome
@@ -65,8 +65,8 @@ class Fleet(contextlib.ExitStack):
             assert outcome.digest == outcomes[first].digest
             assert torch.equal(self.tensors[member], self.tensors[first])
         error = self.error(first, outcomes[first])
-        print(f"relative error over {len(outcomes[first].contributors)} contributors: {error:.3g}")
         assert error <= bound
+        return error
 
 
 def normal(count: int, size: int, outlier: float | None = None) -> list[torch.Tensor]:
