@@ -67,6 +67,12 @@ class Search:
     must_succeed: bool = False
     timeout: float = TIMEOUT_SECONDS
 
+    def describe(self) -> str:
+        """The options that are not as usual."""
+        usual = Search(())
+        changed = (name for name in self.__slots__ if getattr(self, name) != getattr(usual, name))
+        return ", ".join(f"{name}={getattr(self, name)}" for name in changed)
+
     @property
     def group(self) -> Group:
         """The group of the round, led by member 0."""

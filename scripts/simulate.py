@@ -1,0 +1,167 @@
+"""Simulate rounds from seeds, or explore small ones exhaustively; the first broken promise is shown, and the exit is 1.
+
+Safety: anything goes wrong anywhere, and still no two members that report ok differ, every mean is exact, everyone
+ends by its deadline. Liveness: faults touch only members outside of a core, and all of the core must succeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from equipoise.averaging.round import Fail, Finish
+from equipoise.averaging.sim.explore import Explorer, Search
+from equipoise.averaging.sim.member import Violation
+from equipoise.averaging.sim.scenario import draw_scenario
+from equipoise.averaging.sim.searches import crashes_and_orders, further_faults
+from equipoise.averaging.sim.world import Report, World
+
+MODES = {"safety": [False], "liveness": [True], "both": [False, True]}
+
+
+@dataclass
+class Tally:
+    """What the rounds of one mode came to."""
+
+    rounds: int = 0
+    all_ok: int = 0
+    some_ok: int = 0
+    members: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    steps: int = 0
+    recovery: list[float] = field(default_factory=list)
+
+    def add(self, report: Report) -> None:
+        """Count a round."""
+        living = [end for end in report.ends if end is not None]
+        ok = sum(isinstance(end, Finish) for end in living)
+        self.rounds += 1
+        self.steps += report.steps
+        self.all_ok += bool(living) and ok == len(living)
+        self.some_ok += 0 < ok < len(living)
+        self.members["ok"] += ok
+        self.members["failed"] += len(living) - ok
+        self.members["killed"] += len(report.ends) - len(living)
+        self.reasons.update(kind(end.reason) for end in living if isinstance(end, Fail))
+        self.recovery.append(max(0.0, report.seconds - report.calm_at))
+
+    def summary(self) -> dict[str, object]:
+        """What to print."""
+        recovery = sorted(self.recovery)
+        return {
+            "rounds": self.rounds,
+            "all living members ok": self.all_ok,
+            "some ok": self.some_ok,
+            "none ok": self.rounds - self.all_ok - self.some_ok,
+            "members": dict(self.members),
+            "failed because": dict(self.reasons.most_common()),
+            "steps": self.steps,
+            "seconds from the last fault to the end, median and most": [
+                round(recovery[len(recovery) // 2], 2),
+                round(recovery[-1], 2),
+            ],
+        }
+
+
+def kind(reason: str) -> str:
+    """A reason without names and numbers."""
+    return re.sub(r"\d+ of \d+", "few", re.split("[;:]", reason)[0])
+
+
+def simulate(args: argparse.Namespace, live: bool) -> dict[str, object]:
+    """Rounds of consecutive seeds.
+
+    Raises:
+        Violation: A promise was broken; the message names the seed.
+    """
+    tally, began = Tally(), time.perf_counter()
+    first = 0 if args.seed is None else args.seed
+    for seed in range(first, first + (args.seeds if args.seed is None else 1)):
+        world = World(draw_scenario(seed, args.members, live), keep_story=args.story)
+        try:
+            tally.add(world.run())
+        except Violation as violation:
+            raise Violation(f"seed {seed}: {violation}{again(args, seed, live)}") from violation
+        finally:
+            if args.story:
+                print(*world.scenario.faults, *world.story, sep="\n")
+    seconds = time.perf_counter() - began
+    return {
+        "mode": "liveness" if live else "safety",
+        **tally.summary(),
+        "rounds per second": round(tally.rounds / seconds, 1),
+    }
+
+
+def again(args: argparse.Namespace, seed: int, live: bool) -> str:
+    """How to see a seed's story."""
+    mode = "liveness" if live else "safety"
+    members = "-".join(map(str, args.members))
+    return f"\nsee scripts/simulate.py --mode {mode} --members {members} --seed {seed} --story"
+
+
+def explore(search: Search) -> dict[str, object]:
+    """One exhaustive search.
+
+    Raises:
+        Violation: A promise was broken; the message holds the way there.
+    """
+    began = time.perf_counter()
+    findings = Explorer(search).run()
+    return {
+        "search": search.describe(),
+        "states": findings.states,
+        "steps": findings.steps,
+        "ends": dict(findings.ends.most_common()),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def sizes(text: str) -> tuple[int, int]:
+    """`4` or `2-16`."""
+    least, _, most = text.partition("-")
+    return int(least), int(most or least)
+
+
+def show(found: dict[str, object], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(found), flush=True)
+    else:
+        print("\n".join(f"{name}: {value}" for name, value in found.items()), flush=True)
+        print()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=2000, help="rounds per mode (2000)")
+    parser.add_argument("--members", type=sizes, default=(2, 16), help="group sizes (2-16)")
+    parser.add_argument("--mode", choices=MODES, default="both")
+    parser.add_argument("--seed", type=int, help="only this seed")
+    parser.add_argument("--story", action="store_true", help="print what happened, event by event")
+    parser.add_argument(
+        "--exhaustive", type=int, choices=(2, 3), metavar="N", help="explore groups of 2 or 3"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    args = parser.parse_args()
+    try:
+        if args.exhaustive is not None:
+            for search in [*crashes_and_orders(args.exhaustive), *further_faults(args.exhaustive)]:
+                show(explore(search), args.json)
+        else:
+            for live in MODES[args.mode]:
+                show(simulate(args, live), args.json)
+    except Violation as violation:
+        print(f"broken promise: {violation}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

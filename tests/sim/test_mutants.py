@@ -1,0 +1,104 @@
+"""Machines with one rule of the agreement broken: a simulator that does not find them proves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from equipoise.averaging import agreement, ballot
+from equipoise.averaging import messages as wire
+from equipoise.averaging.agreement import Agreement
+from equipoise.averaging.ballot import Tally, Vote
+from equipoise.averaging.ledger import Ledger
+from equipoise.averaging.sim.explore import Explorer, Search
+from equipoise.averaging.sim.member import Violation
+from equipoise.averaging.sim.scenario import draw_scenario
+from equipoise.averaging.sim.world import World
+
+THREE = Search((1.0, 2.0, 3.0), owner=1, crashes=1)
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def inherits_nothing(patch: pytest.MonkeyPatch) -> None:
+    """A new leader decides freely, whatever others hold."""
+    patch.setattr(agreement, "inherited", lambda promises: (None, 0))
+
+
+def promises_hide_what_is_held(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Agreement, "promise", lambda self: wire.Promise(self.ballot.number))
+
+
+def one_vote_is_enough(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tally, "chosen", lambda self: next(iter(self._voters), None))
+
+
+def promises_do_not_bind(patch: pytest.MonkeyPatch) -> None:
+    """Who has promised a ballot still takes part in older ones."""
+
+    def on_prepare(self: Agreement, number: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
+        if trust_leader or number <= self.ballot.number:
+            return wire.Refuse(self.ballot.number)
+        return wire.Promise(number, *(self.held or (None, None)))
+
+    patch.setattr(Agreement, "on_prepare", on_prepare)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        inherits_nothing,
+        promises_hide_what_is_held,
+        one_vote_is_enough,
+    ],
+)
+def test_the_explorer_finds(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="members that report ok differ"):
+        Explorer(THREE).run()
+
+
+def test_the_explorer_finds_promises_that_do_not_bind(monkeypatch: pytest.MonkeyPatch) -> None:
+    promises_do_not_bind(monkeypatch)
+    with pytest.raises(Violation, match="members that report ok differ"):
+        Explorer(Search((1.0, 2.0, 3.0), owner=1, crashes=1, early=1)).run()
+
+
+def half_is_a_majority(patch: pytest.MonkeyPatch) -> None:
+    for module in (agreement, ballot):
+        patch.setattr(module, "is_majority", lambda mask, size: 2 * mask.bit_count() >= size)
+
+
+def owners_reduce_what_they_have(patch: pytest.MonkeyPatch) -> None:
+    """Late contributions are left out by the owner instead of by the decision."""
+    plain = Ledger._reduce
+    patch.setattr(
+        Ledger,
+        "_reduce",
+        lambda self, part, over: plain(self, part, over & (self._arrived[part] | 1 << self.me)),
+    )
+
+
+def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    plain = Tally.add
+
+    def add(self: Tally, vote: Vote, voters: int, teller: int) -> bool:
+        return plain(self, Vote(vote.ballot, vote.decision, bytes(32)), voters, teller)
+
+    patch.setattr(Tally, "add", add)
+    patch.setattr(Ledger, "digest", lambda self, decision: bytes(32))
+
+
+@pytest.mark.parametrize(
+    "mutate", [half_is_a_majority, owners_reduce_what_they_have, digests_are_not_compared]
+)
+def test_seeds_find(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation):
+        simulate(500)
+
+
+def simulate(seeds: int) -> None:
+    for seed in range(seeds):
+        World(draw_scenario(seed, (2, 7))).run()
