@@ -147,6 +147,11 @@ class Agreement:
             self.adopt(ballot)
         return self.promise() if self.ballot.number > before else wire.Refuse(before)
 
+    def on_refuse(self, ballot: int) -> None:
+        """Catch up with whoever is ahead of the ballot that this member tries to open; void no other for it."""
+        if self.ballot.promises is not None:
+            self.adopt(ballot)
+
     def on_promise(self, sender: int, promise: wire.Promise) -> bool:
         """Count a promise; returns whether it was one that is waited for."""
         promises = self.ballot.promises

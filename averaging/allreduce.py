@@ -169,7 +169,7 @@ class AllReduce:
             case wire.Promise():
                 news = agreement.on_promise(sender, message)
             case wire.Refuse(ballot):
-                agreement.adopt(ballot)
+                agreement.on_refuse(ballot)
             case wire.Plan(_, _, owners):
                 if news := agreement.on_plan(sender, message):
                     self._ledger.assign(owners)
@@ -183,10 +183,7 @@ class AllReduce:
             case wire.Commit(ballot, decision, digest, holders):
                 news = agreement.on_votes(sender, Vote(ballot, decision, digest), holders)
             case wire.Fetch(contributors, parts):
-                ours = parts[
-                    : -(-len(self.group.parts) // 8)
-                ]  # More is none of ours, and costs time to look at.
-                self._serve(sender, contributors, wire.from_bits(ours))
+                self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
                 self._gone |= 1 << sender
                 self._on_lost(sender, f"left the round: {reason}")
@@ -424,19 +421,19 @@ class AllReduce:
         decision = self._agreement.decision
         if decision is None or self._ledger.is_whole(decision):
             return
-        agreement = self._agreement
-        everything = agreement.must_fetch or self._level >= 1 or self._distrusted
+        everything = self._agreement.must_fetch or self._level >= 1 or self._distrusted
         wanted = self._ledger.missing_of(self.group.everyone if everything else self._lost, decision)
         reachable = self._peers & ~self._lost
-        sources = agreement.sources(decision, reachable, desperate=self._level >= 1)
+        sources = self._agreement.sources(decision, reachable, desperate=self._level >= 1)
         fetch = self._fetching.ask(decision, wanted, list(members_of(sources)))
         if fetch is not None:
             self._actions.append(fetch)
 
-    def _serve(self, to: int, contributors: int, parts: list[int]) -> None:
+    def _serve(self, to: int, contributors: int, bits: bytes) -> None:
         if isinstance(self.ended, Finish):
             self._send_commit(1 << to)
-        kept = [part for part in parts if not self._released and self._ledger.has_mean(part, contributors)]
+        asked = [] if self._released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
+        kept = [part for part in asked if self._ledger.has_mean(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
             self._actions += [SendMean(to, part, contributors) for part in kept]
 
