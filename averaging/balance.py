@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+MIN_BANDWIDTH = 1.0
+"""Bytes per second. Nobody is slower; what a member says of itself must not make others divide by almost nothing."""
 
 
 def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
@@ -15,18 +19,20 @@ def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
     In a group of two, every cut costs the same wire time; the work of reducing is then split evenly.
 
     Args:
-        bandwidths: Bytes per second of each member, > 0 and finite.
+        bandwidths: Bytes per second of each member, > 0 and finite; less than `MIN_BANDWIDTH` counts as that.
         owns: Whether each member may own a share; at least one does.
 
     Returns:
         One fraction per member, >= 0, summing to 1 up to rounding.
     """
     size = len(bandwidths)
+    bandwidths = [max(bandwidth, MIN_BANDWIDTH) for bandwidth in bandwidths]
     owners = [index for index in range(size) if owns[index]]
     if size <= 2:
         return [1 / len(owners) if index in owners else 0.0 for index in range(size)]
     while True:
-        time = (len(owners) + size - 2) / sum(bandwidths[index] for index in owners)
+        # `sum` rounds otherwise from Python 3.12 on, and members' fractions must agree.
+        time = (len(owners) + size - 2) / math.fsum(bandwidths[index] for index in owners)
         slowest = min(owners, key=lambda index: (bandwidths[index], index))
         if time * bandwidths[slowest] >= 1 or len(owners) == 1:
             break

@@ -53,6 +53,7 @@ class Ledger:
         """Whether a contribution is one that can count and is not here yet."""
         return (
             part < len(self.group.parts)
+            and sender != self.me
             and bool(self.group.contributors >> sender & 1)
             and not self._arrived[part] >> sender & 1
         )

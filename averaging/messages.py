@@ -161,7 +161,11 @@ def decode(data: bytes | memoryview) -> RoundMessage:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: It is not one.
     """
-    message: RoundMessage = _decoder.decode(data)
+    try:
+        message: RoundMessage = _decoder.decode(data)
+    except (RecursionError, UnicodeDecodeError) as error:
+        # msgspec lets these through: deep nesting in a field that it skips, bytes of a text that are none.
+        raise msgspec.DecodeError(str(error)) from error
     return message
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -38,7 +39,8 @@ def partition(size: int, fractions: Sequence[float], part_values: int) -> tuple[
         The parts in order; together they cover 0 to `size` exactly once.
     """
     granules = -(-size // GRANULE)
-    exact = [granules * fraction / sum(fractions) for fraction in fractions]
+    total = math.fsum(fractions)  # `sum` rounds otherwise from Python 3.12 on, and members' cuts must agree
+    exact = [granules * fraction / total for fraction in fractions]
     counts = [int(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
     for index in by_remainder[: granules - sum(counts)]:

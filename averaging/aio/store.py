@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 
@@ -83,7 +84,8 @@ class Store:
         Raises:
             CodecError: Our own values are not finite.
         """
-        total = sum(self._group.weights[member] for member in members_of(contributors))
+        # `sum` rounds otherwise from Python 3.12 on, and whoever reduces must get the same bytes.
+        total = math.fsum(self._group.weights[member] for member in members_of(contributors))
         values = self._sum[: self._group.parts[part].size].zero_()
         for member in members_of(contributors):
             payload = self.encode(part) if member == self._me else self._contributions[part, member]

@@ -1,0 +1,68 @@
+"""Water-filling against a bisection, and against transfers counted one by one."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.balance import balance
+from oracles.averaging import best_butterfly_seconds, butterfly_seconds
+
+bandwidths_and_owners = st.lists(
+    st.tuples(st.floats(1e3, 1e11), st.booleans()), min_size=3, max_size=64
+).filter(lambda members: any(owns for _, owns in members))
+
+
+@given(bandwidths_and_owners)
+def test_no_cut_is_faster(members: list[tuple[float, bool]]) -> None:
+    bandwidths, owns = [one for one, _ in members], [one for _, one in members]
+    fractions = balance(bandwidths, owns)
+    assert math.fsum(fractions) == pytest.approx(1)
+    assert all(fraction >= 0 for fraction in fractions)
+    assert all(owner or fraction == 0 for fraction, owner in zip(fractions, owns, strict=True))
+    best = best_butterfly_seconds(bandwidths, owns)
+    assert butterfly_seconds(fractions, bandwidths) <= best * (1 + 1e-9)
+
+
+def test_the_oracle_finds_no_better_cut_at_random() -> None:
+    chance = random.Random(0)
+    for _ in range(200):
+        bandwidths = [chance.uniform(1, 10) for _ in range(4)]
+        best = best_butterfly_seconds(bandwidths, [True] * 4)
+        for _ in range(50):
+            raw = [chance.random() for _ in range(4)]
+            fractions = [one / sum(raw) for one in raw]
+            assert butterfly_seconds(fractions, bandwidths) >= best * (1 - 1e-9)
+
+
+def test_equal_bandwidths_share_equally() -> None:
+    assert balance([5.0] * 4, [True] * 4) == [0.25] * 4
+
+
+def test_who_is_slow_enough_owns_nothing() -> None:
+    assert balance([10.0, 10.0, 10.0, 1.0], [True] * 4)[3] == 0
+
+
+def test_a_group_of_two_splits_the_work_evenly() -> None:
+    assert balance([1.0, 100.0], [True, True]) == [0.5, 0.5]
+    assert balance([1.0, 100.0], [True, False]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("bandwidth", [5e-324, 1e-310, 1e-9, 1e15])
+@pytest.mark.parametrize("others", [5e-324, 1.0, 1e9, 1e15])
+def test_absurd_bandwidths_cut_a_sound_share(bandwidth: float, others: float) -> None:
+    fractions = balance([bandwidth, others, others], [True] * 3)
+    assert all(math.isfinite(fraction) and fraction >= 0 for fraction in fractions)
+    assert math.fsum(fractions) == pytest.approx(1)
+
+
+def test_the_cut_does_not_depend_on_how_an_interpreter_adds() -> None:
+    """Python's `sum` of floats rounds otherwise since 3.12, and members may run different ones."""
+    bandwidths = [1e15, 1.0, 1.0, 1.0] * 4
+    shuffled = bandwidths[::-1]
+    fractions = balance(bandwidths, [True] * 16)
+    assert balance(shuffled, [True] * 16) == fractions[::-1]

@@ -1,0 +1,98 @@
+"""Paxos as plain values: ballots, majorities, what a new ballot inherits, and the count of votes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.ballot import (
+    MAX_VOTES_PER_MEMBER,
+    Tally,
+    Vote,
+    inherited,
+    is_majority,
+    members_of,
+    next_ballot,
+)
+from equipoise.averaging.messages import Decision, Promise
+
+ONE, OTHER = Decision(0b011, 0b111), Decision(0b110, 0b110)
+
+
+def vote(ballot: int = 0, decision: Decision = ONE, digest: bytes = b"d" * 32) -> Vote:
+    return Vote(ballot, decision, digest)
+
+
+@given(st.sets(st.integers(0, 63)))
+def test_members_of_a_bitmask(members: set[int]) -> None:
+    assert list(members_of(sum(1 << member for member in members))) == sorted(members)
+
+
+@given(st.integers(1, 64), st.data())
+def test_two_majorities_have_a_member_in_common(size: int, data: st.DataObject) -> None:
+    one, other = (data.draw(st.integers(0, 2**size - 1)) for _ in range(2))
+    if is_majority(one, size) and is_majority(other, size):
+        assert one & other
+
+
+@given(st.integers(0, 10**6), st.integers(2, 64), st.data())
+def test_the_next_ballot_is_the_lowest_of_ones_own(after: int, size: int, data: st.DataObject) -> None:
+    member = data.draw(st.integers(0, size - 1))
+    ballot = next_ballot(after, member, size)
+    assert ballot == min(one for one in range(after + 1, after + size + 1) if one % size == member)
+
+
+def test_a_ballot_is_free_if_nobody_holds_anything() -> None:
+    assert inherited({0: Promise(5), 1: Promise(5)}) == (None, 0)
+
+
+def test_the_decision_held_in_the_highest_ballot_is_inherited() -> None:
+    promises = {0: Promise(9, 3, ONE), 1: Promise(9, 4, OTHER), 2: Promise(9), 4: Promise(9, 1, OTHER)}
+    assert inherited(promises) == (OTHER, 0b10010)
+
+
+@given(
+    st.integers(2, 7),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.sampled_from([ONE, OTHER])), max_size=40),
+)
+def test_chosen_is_what_a_majority_cast(size: int, cast: list[tuple[int, int, Decision]]) -> None:
+    tally = Tally(size)
+    voters = defaultdict(set)
+    for member, ballot, decision in cast:
+        member %= size
+        news = tally.add(vote(ballot, decision), 1 << member, member)
+        assert news == (member not in voters[ballot, decision])
+        voters[ballot, decision].add(member)
+    won = {one for one, by in voters.items() if 2 * len(by) > size}
+    chosen = tally.chosen()
+    assert (chosen is None and not won) or (chosen is not None and (chosen.ballot, chosen.decision) in won)
+
+
+def test_votes_of_different_digests_do_not_add_up() -> None:
+    tally = Tally(3)
+    tally.add(vote(digest=b"a" * 32), 0b001, 0)
+    tally.add(vote(digest=b"b" * 32), 0b010, 1)
+    assert tally.chosen() is None
+    assert tally.holders(ONE) == 0b011
+
+
+def test_holders_are_of_the_contributors_whatever_the_ballot_and_the_owners() -> None:
+    tally = Tally(3)
+    tally.add(vote(ballot=0), 0b001, 0)
+    tally.add(vote(ballot=4, decision=Decision(ONE.contributors, 0b100)), 0b100, 2)
+    tally.add(vote(ballot=4, decision=OTHER), 0b010, 1)
+    assert tally.holders(ONE) == 0b101
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_who_tells_of_too_many_votes_is_no_longer_heard_and_silences_nobody_else(victim: int) -> None:
+    tally = Tally(3)
+    for ballot in range(2 * MAX_VOTES_PER_MEMBER):
+        tally.add(vote(ballot), 1 << victim, 2)
+    assert len(tally) == MAX_VOTES_PER_MEMBER
+    assert tally.add(vote(10**6), 1 << victim, victim)
+    assert not tally.add(vote(10**6 + 1), 0b100, 2)
+    assert tally.add(vote(10**6), 0b100, 2)
