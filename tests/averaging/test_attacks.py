@@ -42,6 +42,12 @@ def honest(_: str, header: bytes, body: bytes) -> list[Frame]:
     return [(header, body)]
 
 
+async def settled() -> None:
+    """Let every task do what it can without waiting."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
 class Scene:
     """Honest members, and one that is tapped."""
 
@@ -77,7 +83,7 @@ class Scene:
     async def stop(self) -> None:
         """Stop, and see that nothing is left."""
         await asyncio.gather(*(hub.stop() for hub in self.hubs.values()))
-        await asyncio.sleep(0.1)
+        await settled()
         assert asyncio.all_tasks() == {asyncio.current_task()}
         assert not any(hub._rounds or hub._runs for hub in self.hubs.values())
 
@@ -181,6 +187,16 @@ def tap_of(script: dict[int, tuple[list[Callable[[bytes], Frame]], bool, int]]) 
 def test_no_member_can_make_the_others_crash_hang_or_differ(script) -> None:
     # What it sends as values is its own affair, and so is its share of the mean as an owner.
     play(tap_of(script), exact=False)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.integers(0, 60), st.tuples(st.lists(CONTROL.map(packed), max_size=6), st.booleans(), st.just(1))
+    )
+)
+def test_no_word_of_a_member_makes_the_others_mean_inexact(script) -> None:
+    play(tap_of(script))
 
 
 # ---- attacks made by hand ----
@@ -310,7 +326,7 @@ async def test_channels_of_one_peer_are_bounded_and_the_newest_is_written_to() -
     scene = Scene(hostile=False)
     transport, _ = scene.net.peer("m")
     channels = [await transport.open("a") for _ in range(MAX_CHANNELS + 3)]
-    await asyncio.sleep(0.01)
+    await settled()
     assert len(scene.hubs["a"]._mesh._links["m"].channels) == MAX_CHANNELS
     for channel in channels[:3]:
         with pytest.raises(ConnectionError):
@@ -318,7 +334,7 @@ async def test_channels_of_one_peer_are_bounded_and_the_newest_is_written_to() -
     scene.hubs["a"]._mesh.post("m", b"hello")
     assert (await channels[-1].receive(memoryview))[0] == b"hello"
     channels[-1].close()
-    await asyncio.sleep(0.01)
+    await settled()
     scene.hubs["a"]._mesh.post("m", b"again")
     assert (await channels[-2].receive(memoryview))[0] == b"again"
     for channel in channels:
@@ -360,6 +376,48 @@ def test_who_gives_up_at_any_moment_has_its_memory_to_itself(step: int, how: str
         assert work["b"].result().ok
         assert torch.equal(scene.results["a"], scene.results["b"])
         assert torch.isfinite(scene.results["a"]).all()
+        await scene.stop()
+
+    assert run_at_once(act()) == []
+
+
+def test_public_members_wait_for_clients_to_speak_first() -> None:
+    async def act() -> None:
+        net = Net()
+        names = ["client1", "client2", "client3", "public1", "public2"]
+        hubs = [Hub(*net.peer(name, name.startswith("public")), FakeIdentity(name)) for name in names]
+        runs = [await hub.join(spec_of()) for hub in hubs]
+        results = [torch.zeros(SIZE) for _ in hubs]
+        outcomes = await asyncio.gather(
+            *(
+                run.average(torch.ones(SIZE), result, 1.0, TIMEOUT)
+                for run, result in zip(runs, results, strict=True)
+            )
+        )
+        for outcome in outcomes:
+            assert len(outcome.contributors) == len(names), outcome
+            assert not outcome.events
+        await asyncio.gather(*(hub.stop() for hub in hubs))
+
+    assert run_at_once(act()) == []
+
+
+def test_what_was_said_before_its_round_and_is_no_message_costs_only_its_sender() -> None:
+    def tap(_: str, header: bytes, body: bytes) -> list[Frame]:
+        return [(header, body)] if header[:1] == MATCHMAKING_FRAME else []
+
+    async def act() -> None:
+        scene = Scene(tap)
+        began = scene.hubs["a"]._surroundings.begin
+
+        def begin(task):
+            scene.hubs["a"].frame(HOSTILE, ROUND_FRAME + task.manifest.id + b"\xc1", memoryview(b""))
+            return began(task)
+
+        object.__setattr__(scene.hubs["a"]._surroundings, "begin", begin)
+        await scene.average()
+        assert all(outcome.ok for outcome in scene.outcomes.values()), scene.outcomes
+        scene.check()
         await scene.stop()
 
     assert run_at_once(act()) == []
