@@ -301,7 +301,12 @@ class AllReduce:
             self._fail(f"{alive} of {self.group.size} members left, a majority is needed: {why}", now)
 
     def _take_lead(self, now: float) -> None:
-        if self._lost >> self._agreement.leader & 1 and self._agreement.line(self._lost)[:1] == [self.me]:
+        if not self._lost >> self._agreement.leader & 1:
+            return
+        successor = self._agreement.refused(self._lost)
+        if successor is not None:
+            self._on_prepare(self._agreement.leader_of(successor), successor, now)
+        elif self._agreement.line(self._lost)[:1] == [self.me]:
             self._open_ballot()
 
     def _open_ballot(self) -> None:
@@ -446,7 +451,7 @@ class AllReduce:
         self._actions.append(how)
 
     def _fail(self, reason: str, now: float) -> None:
-        self._broadcast(wire.GiveUp(reason[: wire.MAX_REASON_CHARS]))
+        self._broadcast(wire.GiveUp.because(reason))
         self._end(Fail(reason), now)
         if self._agreement.held is None:
             self._close()

@@ -22,7 +22,8 @@ Members = Annotated[int, msgspec.Meta(ge=0)]
 PartIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 PartBits = Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS // 8)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS)]
+Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[ -~]*\Z")]
+"""Printable ASCII: it ends in logs and on terminals."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -111,6 +112,12 @@ class GiveUp(Message, frozen=True):
     """This member has left the round."""
 
     reason: Reason
+
+    @classmethod
+    def because(cls, reason: str) -> GiveUp:
+        """Fit any text into a reason that others take."""
+        plain = reason.encode("ascii", "backslashreplace").decode()
+        return cls("".join(char if char.isprintable() else " " for char in plain)[:MAX_REASON_CHARS])
 
 
 class Heartbeat(Message, frozen=True):

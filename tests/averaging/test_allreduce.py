@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from equipoise.averaging import messages as wire
@@ -145,6 +146,19 @@ def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
     assert not table.machine.needed
 
 
+def test_who_refused_a_successor_promises_once_it_finds_the_leader_lost_too() -> None:
+    table = Table(C)
+    assert sent(table.says(B, wire.Prepare(1)), wire.Refuse) == [(B, wire.Refuse(0))]
+    assert sent(table.lose(A), wire.Promise) == [(B, wire.Promise(1))]
+
+
+def test_who_refused_a_successor_that_is_lost_as_well_leads_itself() -> None:
+    table = Table(C, weights=(1, 1, 1, 1, 1))
+    table.says(B, wire.Prepare(1))
+    table.lose(B)
+    assert recipients(table.lose(A), wire.Prepare) == [D, E]
+
+
 def test_retries_to_lead_come_at_growing_intervals() -> None:
     table = Table(B)
     opened = []
@@ -270,3 +284,15 @@ def test_nobody_makes_a_member_run_out_of_ballots(message: type[wire.Prepare | w
     table.says(C, message(3 * MAX_BALLOT_LEAP + C))
     table.lose(A)
     assert table.machine._agreement.ballot.number < MAX_BALLOT_LEAP
+
+
+@pytest.mark.parametrize("reason", ["plain", "naïve\n\x1b[31m", "x" * 1000])
+def test_a_reason_for_giving_up_travels_as_printable_text(reason: str) -> None:
+    message = wire.GiveUp.because(reason)
+    assert wire.decode(wire.encode(message)) == message
+    assert message.reason.isprintable()
+
+
+def test_a_reason_with_control_characters_is_refused() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode(wire.encode(wire.GiveUp("red\x1b[31m")))
