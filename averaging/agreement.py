@@ -58,6 +58,7 @@ class Agreement:
         self.ballot = Ballot(group.first_leader)
         self.held: tuple[int, Decision] | None = None
         self.tally = Tally(group.size)
+        self._refused = 0
         self._attempts = 0
         self._patience = 0
 
@@ -145,7 +146,14 @@ class Agreement:
         before = self.ballot.number
         if not trust_leader:
             self.adopt(ballot)
+        elif ballot <= before + MAX_BALLOT_LEAP:
+            self._refused = max(self._refused, ballot)
         return self.promise() if self.ballot.number > before else wire.Refuse(before)
+
+    def refused(self, lost: int) -> int | None:
+        """The ballot to promise now that our leader is lost too, if its leader tried to open it a moment too early."""
+        is_open = self._refused > self.ballot.number and not lost >> self.leader_of(self._refused) & 1
+        return self._refused if is_open else None
 
     def on_refuse(self, ballot: int) -> None:
         """Catch up with whoever is ahead of the ballot that this member tries to open; void no other for it."""
@@ -180,6 +188,13 @@ class Agreement:
             return False
         ballot.plan, ballot.reports = plan, {}
         return True
+
+    def report(self, plan: wire.Plan, whole: int) -> wire.Report | None:
+        """As owner: what to tell the leader, unless it has been told."""
+        if self.ballot.reported == (plan.sequence, whole):
+            return None
+        self.ballot.reported = (plan.sequence, whole)
+        return wire.Report(plan.ballot, plan.sequence, whole)
 
     def on_report(self, sender: int, report: wire.Report) -> bool:
         """As leader, take in what an owner holds whole; returns whether it is of this plan."""

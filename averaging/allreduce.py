@@ -322,9 +322,8 @@ class AllReduce:
         whole = self._ledger.whole()
         if self.group.contributors & ~(whole | self._lost | self._late):
             return
-        if ballot.reported != (ballot.plan.sequence, whole):
-            ballot.reported = (ballot.plan.sequence, whole)
-            self._tell(self._agreement.leader, wire.Report(ballot.number, ballot.plan.sequence, whole), now)
+        if report := self._agreement.report(ballot.plan, whole):
+            self._tell(report, now, 1 << self._agreement.leader)
 
     def _lead(self, now: float) -> None:
         ballot = self._agreement.ballot
@@ -344,13 +343,13 @@ class AllReduce:
             return
         decision, holders = prepared
         if decision is not None:
-            self._tell_all(wire.Propose(self._agreement.ballot.number, decision, holders), now)
+            self._tell(wire.Propose(self._agreement.ballot.number, decision, holders), now)
         else:
             self._plan(0, self.group.dialable & ~self._lost, now)
 
     def _plan(self, sequence: int, owners: int, now: float) -> None:
         if owners:
-            self._tell_all(wire.Plan(self._agreement.ballot.number, sequence, owners), now)
+            self._tell(wire.Plan(self._agreement.ballot.number, sequence, owners), now)
         else:
             self._fail("no member that can be dialled is left to reduce", now)
 
@@ -370,7 +369,7 @@ class AllReduce:
         elif contributors.bit_count() >= MIN_CONTRIBUTORS:
             if missing := self.group.contributors & ~contributors:
                 self._note(f"deciding without the contributions of {names_of(self.group, missing)}")
-            self._tell_all(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), now)
+            self._tell(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), now)
         elif (contributors | self.group.contributors & ~self._lost).bit_count() < MIN_CONTRIBUTORS:
             whole = names_of(self.group, contributors)
             self._fail(f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {whole}", now)
@@ -477,15 +476,10 @@ class AllReduce:
         self._level = 0
         self._again = True
 
-    def _tell(self, member: int, message: wire.RoundMessage, now: float) -> None:
-        if member == self.me:
+    def _tell(self, message: wire.RoundMessage, now: float, among: int = -1) -> None:
+        self._broadcast(message, among)
+        if among >> self.me & 1:
             self._on_message(self.me, message, now)
-        else:
-            self._send(member, message)
-
-    def _tell_all(self, message: wire.RoundMessage, now: float) -> None:
-        self._broadcast(message)
-        self._on_message(self.me, message, now)
 
     def _broadcast(self, message: wire.RoundMessage, among: int = -1) -> None:
         for member in members_of(self._peers & ~self._lost & among):

@@ -179,9 +179,10 @@ class Member:
             if member != self.index and (action.part, member) not in self._contributions
         ]
         self._require(not missing, f"the contributions of {missing} are not here", action)
-        self._require(
-            self.machine.wants_mean(action.part, action.contributors), "nobody wants this mean", action
+        unwanted = self.machine.ended is None and not self.machine.wants_mean(
+            action.part, action.contributors
         )
+        self._require(not unwanted, "nobody wants this mean", action)
 
     def _end(self, end: Finish | Fail) -> None:
         self._require(self.ended is None, "a round ends once", end)
