@@ -51,12 +51,20 @@ class World:
     Args:
         scenario: What to simulate.
         keep_story: Whether to keep the story.
+
+    Attributes:
+        now: Virtual seconds.
+        steps: Events that machines have taken.
+        struck_at: When the first fault struck, if one has.
+        calm_at: When the last fault so far is over.
+        story: What has happened, a line each.
     """
 
     def __init__(self, scenario: Scenario, keep_story: bool = False) -> None:
         self.scenario = scenario
         self.now = 0.0
         self.steps = 0
+        self.struck_at: float | None = None
         self.calm_at = 0.0
         self.story: list[str] = []
         self._keep_story = keep_story
@@ -202,6 +210,8 @@ class World:
 
     def _strike(self, fault: Fault) -> None:
         self._tell(None, fault)
+        if self.struck_at is None:
+            self.struck_at = self.now
         match fault:
             case Kill(member, noticed):
                 self._kill(self._processes[member], noticed)

@@ -2,296 +2,442 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import msgspec
 import pytest
 
 from equipoise.averaging import messages as wire
-from equipoise.averaging.agreement import MAX_BALLOT_LEAP
-from equipoise.averaging.allreduce import AllReduce
-from equipoise.averaging.ballot import MAX_VOTES_PER_MEMBER
+from equipoise.averaging.allreduce import LINGER_SECONDS, MAX_NOTES, STALL_SECONDS
 from equipoise.averaging.messages import Decision
-from equipoise.averaging.partition import Part
 from equipoise.averaging.round import (
-    Action,
     Close,
-    ContributionReceived,
-    Event,
     Fail,
     Finish,
-    Group,
-    MeanReceived,
-    MessageReceived,
-    PartReduced,
-    PeerLost,
     PeerReturned,
     Reduce,
     Release,
-    Send,
-    Woke,
+    SendContribution,
+    SendMean,
+    Withdrew,
+)
+from fakes.one_member import (
+    ALL,
+    DIGEST,
+    OTHER_DIGEST,
+    TIMEOUT,
+    A,
+    B,
+    C,
+    D,
+    Table,
+    ends,
+    finished,
+    recipients,
+    sent,
 )
 
-A, B, C, D, E = range(5)
-ALL = 0b111
-DIGEST, OTHER_DIGEST = b"d" * 32, b"o" * 32
-TIMEOUT = 30.0
+DECISION = Decision(ALL, ALL)
+WITHOUT_A = Decision(0b110, 0b110)
 
 
-class Table:
-    """One machine of a group; every call returns what it asked for."""
-
-    def __init__(
-        self,
-        me: int,
-        *,
-        owners: Sequence[int] = (A,),
-        weights: Sequence[float] = (1, 1, 1),
-        dialable: int | None = None,
-        timeout: float = TIMEOUT,
-    ) -> None:
-        parts = tuple(Part(at, at + 1, owner) for at, owner in enumerate(owners))
-        everyone = (1 << len(weights)) - 1
-        self.group = Group(
-            round_id=bytes(16),
-            names=tuple("abcdefgh"[: len(weights)]),
-            weights=tuple(weights),
-            dialable=everyone if dialable is None else dialable,
-            parts=parts,
-            first_leader=A,
-        )
-        self.now = 0.0
-        self.machine = AllReduce(self.group, me, 0.0, timeout)
-        self.first = self.machine.start(0.0)
-
-    def tell(self, *events: Event) -> list[Action]:
-        return [action for event in events for action in self.machine.handle(event, self.now)]
-
-    def says(self, sender: int, *messages: wire.RoundMessage) -> list[Action]:
-        return self.tell(*(MessageReceived(sender, message) for message in messages))
-
-    def contributes(self, sender: int, *parts: int) -> list[Action]:
-        return self.tell(*(ContributionReceived(sender, part) for part in parts or (0,)))
-
-    def mean(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[Action]:
-        return self.tell(MeanReceived(part, over, digest))
-
-    def reduced(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[Action]:
-        return self.tell(PartReduced(part, over, digest))
-
-    def lose(self, *members: int) -> list[Action]:
-        return self.tell(*(PeerLost(member, "connection broke") for member in members))
-
-    def stall(self, times: int = 1) -> list[Action]:
-        actions: list[Action] = []
-        for _ in range(times):
-            self.now = self.machine.deadline
-            actions += self.tell(Woke())
-        return actions
-
-    def digest(self, decision: Decision) -> bytes:
-        """Of the mean that this machine holds."""
-        return self.machine._ledger.digest(decision)
-
-    def vote(self, decision: Decision, ballot: int = 0, digest: bytes | None = None) -> wire.Held:
-        return wire.Held(ballot, decision, digest or self.digest(decision))
-
-
-def sent(actions: list[Action], kind: type[wire.RoundMessage]) -> list[tuple[int, wire.RoundMessage]]:
-    return [
-        (one.to, one.message) for one in actions if isinstance(one, Send) and isinstance(one.message, kind)
-    ]
-
-
-def recipients(actions: list[Action], kind: type[wire.RoundMessage]) -> list[int]:
-    return [to for to, _ in sent(actions, kind)]
-
-
-def ends(actions: list[Action]) -> list[Action]:
-    return [one for one in actions if isinstance(one, Finish | Fail)]
-
-
-def finished(me: int, **options) -> Table:
-    """A member that has finished over all three, while it is not known whether C holds the mean."""
+def gathering(me: int = B, **options) -> Table:
+    """A member to which the decision over all has been proposed, and which lacks the mean."""
     table = Table(me, **options)
-    decision = Decision(ALL, table.group.dialable)
-    if me != A:
-        table.says(A, wire.Propose(0, decision))
-        for part in range(len(table.group.parts)):
-            table.mean(ALL, part)
-        table.says(A, table.vote(decision))
-    assert isinstance(table.machine.ended, Finish)
+    table.says(A, wire.Propose(0, Decision(ALL, table.group.dialable)))
     return table
 
 
-# ---- what was found by the simulator ----
+def holding(me: int = B) -> Table:
+    """A member that holds the mean, and knows of nobody else that does."""
+    table = gathering(me)
+    table.mean(ALL)
+    return table
 
 
-def test_who_has_finished_speaks_for_a_leader_that_is_lost() -> None:
-    table = finished(B)
-    assert recipients(table.lose(A), wire.Commit) == [C]
+# ---- no faults ----
 
 
-def test_who_has_finished_speaks_for_a_lost_leader_even_to_those_who_hold_the_mean() -> None:
-    table = finished(B)
-    assert table.says(C, table.vote(Decision(ALL, ALL))) == [Release()]
-    assert recipients(table.lose(A), wire.Commit) == [C]
+def test_a_contributor_sends_to_the_owners_at_once() -> None:
+    assert Table(C, owners=(A, B, C)).first == [SendContribution(A, 0), SendContribution(B, 1)]
 
 
-def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
-    table = finished(B)
-    table.says(C, table.vote(Decision(ALL, ALL)))
-    assert table.machine.needed
-    assert table.stall()[-1] == Close()
-    assert not table.machine.needed
-
-
-def test_who_refused_a_successor_promises_once_it_finds_the_leader_lost_too() -> None:
-    table = Table(C)
-    assert sent(table.says(B, wire.Prepare(1)), wire.Refuse) == [(B, wire.Refuse(0))]
-    assert sent(table.lose(A), wire.Promise) == [(B, wire.Promise(1))]
-
-
-def test_who_refused_a_successor_that_is_lost_as_well_leads_itself() -> None:
-    table = Table(C, weights=(1, 1, 1, 1, 1))
-    table.says(B, wire.Prepare(1))
-    table.lose(B)
-    assert recipients(table.lose(A), wire.Prepare) == [D, E]
-
-
-def test_retries_to_lead_come_at_growing_intervals() -> None:
-    table = Table(B)
-    opened = []
-    table.lose(A)
-    for _ in range(12):
-        if sent(table.stall(), wire.Prepare):
-            opened.append(table.now)
-    assert opened[:3] == [2.0, 6.0, 12.0]
-
-
-def test_who_stalls_asks_for_the_commit() -> None:
-    laggard = Table(C)
-    assert laggard.lose(A) == []
-    assert recipients(laggard.stall(), wire.Fetch) == [B]
-
-
-def test_who_has_finished_answers_a_fetch_of_nothing_with_the_commit() -> None:
-    assert recipients(finished(B).says(C, wire.Fetch(0, b"")), wire.Commit) == [C]
-
-
-def test_a_leader_waits_for_a_second_contribution_while_one_may_come() -> None:
-    table = Table(A)
-    assert not ends(table.stall(3))
-    assert sent(table.contributes(B), wire.Propose)[0][1] == wire.Propose(0, Decision(0b011, ALL))
-
-
-def test_a_leader_gives_up_once_no_second_contribution_can_come() -> None:
-    table = Table(A, weights=(1, 1, 0))
-    assert [one.reason for one in ends(table.lose(B)) if isinstance(one, Fail)] == [
-        "fewer than 2 contributions are whole: a"
+def test_the_leader_decides_once_every_owner_has_reported() -> None:
+    table = Table(A, owners=(A, B))
+    table.contributes(B)
+    assert not sent(table.contributes(C), wire.Propose)
+    assert sent(table.says(B, wire.Report(0, 0, ALL)), wire.Propose) == [
+        (B, wire.Propose(0, DECISION)),
+        (C, wire.Propose(0, DECISION)),
     ]
 
 
-def test_a_held_mean_survives_a_ballot_that_has_not_decided() -> None:
-    table = Table(B, owners=(A, B))
-    decision = Decision(0b011, ALL)
-    table.contributes(A, 1)
-    table.says(A, wire.Propose(0, decision))
-    table.mean(0b011, 0)
-    table.reduced(0b011, 1)
-    assert table.machine.phase == "commit"
-    table.lose(A)
-    table.says(C, wire.Plan(2, 0, 0b110))
-    assert not table.machine.wants_mean(0, ALL)
-    assert not [one for one in table.contributes(C, 0, 1) if isinstance(one, Reduce)]
-    promise = table.says(C, wire.Prepare(5))
-    assert sent(promise, wire.Promise) == [(C, wire.Promise(5, 0, decision))]
+def test_means_are_not_sent_before_the_decision() -> None:
+    table = Table(B, owners=(B,))
+    table.contributes(A)
+    table.contributes(C)
+    assert table.reduced(ALL) == []
+    assert [one for one in table.says(A, wire.Propose(0, DECISION)) if isinstance(one, SendMean)] == [
+        SendMean(C, 0, ALL),
+        SendMean(A, 0, ALL),
+    ]
 
 
-def test_another_proposal_frees_from_what_was_held() -> None:
-    table = Table(B)
-    table.says(A, wire.Propose(0, Decision(ALL, ALL)))
+def test_who_holds_the_whole_mean_votes() -> None:
+    table = gathering(owners=(A, A))
+    assert table.mean(ALL, 0) == []
+    assert recipients(table.mean(ALL, 1), wire.Held) == [A, C]
+
+
+def test_a_majority_of_votes_finishes() -> None:
+    table = holding()
+    assert ends(table.says(C, table.vote(DECISION))) == [Finish(DECISION, table.digest(DECISION))]
+
+
+def test_the_leader_tells_that_the_round_has_succeeded() -> None:
+    table = Table(A)
+    table.contributes(B)
+    table.contributes(C)
+    table.reduced(ALL)
+    assert recipients(table.says(B, table.vote(DECISION)), wire.Commit) == [B, C]
+
+
+def test_buffers_are_released_when_all_hold_the_mean_and_the_machine_closes_later() -> None:
+    table = holding()
+    table.says(A, table.vote(DECISION))
+    assert table.says(C, table.vote(DECISION)) == [Release()]
+    assert table.machine.deadline == table.now + LINGER_SECONDS
+    assert table.stall() == [Close()]
+    assert table.machine.deadline == float("inf")
+    assert table.says(C, wire.Fetch(ALL, b"\x01")) == []
+
+
+def test_messages_in_another_order_end_the_same() -> None:
+    table = Table(C)
+    digest = holding(C).digest(DECISION)
+    table.says(A, wire.Held(0, DECISION, digest))
+    table.says(B, wire.Held(0, DECISION, digest))
     table.mean(ALL)
-    table.says(C, wire.Propose(2, Decision(0b110, 0b110)))
-    assert table.machine.wants_mean(0, 0b110)
-    table.says(A, wire.Prepare(3))
-    assert sent(table.lose(C), wire.Promise) == [(A, wire.Promise(3))]
+    assert table.machine.ended == Finish(DECISION, digest)
 
 
-def differing(me: int = C) -> Table:
-    """A member of four that holds a mean with another digest than that of the majority."""
-    table = Table(me, weights=(1, 1, 1, 1))
+# ---- who dies, and when ----
+
+
+def test_leader_lost_while_scattering_the_next_in_line_plans_without_it() -> None:
+    table = Table(B)
+    assert sent(table.lose(A), wire.Prepare) == [(C, wire.Prepare(1))]
+    actions = table.says(C, wire.Promise(1))
+    assert sent(actions, wire.Plan) == [(C, wire.Plan(1, 0, 0b110))]
+
+
+def test_leader_lost_after_its_proposal_the_means_that_exist_are_kept() -> None:
+    table = holding()
+    table.lose(A)
+    assert sent(table.says(C, wire.Promise(1)), wire.Propose) == [(C, wire.Propose(1, DECISION, 0b010))]
+    assert table.machine.phase == "commit"
+
+
+def test_leader_lost_after_a_proposal_that_another_holds_it_is_inherited_and_fetched() -> None:
+    table = gathering()
+    table.lose(A)
+    actions = table.says(C, wire.Promise(1, 0, DECISION))
+    assert sent(actions, wire.Propose) == [(C, wire.Propose(1, DECISION, 0b100))]
+    assert sent(actions, wire.Fetch) == [(C, wire.Fetch(ALL, b"\x01"))]
+
+
+def test_leader_lost_when_a_majority_holds_the_mean_the_others_finish() -> None:
+    table = holding()
+    table.lose(A)
+    assert ends(table.says(C, table.vote(DECISION)))
+
+
+def test_who_is_not_next_in_line_waits_for_who_is() -> None:
+    table = Table(C)
+    assert sent(table.lose(A), wire.Prepare) == []
+    assert sent(table.lose(B), wire.Prepare) == []
+    assert isinstance(table.machine.ended, Fail)
+
+
+def test_owner_lost_before_the_decision_is_replaced() -> None:
+    table = Table(A, owners=(A, B))
+    table.contributes(B)
+    table.contributes(C)
+    assert sent(table.lose(B), wire.Plan) == [(C, wire.Plan(0, 1, 0b101))]
+
+
+def test_owner_lost_after_the_decision_the_leader_decides_again_in_a_new_ballot() -> None:
+    table = Table(A, owners=(A, B))
+    table.contributes(B)
+    table.contributes(C)
+    table.says(B, wire.Report(0, 0, ALL))
+    actions = table.lose(B)
+    assert sent(actions, wire.Prepare) == [(C, wire.Prepare(3))]
+    assert sent(table.says(C, wire.Promise(3)), wire.Plan) == [(C, wire.Plan(3, 0, 0b101))]
+
+
+def test_owner_lost_after_somebody_holds_the_whole_mean_is_not_missed() -> None:
+    table = Table(A, owners=(A, B))
+    table.contributes(B)
+    table.contributes(C)
+    table.says(B, wire.Report(0, 0, ALL))
+    table.says(C, wire.Held(0, DECISION, DIGEST))
+    assert sent(table.lose(B), wire.Fetch) == [(C, wire.Fetch(ALL, b"\x02"))]
+
+
+def test_contributor_lost_after_its_contribution_counts() -> None:
+    table = Table(A)
+    table.contributes(C)
+    table.lose(C)
+    assert sent(table.contributes(B), wire.Propose) == [(B, wire.Propose(0, DECISION))]
+
+
+def test_contributor_lost_before_its_contribution_is_left_out() -> None:
+    table = Table(A)
+    table.contributes(B)
+    assert sent(table.lose(C), wire.Propose) == [(B, wire.Propose(0, Decision(0b011, ALL)))]
+
+
+def test_a_late_contributor_is_left_out_after_a_stall() -> None:
+    table = Table(A)
+    table.contributes(B)
+    assert sent(table.stall(), wire.Propose)[0] == (B, wire.Propose(0, Decision(0b011, ALL)))
+    assert "deciding without the contributions of c" in table.machine.notes
+
+
+def test_an_owner_that_does_not_report_is_replaced_after_two_stalls() -> None:
+    table = Table(A, owners=(A, B))
+    table.contributes(B)
+    table.contributes(C)
+    assert not sent(table.stall(), wire.Plan)
+    assert sent(table.stall(), wire.Plan) == [(B, wire.Plan(0, 1, 0b101)), (C, wire.Plan(0, 1, 0b101))]
+
+
+def test_half_of_the_group_is_no_majority() -> None:
+    table = Table(A, weights=(1, 1, 1, 1))
+    table.lose(B)
+    (end,) = ends(table.lose(C))
+    assert isinstance(end, Fail)
+    assert end.reason.startswith("2 of 4 members left, a majority is needed: ")
+    assert "c lost in phase scatter: connection broke" in end.reason
+
+
+# ---- who takes part otherwise ----
+
+
+def test_an_observer_sends_no_contribution_and_gets_the_mean() -> None:
+    table = Table(C, weights=(1, 1, 0))
+    assert table.first == []
+    decision = Decision(0b011, ALL)
+    table.says(A, wire.Propose(0, decision))
+    table.mean(0b011)
+    assert ends(table.says(A, table.vote(decision)))
+
+
+def test_a_contribution_of_an_observer_is_not_wanted() -> None:
+    assert not Table(A, weights=(1, 1, 0)).machine.wants_contribution(C, 0)
+
+
+def test_who_cannot_be_dialled_speaks_only_to_those_who_can() -> None:
+    table = Table(C, weights=(1, 1, 1, 1), dialable=0b0011)
+    table.says(A, wire.Propose(0, Decision(0b1111, 0b0011)))
+    assert recipients(table.mean(0b1111), wire.Held) == [A, B]
+
+
+def test_who_cannot_be_dialled_does_not_lead() -> None:
+    table = Table(B, dialable=0b101)
+    assert sent(table.lose(A), wire.Prepare) == []
+    assert Table(C, dialable=0b101).lose(A)
+
+
+def test_a_plan_with_owners_that_cannot_be_dialled_is_ignored() -> None:
+    table = Table(B, dialable=0b011)
+    table.says(A, wire.Plan(0, 1, 0b100))
+    assert table.machine._ledger.owners == 0b001
+
+
+# ---- usurpers and strangers ----
+
+
+@pytest.mark.parametrize(
+    "message",
+    [wire.Propose(0, WITHOUT_A), wire.Plan(0, 1, 0b110), wire.Propose(3, WITHOUT_A), wire.Prepare(3)],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_ballot_is_only_its_leaders_to_open_plan_and_decide(message: wire.RoundMessage) -> None:
+    table = Table(B)
+    assert table.says(C, message) == []
+    assert table.machine._agreement.ballot.number == 0
+    assert table.machine.phase == "scatter"
+
+
+def test_a_leader_that_serves_is_not_unseated() -> None:
+    table = Table(B)
+    assert sent(table.says(C, wire.Prepare(2)), wire.Refuse) == [(C, wire.Refuse(0))]
+
+
+def test_a_leader_that_stalls_is_unseated() -> None:
+    table = Table(B)
+    table.stall()
+    assert sent(table.says(C, wire.Prepare(2)), wire.Promise) == [(C, wire.Promise(2))]
+
+
+def test_a_lower_ballot_is_refused_with_the_one_promised() -> None:
+    table = Table(B)
+    table.stall()
+    table.says(C, wire.Prepare(5))
+    assert sent(table.says(A, wire.Prepare(3)), wire.Refuse) == [(A, wire.Refuse(5))]
+
+
+def test_promises_of_another_ballot_do_not_count() -> None:
+    table = Table(B)
+    table.lose(A)
+    assert table.says(C, wire.Promise(0), wire.Promise(4)) == []
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [Decision(0b1001, ALL), Decision(0b001, ALL), Decision(0, ALL), Decision(ALL, 0), Decision(ALL, 0b1000)],
+    ids=["a stranger contributes", "one contributes", "nobody contributes", "nobody owns", "a stranger owns"],
+)
+def test_decisions_that_no_honest_leader_makes_are_ignored(decision: Decision) -> None:
+    table = Table(B)
+    table.says(A, wire.Propose(0, decision))
+    table.says(A, wire.Commit(0, decision, DIGEST, ALL))
+    assert table.machine.phase == "scatter"
+
+
+# ---- fetching ----
+
+
+def test_what_a_dead_owner_did_not_send_is_fetched_from_a_holder() -> None:
+    table = Table(B, owners=(D,), weights=(1, 1, 1, 1))
     decision = Decision(0b1111, 0b1111)
     table.says(A, wire.Propose(0, decision))
-    table.mean(0b1111, digest=OTHER_DIGEST)
+    table.says(C, wire.Held(0, decision, DIGEST))
+    assert sent(table.lose(D), wire.Fetch) == [(C, wire.Fetch(0b1111, b"\x01"))]
+
+
+def test_another_holder_is_asked_when_the_first_does_not_deliver() -> None:
+    decision = Decision(ALL, 0b1111)
+    table = Table(B, weights=(1, 1, 1, 1))
+    table.says(A, wire.Propose(0, decision))
+    table.says(C, wire.Held(0, decision, DIGEST))
+    table.says(D, wire.Held(0, decision, DIGEST))
+    (first,) = recipients(table.stall(), wire.Fetch)[-1:]
+    (second,) = recipients(table.stall(), wire.Fetch)[-1:]
+    assert {first, second} <= {A, C, D}
+    assert first != second
+
+
+def test_a_holder_serves_what_it_has_and_not_for_ever() -> None:
+    table = holding()
+    assert table.says(C, wire.Fetch(ALL, b"\x03")) == [SendMean(C, 0, ALL)]
+    assert table.says(C, wire.Fetch(0b011, b"\x01")) == []
+    served = [table.says(C, wire.Fetch(ALL, b"\x01")) for _ in range(20)]
+    assert 0 < sum(map(len, served)) < 10
+
+
+def test_a_mean_that_differs_twice_fails_untouched() -> None:
+    table = Table(C)
+    table.says(A, wire.Propose(0, DECISION))
+    table.mean(ALL, digest=OTHER_DIGEST)
+    table.says(A, wire.Commit(0, DECISION, DIGEST, 0b011))
+    (end,) = ends(table.mean(ALL, digest=OTHER_DIGEST))
+    assert end == Fail("our mean differs from the group's twice: a majority holds another digest")
+
+
+# ---- ending ----
+
+
+def test_who_gives_up_says_why_and_is_not_waited_for() -> None:
+    table = Table(A)
+    table.contributes(B)
+    actions = table.says(C, wire.GiveUp("cancelled"))
+    assert sent(actions, wire.Propose) == [(B, wire.Propose(0, Decision(0b011, ALL)))]
+    assert "c lost in phase scatter: left the round: cancelled" in table.machine.notes
+    table.tell(PeerReturned(C))
+    assert "c is back" not in table.machine.notes
+
+
+def test_who_withdraws_tells_the_others() -> None:
+    table = Table(B)
+    actions = table.tell(Withdrew("cancelled"))
+    assert sent(actions, wire.GiveUp) == [(A, wire.GiveUp("cancelled")), (C, wire.GiveUp("cancelled"))]
+    assert actions[-3:] == [Fail("cancelled"), Release(), Close()]
+
+
+def test_who_fails_with_the_mean_in_hand_still_serves_it() -> None:
+    table = holding()
+    table.tell(Withdrew("cancelled"))
+    assert table.says(C, wire.Fetch(ALL, b"\x01")) == [SendMean(C, 0, ALL)]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        pytest.param(lambda: Table(A), "in phase scatter; contributions are missing from b, c", id="scatter"),
+        pytest.param(lambda: reported(), "in phase decide; no decision from a", id="decide"),
+        pytest.param(gathering, "in phase gather; 1 parts of the mean are missing from a", id="gather"),
+        pytest.param(holding, "in phase commit; the mean is held by b", id="commit"),
+    ],
+)
+def test_a_timeout_says_what_was_missing(make, reason: str) -> None:
+    table = make()
+    table.now = TIMEOUT
+    (end,) = ends(table.wake())
+    assert end == Fail(f"timed out {reason}")
+
+
+def reported() -> Table:
+    table = Table(B, owners=(B,))
+    table.contributes(A)
+    table.contributes(C)
     return table
 
 
-def test_a_mean_that_differs_is_fetched_again_from_the_majority() -> None:
-    table = differing()
-    decision = Decision(0b1111, 0b1111)
-    table.says(B, table.vote(decision, digest=bytes(32)))
-    table.says(A, table.vote(decision, digest=bytes(32)))
-    actions = table.says(D, table.vote(decision, digest=bytes(32)))
-    assert len(recipients(actions, wire.Fetch)) == 1
-    assert not ends(table.stall(2))
+def test_the_deadline_is_the_next_stall_and_at_last_the_timeout() -> None:
+    table = Table(B, timeout=5.0)
+    assert table.machine.deadline == STALL_SECONDS
+    table.stall()
+    assert table.machine.deadline == 2 * STALL_SECONDS
+    table.stall()
+    assert table.machine.deadline == 5.0
+    table.stall()
+    assert isinstance(table.machine.ended, Fail)
 
 
-def test_who_returns_is_told_what_it_missed() -> None:
+def test_notes_are_bounded() -> None:
+    table = Table(B, weights=(1,) * 5)
+    for _ in range(MAX_NOTES):
+        table.lose(C)
+        table.tell(PeerReturned(C))
+    assert len(table.machine.notes) == MAX_NOTES
+
+
+# ---- what is wanted ----
+
+
+def test_a_contribution_is_wanted_once() -> None:
     table = Table(A)
-    table.lose(C)
-    table.contributes(C)
+    assert table.machine.wants_contribution(B, 0)
     table.contributes(B)
-    table.reduced(ALL)
-    actions = table.tell(PeerReturned(C))
-    assert recipients(actions, wire.Plan) + recipients(actions, wire.Propose) == [C]
+    assert not table.machine.wants_contribution(B, 0)
 
 
-def test_a_mean_that_was_replaced_is_reduced_again_when_it_is_wanted_again() -> None:
-    table = Table(B, owners=(B,))
-    table.contributes(A)
-    assert Reduce(0, ALL) in table.contributes(C)
-    table.reduced(ALL)
-    table.says(A, wire.Plan(0, 1, 0b001), wire.Propose(0, Decision(0b011, 0b001)))
-    table.mean(0b011)
-    actions = table.says(C, wire.Plan(2, 0, ALL), wire.Propose(2, Decision(ALL, ALL)))
-    assert Reduce(0, ALL) in actions
-
-
-def test_a_reduction_that_came_too_late_to_be_wanted_can_be_wanted_again() -> None:
-    table = Table(B, owners=(B,))
-    table.contributes(A)
-    table.contributes(C)
-    table.says(A, wire.Plan(0, 1, 0b001), wire.Propose(0, Decision(0b011, 0b001)))
-    table.reduced(ALL)
-    actions = table.says(C, wire.Plan(2, 0, ALL), wire.Propose(2, Decision(ALL, ALL)))
-    assert Reduce(0, ALL) in actions
-
-
-def test_votes_are_bounded_per_member() -> None:
+def test_a_mean_is_wanted_of_the_decision_or_of_any_before_it() -> None:
     table = Table(B)
-    decision = Decision(ALL, ALL)
-    for ballot in range(3 * MAX_VOTES_PER_MEMBER):
-        table.says(C, wire.Held(ballot, decision, DIGEST))
-        table.says(C, wire.Commit(ballot, decision, DIGEST, 0b100))
-    assert len(table.machine._agreement.tally) <= MAX_VOTES_PER_MEMBER
+    assert table.machine.wants_mean(0, ALL)
+    assert table.machine.wants_mean(0, 0b011)
+    table.says(A, wire.Propose(0, DECISION))
+    assert not table.machine.wants_mean(0, 0b011)
 
 
-@pytest.mark.parametrize("message", [wire.Prepare, wire.Refuse])
-def test_nobody_makes_a_member_run_out_of_ballots(message: type[wire.Prepare | wire.Refuse]) -> None:
-    table = Table(B)
-    table.says(C, message(3 * MAX_BALLOT_LEAP + C))
+def test_nothing_is_wanted_after_the_end() -> None:
+    table = finished(B)
+    assert not table.machine.wants_contribution(C, 0)
+    assert not table.machine.wants_mean(0, 0b011)
+
+
+def test_who_comes_back_is_sent_again_what_may_have_been_lost() -> None:
+    table = Table(B, owners=(A,), weights=(1, 1, 1, 1))
     table.lose(A)
-    assert table.machine._agreement.ballot.number < MAX_BALLOT_LEAP
-
-
-@pytest.mark.parametrize("reason", ["plain", "naïve\n\x1b[31m", "x" * 1000])
-def test_a_reason_for_giving_up_travels_as_printable_text(reason: str) -> None:
-    message = wire.GiveUp.because(reason)
-    assert wire.decode(wire.encode(message)) == message
-    assert message.reason.isprintable()
-
-
-def test_a_reason_with_control_characters_is_refused() -> None:
-    with pytest.raises(msgspec.ValidationError):
-        wire.decode(wire.encode(wire.GiveUp("red\x1b[31m")))
+    assert SendContribution(A, 0) in table.tell(PeerReturned(A))
+    assert Reduce(0, ALL) not in table.first

@@ -1,0 +1,76 @@
+"""One of four members is killed or stopped, at any moment: the other three succeed, and soon."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from equipoise.averaging.partition import Part
+from equipoise.averaging.round import Fail, Finish, Group
+from equipoise.averaging.sim.faults import Fault, Kill, Stop, When
+from equipoise.averaging.sim.network import Weather
+from equipoise.averaging.sim.process import Start
+from equipoise.averaging.sim.scenario import PHASES, Scenario
+from equipoise.averaging.sim.world import Report, World
+
+PROMISED_SECONDS = 5.0
+"""From the fault to the survivors' outcome."""
+
+MEMBERS = 4
+
+KINDS = {
+    "its connections break": lambda victim, chance: Kill(victim, 0.02, chance.random()),
+    "it falls silent": lambda victim, chance: Kill(victim, None, chance.random()),
+    "it is stopped": lambda victim, chance: Stop(victim, 40.0, timers_first=chance.random() < 0.5),
+}
+
+
+def group(chance: Random) -> Group:
+    each = chance.randint(1, 3)
+    parts = tuple(Part(at, at + 1, at // each) for at in range(MEMBERS * each))
+    return Group(
+        bytes(16), ("a", "b", "c", "d"), (1.0, 2.0, 3.0, 4.0), 0b1111, parts, chance.randrange(MEMBERS)
+    )
+
+
+def when(chance: Random, parts: int) -> When:
+    if chance.random() < 0.5:
+        return When(step=chance.randint(1, 6 * parts + 40))
+    return When(member=chance.randrange(MEMBERS), phase=chance.choice(PHASES))
+
+
+def scenario(seed: int, kind: str) -> tuple[Scenario, int]:
+    chance = Random(seed)
+    made = group(chance)
+    starts = tuple(
+        Start(tuple(float(chance.randint(-9, 9)) for _ in made.parts), 0.02 * chance.random(), 0.0, 60.0)
+        for _ in range(MEMBERS)
+    )
+    victim = chance.randrange(MEMBERS)
+    fault: Fault = KINDS[kind](victim, chance)
+    weather = Weather(latency=(0.0005, 0.005), transfer=(0.01, 0.1))
+    faults = ((when(chance, len(made.parts)), fault),)
+    return Scenario(seed, made, starts, weather, faults, core=0b1111 & ~(1 << victim)), victim
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_survivors_succeed_within_seconds(kind: str) -> None:
+    struck = 0
+    for seed in range(150):
+        made, _ = scenario(seed, kind)
+        world = World(made)
+        report = world.run()
+        struck += world.struck_at is not None
+        if world.struck_at is not None:
+            assert report.seconds - world.struck_at < PROMISED_SECONDS, seed
+    assert struck > 100
+
+
+def test_who_was_stopped_for_long_ends_as_the_others_or_untouched() -> None:
+    ends = []
+    for seed in range(60):
+        made, victim = scenario(seed, "it is stopped")
+        report: Report = World(made).run()
+        ends.append(report.ends[victim])
+    assert {type(end) for end in ends} == {Finish, Fail}
