@@ -29,11 +29,20 @@ class Clock(selectors.DefaultSelector):
         return found
 
 
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """An event loop on such a clock."""
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+        super().__init__(self._clock)
+
+    def time(self) -> float:
+        return self._clock.now
+
+
 def run_at_once(work: Coroutine[Any, Any, Any]) -> list[dict]:
     """Run to the end on a clock that jumps; returns what the loop was told went wrong."""
-    clock = Clock()
-    loop = asyncio.SelectorEventLoop(clock)
-    loop.time = lambda: clock.now
+    loop = JumpingLoop()
     wrong: list[dict] = []
     loop.set_exception_handler(lambda _, context: wrong.append(context))
     try:
