@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -19,7 +20,7 @@ PROMISED_SECONDS = 5.0
 
 MEMBERS = 4
 
-KINDS = {
+KINDS: dict[str, Callable[[int, Random], Fault]] = {
     "its connections break": lambda victim, chance: Kill(victim, 0.02, chance.random()),
     "it falls silent": lambda victim, chance: Kill(victim, None, chance.random()),
     "it is stopped": lambda victim, chance: Stop(victim, 40.0, timers_first=chance.random() < 0.5),
@@ -48,7 +49,7 @@ def scenario(seed: int, kind: str) -> tuple[Scenario, int]:
         for _ in range(MEMBERS)
     )
     victim = chance.randrange(MEMBERS)
-    fault: Fault = KINDS[kind](victim, chance)
+    fault = KINDS[kind](victim, chance)
     weather = Weather(latency=(0.0005, 0.005), transfer=(0.01, 0.1))
     faults = ((when(chance, len(made.parts)), fault),)
     return Scenario(seed, made, starts, weather, faults, core=0b1111 & ~(1 << victim)), victim
