@@ -30,7 +30,7 @@ every_message = st.one_of(
     st.builds(wire.Held, ballots, decisions, digests),
     st.builds(wire.Commit, ballots, decisions, digests, members),
     st.builds(wire.Fetch, members, st.binary(max_size=MAX_PARTS // 8)),
-    st.builds(wire.GiveUp, st.text(max_size=wire.MAX_REASON_CHARS)),
+    st.builds(wire.GiveUp.because, st.text()),
     st.just(wire.Heartbeat()),
     st.builds(wire.Contribution, parts),
     st.builds(wire.Mean, parts, members),
