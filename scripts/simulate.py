@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from equipoise.averaging.round import Fail, Finish
+from equipoise.averaging.allreduce.events import Fail, Finish
 from equipoise.averaging.sim.explore import Explorer, Search
 from equipoise.averaging.sim.member import Violation
 from equipoise.averaging.sim.scenario import draw_scenario

@@ -13,12 +13,11 @@ from typing import Protocol
 import msgspec
 import torch
 
-from equipoise.averaging import matchmaking_messages
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round import Round, Task
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
-from equipoise.averaging.matchmaking import Matchmaking
-from equipoise.averaging.matchmaking_events import (
+from equipoise.averaging.matchmaking import messages as matchmaking_messages
+from equipoise.averaging.matchmaking.events import (
     Announce,
     BecameReady,
     CandidatesSeen,
@@ -32,11 +31,12 @@ from equipoise.averaging.matchmaking_events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.matchmaking_messages import MatchmakingMessage
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.messages import MatchmakingMessage
+from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import Exchanging, Outcome, RunState, check_weight
 from equipoise.averaging.ports import Candidate, Directory
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.standing import Standing
 from equipoise.compression import first_non_finite, parse_codec
 
 MATCHMAKING_FRAME = b"M"

@@ -8,12 +8,12 @@ from collections import OrderedDict
 
 import msgspec
 
-from equipoise.averaging import matchmaking_messages
-from equipoise.averaging import messages as wire
 from equipoise.averaging.aio.averager import MATCHMAKING_FRAME, Averager, Identity, Surroundings
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round import HEADER_PREFIX_BYTES, ROUND_FRAME, Round, Task
-from equipoise.averaging.matchmaking_messages import JoinRequest, MessageError, refuse_unknown_run
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.matchmaking import messages as matchmaking_messages
+from equipoise.averaging.matchmaking.messages import JoinRequest, MessageError, refuse_unknown_run
 from equipoise.averaging.ports import Directory, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 

@@ -1,4 +1,4 @@
-"""The asyncio driver of one round: bytes and clocks around the machine `equipoise.averaging.allreduce.AllReduce`."""
+"""The asyncio driver of one round: bytes and clocks around the machine `allreduce.machine.AllReduce`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from equipoise.averaging import messages as wire
 from equipoise.averaging.aio.mesh import Bulk, Frame, Mesh
 from equipoise.averaging.aio.store import Store
-from equipoise.averaging.allreduce import AllReduce
-from equipoise.averaging.balance import balance
-from equipoise.averaging.ballot import members_of
-from equipoise.averaging.liveness import HEARTBEAT_SECONDS, Liveness
-from equipoise.averaging.manifest import Manifest
-from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.partition import partition
-from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.round import (
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.events import (
     Action,
     Close,
     ContributionReceived,
@@ -43,6 +36,13 @@ from equipoise.averaging.round import (
     Withdrew,
     Woke,
 )
+from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
+from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.balance import balance
+from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.partition import partition
+from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.spec import RunSpec
 from equipoise.compression import Codec, CodecError
 

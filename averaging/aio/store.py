@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from equipoise.averaging.ballot import members_of
-from equipoise.averaging.round import Group
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.events import Group
 from equipoise.compression import Codec
 
 

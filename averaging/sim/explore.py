@@ -24,9 +24,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from equipoise.averaging import messages as wire
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.events import Event, Fail, Finish, Group, PeerLost, PeerReturned, Woke
 from equipoise.averaging.partition import Part
-from equipoise.averaging.round import Event, Fail, Finish, Group, PeerLost, PeerReturned, Woke
 from equipoise.averaging.sim.member import Frame, Job, Member, Output, Violation, check_agreement
 from equipoise.averaging.sim.snapshot import clone, fingerprint
 

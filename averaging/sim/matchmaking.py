@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
-from equipoise.averaging.matchmaking import Matchmaking
-from equipoise.averaging.matchmaking_events import (
+from equipoise.averaging.matchmaking.events import (
     Action,
     Announce,
     BecameReady,
@@ -26,8 +25,9 @@ from equipoise.averaging.matchmaking_events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.matchmaking_messages import decode, encode
-from equipoise.averaging.standing import Standing
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.messages import decode, encode
+from equipoise.averaging.matchmaking.standing import Standing
 
 RUN = "simulated"
 SPEC = hashlib.sha256(b"simulated").hexdigest()

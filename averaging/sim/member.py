@@ -10,11 +10,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.allreduce import AllReduce
-from equipoise.averaging.ballot import members_of
-from equipoise.averaging.choice import MIN_CONTRIBUTORS
-from equipoise.averaging.round import (
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS
+from equipoise.averaging.allreduce.events import (
     Action,
     Close,
     ContributionReceived,
@@ -31,6 +30,7 @@ from equipoise.averaging.round import (
     SendContribution,
     SendMean,
 )
+from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.sim.arithmetic import encode, exact_mean, mean
 
 Values = tuple[float, ...]

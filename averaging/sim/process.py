@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.liveness import Liveness
-from equipoise.averaging.round import Event, Finish, Group, PeerLost, PeerReturned, Woke
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.events import Event, Finish, Group, PeerLost, PeerReturned, Woke
+from equipoise.averaging.allreduce.liveness import Liveness
 from equipoise.averaging.sim.member import Frame, Job, Member, Output, Values
 
 ROUNDING_SECONDS = 1e-6

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.partition import Part
-from equipoise.averaging.round import Group
 from equipoise.averaging.sim.arithmetic import draw_values, draw_weight
 from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Stop, When
 from equipoise.averaging.sim.network import Weather

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from equipoise.averaging.round import Fail
+from equipoise.averaging.allreduce.events import Fail
 
 UNREAD = frozenset({"notes", "group", "values"})
 """Attributes that no machine decides by: lines for people, and what is the same in every state of a search."""

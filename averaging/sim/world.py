@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.liveness import HEARTBEAT_SECONDS
-from equipoise.averaging.round import Fail, Finish, Withdrew
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.events import Fail, Finish, Withdrew
+from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS
 from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Stop
 from equipoise.averaging.sim.member import Frame, Job, Output, Violation, check_agreement
 from equipoise.averaging.sim.network import Link

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.allreduce import LINGER_SECONDS, MAX_NOTES, STALL_SECONDS
-from equipoise.averaging.messages import Decision
-from equipoise.averaging.round import (
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.events import (
     Close,
     Fail,
     Finish,
@@ -18,6 +16,8 @@ from equipoise.averaging.round import (
     SendMean,
     Withdrew,
 )
+from equipoise.averaging.allreduce.machine import LINGER_SECONDS, MAX_NOTES, STALL_SECONDS
+from equipoise.averaging.allreduce.messages import Decision
 from fakes.one_member import (
     ALL,
     DIGEST,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.agreement import MAX_BALLOT_LEAP
-from equipoise.averaging.ballot import MAX_VOTES_PER_MEMBER
-from equipoise.averaging.messages import Decision
-from equipoise.averaging.round import Close, Fail, PeerReturned, Reduce, Release
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.agreement import MAX_BALLOT_LEAP
+from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER
+from equipoise.averaging.allreduce.events import Close, Fail, PeerReturned, Reduce, Release
+from equipoise.averaging.allreduce.messages import Decision
 from fakes.one_member import (
     ALL,
     DIGEST,

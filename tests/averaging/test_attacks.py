@@ -11,14 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equipoise.averaging import messages as wire
 from equipoise.averaging.aio import hub as hub_module
 from equipoise.averaging.aio.averager import MATCHMAKING_FRAME
 from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.mesh import MAX_CHANNELS
 from equipoise.averaging.aio.round import ROUND_FRAME
+from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.manifest import Join, Manifest
-from equipoise.averaging.matchmaking_messages import GroupFormed, Invitation, LeaveRequest, encode
+from equipoise.averaging.matchmaking.messages import GroupFormed, Invitation, LeaveRequest, encode
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.ballot import (
+from equipoise.averaging.allreduce.ballot import (
     MAX_VOTES_PER_MEMBER,
     Tally,
     Vote,
@@ -17,7 +17,7 @@ from equipoise.averaging.ballot import (
     members_of,
     next_ballot,
 )
-from equipoise.averaging.messages import Decision, Promise
+from equipoise.averaging.allreduce.messages import Decision, Promise
 
 ONE, OTHER = Decision(0b011, 0b111), Decision(0b110, 0b110)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from equipoise.averaging.gathering import INVITE_SECONDS, KEEPALIVE, MAX_PARKED_GROUPS
-from equipoise.averaging.lateness import INITIAL_WAIT, MAX_WAIT, MIN_WAIT
-from equipoise.averaging.matchmaking import Matchmaking
-from equipoise.averaging.matchmaking_events import Action, LookUp, MessageReceived, PeerLost, Woke
-from equipoise.averaging.matchmaking_messages import (
+from equipoise.averaging.matchmaking.events import Action, LookUp, MessageReceived, PeerLost, Woke
+from equipoise.averaging.matchmaking.gathering import INVITE_SECONDS, KEEPALIVE, MAX_PARKED_GROUPS
+from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT, MAX_WAIT, MIN_WAIT
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
     GroupFormed,
     Invitation,
@@ -20,7 +20,7 @@ from equipoise.averaging.matchmaking_messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.roster import LEAP
+from equipoise.averaging.matchmaking.roster import LEAP
 from equipoise.averaging.sim.matchmaking import RUN
 from fakes.matchmaking import OTHER_SPEC, asks, formed, join, machine, ready, roles, seen, sent
 

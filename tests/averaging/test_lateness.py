@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.lateness import FEW, INITIAL_WAIT, MAX_WAIT, MIN_WAIT, WINDOW, Lateness
+from equipoise.averaging.matchmaking.lateness import FEW, INITIAL_WAIT, MAX_WAIT, MIN_WAIT, WINDOW, Lateness
 
 
 def after(*seconds: float) -> Lateness:

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.ledger import Ledger
-from equipoise.averaging.messages import Decision
+from equipoise.averaging.allreduce.events import Action, Group, Reduce, SendContribution, SendMean
+from equipoise.averaging.allreduce.ledger import Ledger
+from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.partition import Part
-from equipoise.averaging.round import Action, Group, Reduce, SendContribution, SendMean
 
 A, B, C = range(3)
 ALL = 0b111

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from equipoise.averaging.liveness import HEARTBEAT_SECONDS, SILENCE_SECONDS, Liveness
+from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, SILENCE_SECONDS, Liveness
 
 
 def silent_after(liveness: Liveness, start: float, until: float) -> list[tuple[float, int]]:

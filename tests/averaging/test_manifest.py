@@ -21,7 +21,7 @@ from equipoise.averaging.manifest import (
     ManifestError,
     shortfall,
 )
-from equipoise.averaging.matchmaking_messages import GroupFormed, JoinRequest, MessageError, decode, encode
+from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, MessageError, decode, encode
 from equipoise.averaging.sim.matchmaking import SPEC, signer, verify
 from equipoise.averaging.spec import MAX_GROUP_SIZE
 

@@ -7,10 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from equipoise.averaging.lateness import INITIAL_WAIT
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
-from equipoise.averaging.matchmaking import ANNOUNCE_PERIOD, LOOK_OFTEN
-from equipoise.averaging.matchmaking_events import (
+from equipoise.averaging.matchmaking.events import (
     Announce,
     CandidatesSeen,
     LookUp,
@@ -20,7 +18,9 @@ from equipoise.averaging.matchmaking_events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.matchmaking_messages import (
+from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
+from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN
+from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
     GroupFormed,
     JoinAccepted,
@@ -30,9 +30,9 @@ from equipoise.averaging.matchmaking_messages import (
     Whereabouts,
     Why,
 )
+from equipoise.averaging.matchmaking.roster import LEAP, SUSPECT_SECONDS
+from equipoise.averaging.matchmaking.seeking import REPLY_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
-from equipoise.averaging.roster import LEAP, SUSPECT_SECONDS
-from equipoise.averaging.seeking import REPLY_SECONDS
 from equipoise.averaging.sim.matchmaking import RUN, Record, verify
 from fakes.matchmaking import (
     NAMES,

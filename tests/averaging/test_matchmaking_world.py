@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.averaging.lateness import INITIAL_WAIT
+from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
+from equipoise.averaging.matchmaking.seeking import LONELY_SECONDS, REPLY_SECONDS
 from equipoise.averaging.outcome import NoPeers
-from equipoise.averaging.seeking import LONELY_SECONDS, REPLY_SECONDS
 from equipoise.averaging.sim.matchmaking import SPEC, Weather, World, verify
 
 LATENCY = 0.002

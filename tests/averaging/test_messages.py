@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.messages import Decision, RoundMessage, decode, encode, from_bits, to_bits
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.messages import Decision, RoundMessage, decode, encode, from_bits, to_bits
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.spec import MAX_PARTS
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.moshpit import PERIOD, plan
+from equipoise.averaging.matchmaking.moshpit import PERIOD, plan
 
 
 def peers(count: int) -> list[str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
-from equipoise.averaging.matchmaking import Matchmaking
-from equipoise.averaging.matchmaking_events import (
+from equipoise.averaging.matchmaking.events import (
     Action,
     BecameReady,
     CandidatesSeen,
@@ -15,10 +14,11 @@ from equipoise.averaging.matchmaking_events import (
     Send,
     Woke,
 )
-from equipoise.averaging.matchmaking_messages import JoinRequest
-from equipoise.averaging.moshpit import rank
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.messages import JoinRequest
+from equipoise.averaging.matchmaking.moshpit import rank
+from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.sim.matchmaking import RUN, SPEC, Record, signer, verify
-from equipoise.averaging.standing import Standing
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
 OTHER_SPEC = "0" * 64

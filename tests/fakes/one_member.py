@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.allreduce import AllReduce
-from equipoise.averaging.messages import Decision
-from equipoise.averaging.partition import Part
-from equipoise.averaging.round import (
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.events import (
     Action,
     ContributionReceived,
     Event,
@@ -22,6 +19,9 @@ from equipoise.averaging.round import (
     Send,
     Woke,
 )
+from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.partition import Part
 
 A, B, C, D, E = range(5)
 ALL = 0b111

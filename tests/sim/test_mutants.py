@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from equipoise.averaging import agreement, ballot
-from equipoise.averaging import messages as wire
-from equipoise.averaging.agreement import Agreement
-from equipoise.averaging.ballot import Tally, Vote
-from equipoise.averaging.ledger import Ledger
+from equipoise.averaging.allreduce import agreement, ballot
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.agreement import Agreement
+from equipoise.averaging.allreduce.ballot import Tally, Vote
+from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.sim.explore import Explorer, Search
 from equipoise.averaging.sim.member import Violation
 from equipoise.averaging.sim.scenario import draw_scenario

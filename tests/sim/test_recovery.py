@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from equipoise.averaging.allreduce.events import Fail, Finish, Group
 from equipoise.averaging.partition import Part
-from equipoise.averaging.round import Fail, Finish, Group
 from equipoise.averaging.sim.faults import Fault, Kill, Stop, When
 from equipoise.averaging.sim.network import Weather
 from equipoise.averaging.sim.process import Start

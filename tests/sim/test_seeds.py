@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.round import Finish
+from equipoise.averaging.allreduce.events import Finish
 from equipoise.averaging.sim.faults import Corrupt, Kill
 from equipoise.averaging.sim.scenario import draw_scenario
 from equipoise.averaging.sim.world import Report, World

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.messages import Decision
-from equipoise.averaging.round import Send
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.events import Send
+from equipoise.averaging.allreduce.messages import Decision
 
 MAX_SERVED = 4
 """Most times that one member may fetch the whole mean from us: once per source it may try, and some to spare."""

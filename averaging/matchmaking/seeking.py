@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from equipoise.averaging.convening import Convening
-from equipoise.averaging.lateness import MAX_WAIT
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
-from equipoise.averaging.matchmaking_events import BecameReady
-from equipoise.averaging.matchmaking_messages import (
+from equipoise.averaging.matchmaking.convening import Convening
+from equipoise.averaging.matchmaking.events import BecameReady
+from equipoise.averaging.matchmaking.lateness import MAX_WAIT
+from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
     MAX_PATIENCE,
     GroupFormed,
@@ -18,8 +18,8 @@ from equipoise.averaging.matchmaking_messages import (
     LeaveRequest,
     Why,
 )
-from equipoise.averaging.roster import LEAP
-from equipoise.averaging.standing import Standing
+from equipoise.averaging.matchmaking.roster import LEAP
+from equipoise.averaging.matchmaking.standing import Standing
 
 REPLY_SECONDS = 2.0
 """An answer that takes longer does not come: the same bound by which a stalled member of a round is noticed."""

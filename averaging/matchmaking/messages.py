@@ -12,8 +12,8 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.averaging.lateness import MAX_WAIT
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, Ticket
+from equipoise.averaging.matchmaking.lateness import MAX_WAIT
 from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_NAME_CHARS, PROTOCOL_VERSION
 
 MAX_DETAIL_CHARS = 200

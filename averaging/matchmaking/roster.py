@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from equipoise.averaging.moshpit import Groups, plan, rank
+from equipoise.averaging.matchmaking.moshpit import Groups, plan, rank
 from equipoise.averaging.ports import Candidate
 
 MAX_PEERS = 4096

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equipoise.averaging.gathering import Closing, Gathering, Outlook, Parked
-from equipoise.averaging.lateness import MAX_WAIT
 from equipoise.averaging.manifest import Join, Manifest
-from equipoise.averaging.matchmaking_messages import (
+from equipoise.averaging.matchmaking.gathering import Closing, Gathering, Outlook, Parked
+from equipoise.averaging.matchmaking.lateness import MAX_WAIT
+from equipoise.averaging.matchmaking.messages import (
     MAX_DETAIL_CHARS,
     MAX_HOPS,
     GroupFormed,
@@ -21,9 +21,9 @@ from equipoise.averaging.matchmaking_messages import (
     JoinRequest,
     Why,
 )
-from equipoise.averaging.moshpit import rank
+from equipoise.averaging.matchmaking.moshpit import rank
+from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.spec import PROTOCOL_VERSION
-from equipoise.averaging.standing import Standing
 
 MAX_GATHERINGS = 4
 """Rounds gathered at once: this one, and the next ones of groups that are ahead."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equipoise.averaging.messages import Decision, RoundMessage
+from equipoise.averaging.allreduce.messages import Decision, RoundMessage
 from equipoise.averaging.partition import Part
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from equipoise.averaging.lateness import Lateness
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
-from equipoise.averaging.matchmaking_events import Action, BecameReady, Send
-from equipoise.averaging.matchmaking_messages import GroupFormed, MatchmakingMessage
-from equipoise.averaging.roster import LEAP, Roster
+from equipoise.averaging.matchmaking.events import Action, BecameReady, Send
+from equipoise.averaging.matchmaking.lateness import Lateness
+from equipoise.averaging.matchmaking.messages import GroupFormed, MatchmakingMessage
+from equipoise.averaging.matchmaking.roster import LEAP, Roster
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from equipoise.averaging.messages import Decision, Promise
+from equipoise.averaging.allreduce.messages import Decision, Promise
 
 
 def members_of(mask: int) -> Iterator[int]:

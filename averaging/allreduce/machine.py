@@ -1,4 +1,4 @@
-"""One all-reduce round of a group, as a machine: events in, actions out (`equipoise.averaging.round`).
+"""One all-reduce round of a group, as a machine: events in, actions out (`equipoise.averaging.allreduce.events`).
 
 Theory of operation
 ===================
@@ -12,7 +12,7 @@ The flat vector is cut into parts, each with an owner. In the healthy case:
 4. *Commit.* Who holds the whole mean tells everyone (`Held`). Once a majority does, the round has succeeded, and every
    member that has all parts finishes; one that lacks some fetches them from a holder.
 
-Steps 2 to 4 are one instance of Paxos (`equipoise.averaging.agreement`): to hold the mean is to accept. When an owner
+Steps 2 to 4 are one instance of Paxos (`agreement`): to hold the mean is to accept. When an owner
 dies before commit, the leader opens a higher ballot, learns from a majority whether any of them may have committed
 already, and otherwise decides again without the dead: a new `Plan` names who reduces, contributors send the new owners
 what they lack, and 2 to 4 repeat. When the leader dies the next member in line does so. Nothing is applied
@@ -27,14 +27,11 @@ leader goes on without the owners that did not report; from 3 on, members open b
 
 from __future__ import annotations
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.agreement import Agreement
-from equipoise.averaging.ballot import Vote, members_of
-from equipoise.averaging.choice import MIN_CONTRIBUTORS, choose
-from equipoise.averaging.fetching import Fetching
-from equipoise.averaging.ledger import Ledger
-from equipoise.averaging.messages import Decision
-from equipoise.averaging.round import (
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.agreement import Agreement
+from equipoise.averaging.allreduce.ballot import Vote, members_of
+from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS, choose
+from equipoise.averaging.allreduce.events import (
     Action,
     Close,
     ContributionReceived,
@@ -53,7 +50,10 @@ from equipoise.averaging.round import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.waiting import names_of, phase_of, waiting_for
+from equipoise.averaging.allreduce.fetching import Fetching
+from equipoise.averaging.allreduce.ledger import Ledger
+from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.waiting import names_of, phase_of, waiting_for
 
 STALL_SECONDS = 2.0
 """Without any progress for this long, a step is retried another way. Pauses of healthy processes stay below 1 s."""

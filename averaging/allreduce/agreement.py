@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from equipoise.averaging import messages as wire
-from equipoise.averaging.ballot import Tally, Vote, inherited, is_majority, next_ballot
-from equipoise.averaging.choice import MIN_CONTRIBUTORS
-from equipoise.averaging.messages import Decision
-from equipoise.averaging.round import Group
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import Tally, Vote, inherited, is_majority, next_ballot
+from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS
+from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.allreduce.messages import Decision
 
 MAX_BALLOT_LEAP = 64 * 1024
 """Most ballots that one message may skip. Members of a sound group open one per stall; without a bound, one message

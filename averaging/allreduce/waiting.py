@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from equipoise.averaging.agreement import Agreement
-from equipoise.averaging.ballot import members_of
-from equipoise.averaging.ledger import Ledger
-from equipoise.averaging.round import Group
+from equipoise.averaging.allreduce.agreement import Agreement
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.allreduce.ledger import Ledger
 
 
 def names_of(group: Group, members: int) -> str:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 
-from equipoise.averaging.ballot import members_of
-from equipoise.averaging.messages import Decision
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.events import Action, Group, Reduce, SendContribution, SendMean
+from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.partition import assign
-from equipoise.averaging.round import Action, Group, Reduce, SendContribution, SendMean
 
 NO_MEAN = (0, b"")
 

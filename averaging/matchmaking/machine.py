@@ -10,9 +10,9 @@ begins at most one round each time that it became ready.
 
 from __future__ import annotations
 
-from equipoise.averaging.convening import Convening
 from equipoise.averaging.manifest import Manifest, ManifestError
-from equipoise.averaging.matchmaking_events import (
+from equipoise.averaging.matchmaking.convening import Convening
+from equipoise.averaging.matchmaking.events import (
     Action,
     Announce,
     BecameReady,
@@ -26,7 +26,7 @@ from equipoise.averaging.matchmaking_events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.matchmaking_messages import (
+from equipoise.averaging.matchmaking.messages import (
     GroupFormed,
     Invitation,
     JoinAccepted,
@@ -35,9 +35,9 @@ from equipoise.averaging.matchmaking_messages import (
     LeaveRequest,
     Whereabouts,
 )
+from equipoise.averaging.matchmaking.seeking import Seeking
+from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
-from equipoise.averaging.seeking import Seeking
-from equipoise.averaging.standing import Standing
 
 LOOK_OFTEN = 1.0
 """Seconds between looks at the directory while a group is gathered: that is how long views of the run may differ."""

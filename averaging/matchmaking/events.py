@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from equipoise.averaging.manifest import Manifest
-from equipoise.averaging.matchmaking_messages import MAX_PATIENCE, MatchmakingMessage
+from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, MatchmakingMessage
 from equipoise.averaging.ports import Candidate
 
 

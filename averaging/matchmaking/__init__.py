@@ -1,0 +1,1 @@
+"""Forming groups: the machine (`machine.Matchmaking`) and its parts."""
