@@ -14,6 +14,7 @@ from typing import Annotated
 import msgspec
 
 from equipoise.averaging.outcome import check_weight
+from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 
 MAX_PEER_CHARS = 64
@@ -48,6 +49,7 @@ Weight = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WEIGHT)]
 Bandwidth = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_BANDWIDTH)]
 Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 Signature = Annotated[bytes, msgspec.Meta(min_length=1, max_length=MAX_SIGNATURE_BYTES)]
+Credential = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)]
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 
 Sign = Callable[[bytes], bytes]
@@ -72,6 +74,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         bandwidth: What it can send, bytes per second; 0 if unknown.
         dialable: Whether others can open channels to it.
         nonce: 16 random bytes, new each time it becomes ready.
+        credential: What others need to open direct channels with it, for the transport to check; empty if it has none.
         signature: Over all of the above.
     """
 
@@ -82,6 +85,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     bandwidth: Bandwidth
     dialable: bool
     nonce: Nonce
+    credential: Credential
     signature: Signature
 
     @classmethod
@@ -96,6 +100,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         bandwidth: float,
         dialable: bool,
         nonce: bytes,
+        credential: bytes = b"",
     ) -> Join:
         """Check and sign what this peer states of itself.
 
@@ -106,18 +111,21 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {weight!r}")
         if len(nonce) != NONCE_BYTES:
             raise ValueError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(nonce)}")
+        if len(credential) > MAX_CREDENTIAL_BYTES:
+            raise ValueError(
+                f"expected a credential of at most {MAX_CREDENTIAL_BYTES} bytes, got {len(credential)}"
+            )
         if not 0 <= bandwidth <= MAX_BANDWIDTH:
             raise ValueError(
                 f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {bandwidth!r}"
             )
-        unsigned = cls(peer, spec, round, float(weight), float(bandwidth), dialable, nonce, b"")
+        unsigned = cls(peer, spec, round, float(weight), float(bandwidth), dialable, nonce, credential, b"")
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
 
     @property
     def content(self) -> bytes:
         """The bytes that the signature is over."""
-        fields = (self.peer, self.spec, self.round, self.weight, self.bandwidth, self.dialable, self.nonce)
-        return DOMAIN + msgspec.msgpack.encode(fields)
+        return DOMAIN + msgspec.msgpack.encode(msgspec.structs.astuple(self)[:-1])
 
     @property
     def ticket(self) -> bytes:

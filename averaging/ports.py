@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-MAX_HEADER_BYTES = 64 * 1024
-"""A header carries one control message; the largest is a manifest of 64 signed joins, about 40 KB."""
+MAX_HEADER_BYTES = 128 * 1024
+"""A header carries one control message; the largest is a manifest of 64 signed joins, about 80 KB."""
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """A body carries one part: 512 Ki values in fp32 are 2 MiB; twice that leaves room for larger parts."""
+
+MAX_CREDENTIAL_BYTES = 1024
+"""A certificate of an Ed25519 key, where its owner listens, and a signature: about 500 bytes."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -33,6 +36,14 @@ class Channel(Protocol):
     @property
     def peer(self) -> str:
         """PeerID of the other end, authenticated by the transport."""
+
+    @property
+    def delivered(self) -> int:
+        """Bytes that have reached the other end's kernel so far; where that cannot be told, that left this process."""
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come in so far, those of a frame that is not complete included."""
 
     async def send(self, header: Buffer, body: Buffer = b"") -> None:
         """Send one frame; returns when the transport has taken it (backpressure).
@@ -76,6 +87,24 @@ class Transport(Protocol):
 
     def serve(self, handler: Callable[[Channel], Awaitable[None]] | None) -> None:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
+
+
+class DirectTransport(Transport, Protocol):
+    """Channels that are the peers' own, fast, and only with peers that were admitted: members of a group."""
+
+    @property
+    def credential(self) -> bytes:
+        """What others need to reach and recognise this peer, signed; at most `MAX_CREDENTIAL_BYTES`."""
+
+    def admit(self, peer: str, credential: bytes) -> None:
+        """Accept channels from `peer`, and open them to it, from now on.
+
+        Raises:
+            ValueError: The credential is not genuine, has expired, or is another peer's; says which.
+        """
+
+    def reaches(self, peer: str) -> bool:
+        """Whether `peer` was admitted and says where it listens."""
 
 
 class Candidate(Protocol):

@@ -31,6 +31,10 @@ class Stream:
     """One stream's socket: non-blocking, with a bound on stalls, safe to close from anywhere.
 
     A cancelled `receive_into` or `send` that has moved bytes leaves the caller's framing torn: the caller closes.
+
+    Attributes:
+        sent: Bytes that the socket has taken.
+        received: Bytes that it has given.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -41,6 +45,8 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._waiters: set[asyncio.Future[None]] = set()
         self._why: str | None = None
+        self.sent = 0
+        self.received = 0
 
     @property
     def closed(self) -> bool:
@@ -79,6 +85,7 @@ class Stream:
             if received == 0:
                 raise StreamClosed("closed by the other end")
             done += received
+            self.received += received
             unyielded += received
             if unyielded >= YIELD_BYTES:
                 await asyncio.sleep(0)
@@ -96,6 +103,7 @@ class Stream:
             if sent is None:
                 await self._wait(self._loop.add_writer, self._loop.remove_writer, STALL_SECONDS)
             else:
+                self.sent += sent
                 _drop(views, sent)
 
     def _attempt(self, operation: Callable[[Any], int], argument: Any) -> int | None:

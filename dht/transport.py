@@ -21,7 +21,7 @@ from equipoise.dht.link import Link, inbound_peer
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Stream, StreamClosed, receive_message
 
-MAX_HEADER_BYTES = 64 * 1024
+MAX_HEADER_BYTES = 128 * 1024
 """Equal to `averaging.ports.MAX_HEADER_BYTES`, checked by a test: the packages do not know each other."""
 MAX_BODY_BYTES = 4 * 1024 * 1024
 """Equal to `averaging.ports.MAX_BODY_BYTES`, likewise."""
@@ -63,6 +63,16 @@ class FramedChannel:
     def peer(self) -> str:
         """PeerID of the other end."""
         return self._peer
+
+    @property
+    def delivered(self) -> int:
+        """Bytes handed to p2pd so far."""
+        return self._stream.sent
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come in so far."""
+        return self._stream.received
 
     async def send(
         self, header: bytes | bytearray | memoryview, body: bytes | bytearray | memoryview = b""

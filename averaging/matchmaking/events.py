@@ -25,6 +25,7 @@ class BecameReady:
         weight: Of its contribution; 0 observes.
         nonce: 16 fresh random bytes.
         bandwidth: What it can send, bytes per second; 0 if unknown.
+        credential: What others need to open direct channels with it; empty if it has none.
         dialable: Whether others can open channels to it.
         patience: Seconds after which the caller gives up; 0 to 86,400.
     """
@@ -32,6 +33,7 @@ class BecameReady:
     weight: float
     nonce: bytes
     bandwidth: float = 0.0
+    credential: bytes = b""
     dialable: bool = True
     patience: float = MAX_PATIENCE
 

@@ -57,6 +57,7 @@ class Standing:
             round=self.round,
             weight=ready.weight,
             bandwidth=ready.bandwidth,
+            credential=ready.credential,
             dialable=ready.dialable,
             nonce=ready.nonce,
         )

@@ -62,6 +62,14 @@ class TappedChannel:
     def peer(self) -> str:
         return self._channel.peer
 
+    @property
+    def delivered(self) -> int:
+        return self._channel.delivered
+
+    @property
+    def received(self) -> int:
+        return self._channel.received
+
     async def send(self, header: Buffer, body: Buffer = b"") -> None:
         for frame in self._tap(self.peer, bytes(header), bytes(body)):
             await self._channel.send(*frame)

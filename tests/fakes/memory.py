@@ -67,6 +67,8 @@ class MemoryChannel:
         self._inbox = inbox
         self._outbox = outbox
         self.closed = False
+        self.delivered = 0
+        self.received = 0
 
     @property
     def peer(self) -> str:
@@ -78,6 +80,7 @@ class MemoryChannel:
         if self.closed:
             raise ConnectionError(f"the channel to {self._peer} is closed")
         await self._outbox.put((bytes(header), bytes(body)))
+        self.delivered += len(header) + len(body)
 
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
         frame = None if self.closed else await self._inbox.get()
@@ -85,6 +88,7 @@ class MemoryChannel:
             self.closed = True
             raise ConnectionError(f"the channel from {self._peer} is closed")
         header, body = frame
+        self.received += len(header) + len(body)
         self._owner.count_frame()
         if not body:
             return header, memoryview(b"")
