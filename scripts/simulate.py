@@ -15,10 +15,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from equipoise.averaging.allreduce.events import Fail, Finish
-from equipoise.averaging.sim.explore import Explorer, Search
+from equipoise.averaging.sim.explore import Explorer
 from equipoise.averaging.sim.member import Violation
 from equipoise.averaging.sim.scenario import draw_scenario
-from equipoise.averaging.sim.searches import crashes_and_orders, further_faults
+from equipoise.averaging.sim.searches import Search, crashes_and_orders, further_faults
 from equipoise.averaging.sim.world import Report, World
 
 MODES = {"safety": [False], "liveness": [True], "both": [False, True]}

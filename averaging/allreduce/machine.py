@@ -29,8 +29,8 @@ from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.agreement import Agreement
+from equipoise.averaging.allreduce.attendance import STALL_SECONDS, Attendance
 from equipoise.averaging.allreduce.ballot import Vote, members_of
-from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS, choose
 from equipoise.averaging.allreduce.events import (
     Action,
     Close,
@@ -51,12 +51,9 @@ from equipoise.averaging.allreduce.events import (
     Woke,
 )
 from equipoise.averaging.allreduce.fetching import Fetching
+from equipoise.averaging.allreduce.leading import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.ledger import Ledger
-from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.allreduce.waiting import names_of, phase_of, waiting_for
-
-STALL_SECONDS = 2.0
-"""Without any progress for this long, a step is retried another way. Pauses of healthy processes stay below 1 s."""
+from equipoise.averaging.allreduce.waiting import phase_of, waiting_for
 
 LINGER_SECONDS = 5.0
 """How long a member answers those who have not learnt the outcome, once all that live hold the mean."""
@@ -83,14 +80,9 @@ class AllReduce:
         self.me = me
         self.ended: Finish | Fail | None = None
         self.notes: list[str] = []
-        self._stall = stall
         self._ends_at = now + timeout
-        self._progress_at = now
-        self._level = 0
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
-        self._lost = 0
-        self._gone = 0
-        self._late = 0
+        self._attendance = Attendance(group, now, stall)
         self._agreement = Agreement(group, me)
         self._ledger = Ledger(group, me)
         self._fetching = Fetching(me, len(group.parts))
@@ -107,7 +99,7 @@ class AllReduce:
             return float("inf")
         if self.ended is not None:
             return self._ends_at
-        return min(self._ends_at, self._progress_at + (self._level + 1) * self._stall)
+        return min(self._ends_at, self._attendance.stalls_at)
 
     @property
     def needed(self) -> bool:
@@ -121,7 +113,7 @@ class AllReduce:
 
     def start(self, now: float) -> list[Action]:
         """The first actions: scatter, and whatever is due at once."""
-        self._progress_at = now
+        self._attendance.progress(now)
         first = self.group.first_leader
         self._on_message(first, wire.Plan(first, 0, self.group.dialable), now)
         return self._advance(now)
@@ -185,7 +177,7 @@ class AllReduce:
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
-                self._gone |= 1 << sender
+                self._attendance.leave(sender)
                 self._on_lost(sender, f"left the round: {reason}")
         if news:
             self._progress(now)
@@ -193,7 +185,7 @@ class AllReduce:
     def _on_contribution(self, sender: int, part: int, now: float) -> None:
         if self.wants_contribution(sender, part):
             self._ledger.take_contribution(sender, part)
-            self._late &= ~(1 << sender)
+            self._attendance.late &= ~(1 << sender)
             self._progress(now)
 
     def _on_mean(self, part: int, contributors: int, digest: bytes, now: float) -> None:
@@ -209,7 +201,7 @@ class AllReduce:
             return
         # A member that alone lost sight of a leader who serves all others must not unseat it.
         leader = self._agreement.leader
-        trusted = leader != sender and not self._lost >> leader & 1 and self._level == 0
+        trusted = leader != sender and not self._attendance.lost >> leader & 1 and self._attendance.level == 0
         answer = self._agreement.on_prepare(ballot, trusted)
         if isinstance(answer, wire.Promise):
             self._progress(now)
@@ -222,9 +214,8 @@ class AllReduce:
         return self._agreement.on_votes(sender, vote, 1 << sender)
 
     def _on_lost(self, member: int, reason: str) -> None:
-        if member == self.me or self._lost >> member & 1:
+        if member == self.me or not self._attendance.lose(member):
             return
-        self._lost |= 1 << member
         self._ledger.lose(member)
         if isinstance(self.ended, Finish):
             # It may have been the one to tell the others.
@@ -233,8 +224,7 @@ class AllReduce:
             self._note(f"{self.group.names[member]} lost in phase {self.phase}: {reason}")
 
     def _on_returned(self, member: int) -> None:
-        if self._lost >> member & 1 and not self._gone >> member & 1:
-            self._lost &= ~(1 << member)
+        if self._attendance.come_back(member):
             self._note(f"{self.group.names[member]} is back")
             self._remind(member)
             self._ledger.look_again()
@@ -255,20 +245,19 @@ class AllReduce:
                 self._fail(f"timed out {waiting_for(self._agreement, self._ledger)}", now)
             else:
                 self._close()
-        elif self.ended is None and now >= self._progress_at + (self._level + 1) * self._stall:
-            self._level += 1
+        elif self.ended is None and self._attendance.stall(now):
             self._on_stalled()
 
     def _on_stalled(self) -> None:
-        waited = self._level * self._stall
+        waited = self._attendance.waited
         self._note(f"no progress for {waited:g} s {waiting_for(self._agreement, self._ledger)}")
-        self._late |= self.group.contributors & ~self._ledger.whole()
+        self._attendance.late |= self.group.contributors & ~self._ledger.whole()
         self._fetching.ask_another()
         self._vote()
         # Whoever has finished answers with the commit, which may have passed us by.
         self._broadcast(wire.Fetch(0, b""))
-        line = self._agreement.line(self._lost)
-        if self.me in line and self._agreement.should_open(self._level, line.index(self.me)):
+        line = self._agreement.line(self._attendance.lost)
+        if self.me in line and self._agreement.should_open(self._attendance.level, line.index(self.me)):
             self._open_ballot()
 
     # ---- what is due ----
@@ -295,18 +284,18 @@ class AllReduce:
         return actions
 
     def _require_majority(self, now: float) -> None:
-        alive = (self.group.everyone & ~self._lost).bit_count()
+        alive = self._attendance.here.bit_count()
         if 2 * alive <= self.group.size:
             why = "; ".join(self.notes[-2:])
             self._fail(f"{alive} of {self.group.size} members left, a majority is needed: {why}", now)
 
     def _take_lead(self, now: float) -> None:
-        if not self._lost >> self._agreement.leader & 1:
+        if not self._attendance.lost >> self._agreement.leader & 1:
             return
-        successor = self._agreement.refused(self._lost)
+        successor = self._agreement.refused(self._attendance.lost)
         if successor is not None:
             self._on_prepare(self._agreement.leader_of(successor), successor, now)
-        elif self._agreement.line(self._lost)[:1] == [self.me]:
+        elif self._agreement.line(self._attendance.lost)[:1] == [self.me]:
             self._open_ballot()
 
     def _open_ballot(self) -> None:
@@ -320,67 +309,23 @@ class AllReduce:
         if ballot.plan is None or ballot.decision is not None or not self._ledger.owners >> self.me & 1:
             return
         whole = self._ledger.whole()
-        if self.group.contributors & ~(whole | self._lost | self._late):
+        if self.group.contributors & ~(whole | self._attendance.lost | self._attendance.late):
             return
         if report := self._agreement.report(ballot.plan, whole):
             self._tell(report, now, 1 << self._agreement.leader)
 
     def _lead(self, now: float) -> None:
-        ballot = self._agreement.ballot
         if self._agreement.leader != self.me:
             return
-        if ballot.promises is not None:
-            self._prepare(now)
-        elif ballot.decision is not None:
-            self._watch(ballot.decision)
-        elif ballot.plan is not None:
-            self._decide(ballot.plan, now)
-
-    def _prepare(self, now: float) -> None:
-        """Proceed once a majority has promised: propose what may have been chosen, or plan afresh."""
-        prepared = self._agreement.prepared()
-        if prepared is None:
-            return
-        decision, holders = prepared
-        if decision is not None:
-            self._tell(wire.Propose(self._agreement.ballot.number, decision, holders), now)
-        else:
-            self._plan(0, self.group.dialable & ~self._lost, now)
-
-    def _plan(self, sequence: int, owners: int, now: float) -> None:
-        if owners:
-            self._tell(wire.Plan(self._agreement.ballot.number, sequence, owners), now)
-        else:
-            self._fail("no member that can be dialled is left to reduce", now)
-
-    def _decide(self, plan: wire.Plan, now: float) -> None:
-        """Once every owner has reported, propose the contributors that all of them hold."""
-        reports, owners = self._agreement.ballot.reports, self._ledger.owners
-        silent = owners & ~sum(1 << member for member in reports)
-        dropped = owners & self._lost | (silent if self._level >= 2 else 0)
-        if silent and not dropped:
-            return
-        contributors, misfit = choose(reports, self.group.contributors) if not silent else (0, None)
-        if misfit is not None:
-            dropped |= 1 << misfit
-        if dropped:
-            self._note(f"going on without owners {names_of(self.group, dropped)}")
-            self._plan(plan.sequence + 1, plan.owners & ~(dropped | self._lost), now)
-        elif contributors.bit_count() >= MIN_CONTRIBUTORS:
-            if missing := self.group.contributors & ~contributors:
-                self._note(f"deciding without the contributions of {names_of(self.group, missing)}")
-            self._tell(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), now)
-        elif (contributors | self.group.contributors & ~self._lost).bit_count() < MIN_CONTRIBUTORS:
-            whole = names_of(self.group, contributors)
-            self._fail(f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {whole}", now)
-
-    def _watch(self, decision: Decision) -> None:
-        """Open a new ballot when a part of the proposed mean has no living source left."""
-        if self._agreement.holders(decision) & ~self._lost or self._ledger.is_whole(decision):
-            return
-        if self._agreement.ballot.holders or self._ledger.missing_of(self._lost, decision):
-            self._note("whoever had a part of the mean died after the decision: deciding again")
-            self._open_ballot()
+        match next_move(self._agreement, self._ledger, self._attendance):
+            case Tell(message, why):
+                self._note(why)
+                self._tell(message, now)
+            case Reopen(why):
+                self._note(why)
+                self._open_ballot()
+            case Despair(why):
+                self._fail(why, now)
 
     def _work_on_parts(self, now: float) -> None:
         if self._distrusted:
@@ -390,7 +335,7 @@ class AllReduce:
         decided = self._agreement.decision is not None
         # A mean that others hold already is fetched from them, not reduced again.
         release = ballot.decision is not None and not ballot.holders
-        self._actions += self._ledger.work(over, decided, release, self._peers & ~self._lost)
+        self._actions += self._ledger.work(over, decided, release, self._peers & ~self._attendance.lost)
 
     def _hold(self, now: float) -> None:
         decision = self._agreement.ballot.decision
@@ -425,10 +370,12 @@ class AllReduce:
         decision = self._agreement.decision
         if decision is None or self._ledger.is_whole(decision):
             return
-        everything = self._agreement.must_fetch or self._level >= 1 or self._distrusted
-        wanted = self._ledger.missing_of(self.group.everyone if everything else self._lost, decision)
-        reachable = self._peers & ~self._lost
-        sources = self._agreement.sources(decision, reachable, desperate=self._level >= 1)
+        everything = self._agreement.must_fetch or self._attendance.level >= 1 or self._distrusted
+        wanted = self._ledger.missing_of(
+            self.group.everyone if everything else self._attendance.lost, decision
+        )
+        reachable = self._peers & ~self._attendance.lost
+        sources = self._agreement.sources(decision, reachable, desperate=self._attendance.level >= 1)
         fetch = self._fetching.ask(decision, wanted, list(members_of(sources)))
         if fetch is not None:
             self._actions.append(fetch)
@@ -460,7 +407,7 @@ class AllReduce:
         held = self._agreement.held
         if self.ended is None or self._released or held is None:
             return
-        if not self._peers & ~(self._lost | self._agreement.holders(held[1])):
+        if not self._peers & ~(self._attendance.lost | self._agreement.holders(held[1])):
             self._released = True
             self._ends_at = now + LINGER_SECONDS
             self._actions.append(Release())
@@ -472,8 +419,7 @@ class AllReduce:
     # ---- small things ----
 
     def _progress(self, now: float) -> None:
-        self._progress_at = now
-        self._level = 0
+        self._attendance.progress(now)
         self._again = True
 
     def _tell(self, message: wire.RoundMessage, now: float, among: int = -1) -> None:
@@ -482,7 +428,7 @@ class AllReduce:
             self._on_message(self.me, message, now)
 
     def _broadcast(self, message: wire.RoundMessage, among: int = -1) -> None:
-        for member in members_of(self._peers & ~self._lost & among):
+        for member in members_of(self._peers & ~self._attendance.lost & among):
             self._send(member, message)
 
     def _send(self, member: int, message: wire.RoundMessage) -> None:
@@ -495,5 +441,5 @@ class AllReduce:
             self._broadcast(commit, among)
 
     def _note(self, text: str) -> None:
-        if len(self.notes) < MAX_NOTES:
+        if text and len(self.notes) < MAX_NOTES:
             self.notes.append(text)

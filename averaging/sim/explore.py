@@ -19,133 +19,17 @@ state is skipped by mistake.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import Event, Fail, Finish, Group, PeerLost, PeerReturned, Woke
-from equipoise.averaging.partition import Part
+from equipoise.averaging.allreduce.events import Event, Fail, Finish, PeerLost, PeerReturned, Woke
 from equipoise.averaging.sim.member import Frame, Job, Member, Output, Violation, check_agreement
+from equipoise.averaging.sim.searches import Findings, Search
 from equipoise.averaging.sim.snapshot import clone, fingerprint
-
-TIMEOUT_SECONDS = 11.0
-"""Long enough for the first two in line to open ballots after three and four stalls of 2 s."""
+from equipoise.averaging.sim.states import Budget, Numbers, State
 
 LOST, BACK = "lost", "back"
 """On a link: the connection broke here, it stands again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """What to explore.
-
-    Attributes:
-        weights: One per member; 0 observes.
-        owner: Who owns the one part.
-        dialable: Bitmask of the members that can be dialled.
-        crashes: Most members that crash.
-        cuts: Most connections that break for good.
-        blips: Most connections that break and stand again.
-        duplicates: Most frames that are delivered twice.
-        early: Most wakes that come although frames are under way: pauses longer than a stall.
-        any_order: Whether frames between two members may overtake each other.
-        must_succeed: Whether it is an error if a living member fails.
-        timeout: Seconds after which rounds fail.
-    """
-
-    weights: tuple[float, ...]
-    owner: int = 0
-    dialable: int = -1
-    crashes: int = 0
-    cuts: int = 0
-    blips: int = 0
-    duplicates: int = 0
-    early: int = 0
-    any_order: bool = False
-    must_succeed: bool = False
-    timeout: float = TIMEOUT_SECONDS
-
-    def describe(self) -> str:
-        """The options that are not as usual."""
-        usual = Search(())
-        changed = (name for name in self.__slots__ if getattr(self, name) != getattr(usual, name))
-        return ", ".join(f"{name}={getattr(self, name)}" for name in changed)
-
-    @property
-    def group(self) -> Group:
-        """The group of the round, led by member 0."""
-        size = len(self.weights)
-        return Group(
-            round_id=bytes(16),
-            names=tuple("abcdefgh"[:size]),
-            weights=self.weights,
-            dialable=self.dialable & ((1 << size) - 1),
-            parts=(Part(0, 1, self.owner),),
-            first_leader=0,
-        )
-
-
-@dataclass(slots=True)
-class Findings:
-    """What a search has found.
-
-    Attributes:
-        states: Distinct states visited.
-        steps: Transitions taken.
-        ends: In how many states all have ended so: one letter per member, `o`k, `f`ailed, or `x`, crashed before.
-    """
-
-    states: int = 0
-    steps: int = 0
-    ends: Counter[str] = field(default_factory=Counter)
-
-
-class Budget(NamedTuple):
-    """What may still go wrong."""
-
-    crashes: int
-    cuts: int
-    blips: int
-    duplicates: int
-    early: int
-
-
-class State(NamedTuple):
-    """One state of the whole.
-
-    Attributes:
-        members: Numbers of the members' states.
-        links: Numbers of frames and markers on each link, in order; link sender * size + receiver, and a member's
-            link to itself holds its reductions.
-        dead: Bitmask.
-        cut: Bitmask of links that carry nothing any more.
-        budget: What may still go wrong.
-        now: Seconds.
-    """
-
-    members: tuple[int, ...]
-    links: tuple[tuple[int, ...], ...]
-    dead: int
-    cut: int
-    budget: Budget
-    now: float
-
-
-class _Numbers:
-    """Gives every distinct value a number."""
-
-    def __init__(self) -> None:
-        self.values: list[Hashable] = []
-        self._numbers: dict[Hashable, int] = {}
-
-    def of(self, value: Hashable) -> int:
-        """The value's number."""
-        number = self._numbers.setdefault(value, len(self.values))
-        if number == len(self.values):
-            self.values.append(value)
-        return number
 
 
 class Explorer:
@@ -156,11 +40,11 @@ class Explorer:
         self.group = search.group
         self.size = self.group.size
         self.findings = Findings()
-        self._loads = _Numbers()
+        self._loads = Numbers()
         self._lost, self._back = self._loads.of(LOST), self._loads.of(BACK)
-        self._links = _Numbers()
-        self._rests = _Numbers()
-        self._states = _Numbers()
+        self._links = Numbers()
+        self._rests = Numbers()
+        self._states = Numbers()
         self._members: list[Member] = []
         self._effects: dict[Hashable, tuple[int, tuple[tuple[int, int], ...]]] = {}
 

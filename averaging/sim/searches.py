@@ -1,14 +1,84 @@
-"""Which small groups are explored wholly, and under which faults."""
+"""Which small groups are explored wholly, under which faults, and what is found."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 
-from equipoise.averaging.sim.explore import Search
+from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.partition import Part
+
+TIMEOUT_SECONDS = 11.0
+"""Long enough for the first two in line to open ballots after three and four stalls of 2 s."""
 
 WEIGHTS = (1.0, 2.0, 3.0, 4.0)
 
 OBSERVER_LAST = (1.0, 2.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What to explore.
+
+    Attributes:
+        weights: One per member; 0 observes.
+        owner: Who owns the one part.
+        dialable: Bitmask of the members that can be dialled.
+        crashes: Most members that crash.
+        cuts: Most connections that break for good.
+        blips: Most connections that break and stand again.
+        duplicates: Most frames that are delivered twice.
+        early: Most wakes that come although frames are under way: pauses longer than a stall.
+        any_order: Whether frames between two members may overtake each other.
+        must_succeed: Whether it is an error if a living member fails.
+        timeout: Seconds after which rounds fail.
+    """
+
+    weights: tuple[float, ...]
+    owner: int = 0
+    dialable: int = -1
+    crashes: int = 0
+    cuts: int = 0
+    blips: int = 0
+    duplicates: int = 0
+    early: int = 0
+    any_order: bool = False
+    must_succeed: bool = False
+    timeout: float = TIMEOUT_SECONDS
+
+    def describe(self) -> str:
+        """The options that are not as usual."""
+        usual = Search(())
+        changed = (name for name in self.__slots__ if getattr(self, name) != getattr(usual, name))
+        return ", ".join(f"{name}={getattr(self, name)}" for name in changed)
+
+    @property
+    def group(self) -> Group:
+        """The group of the round, led by member 0."""
+        size = len(self.weights)
+        return Group(
+            round_id=bytes(16),
+            names=tuple("abcdefgh"[:size]),
+            weights=self.weights,
+            dialable=self.dialable & ((1 << size) - 1),
+            parts=(Part(0, 1, self.owner),),
+            first_leader=0,
+        )
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a search has found.
+
+    Attributes:
+        states: Distinct states visited.
+        steps: Transitions taken.
+        ends: In how many states all have ended so: one letter per member, `o`k, `f`ailed, or `x`, crashed before.
+    """
+
+    states: int = 0
+    steps: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
 
 
 def crashes_and_orders(size: int) -> list[Search]:

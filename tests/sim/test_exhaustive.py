@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.averaging.sim.explore import Explorer, Search
+from equipoise.averaging.sim.explore import Explorer
 from equipoise.averaging.sim.member import Violation
-from equipoise.averaging.sim.searches import crashes_and_orders, further_faults
+from equipoise.averaging.sim.searches import Search, crashes_and_orders, further_faults
 
 
 def named(searches: list[Search]) -> list[object]:

@@ -11,9 +11,10 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.ballot import Tally, Vote
 from equipoise.averaging.allreduce.ledger import Ledger
-from equipoise.averaging.sim.explore import Explorer, Search
+from equipoise.averaging.sim.explore import Explorer
 from equipoise.averaging.sim.member import Violation
 from equipoise.averaging.sim.scenario import draw_scenario
+from equipoise.averaging.sim.searches import Search
 from equipoise.averaging.sim.world import World
 
 THREE = Search((1.0, 2.0, 3.0), owner=1, crashes=1)

@@ -1,0 +1,98 @@
+"""What the leader of a ballot does next, and why: plan who reduces, propose a decision, begin again, or despair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.agreement import Agreement
+from equipoise.averaging.allreduce.attendance import Attendance
+from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS, choose
+from equipoise.averaging.allreduce.ledger import Ledger
+from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.waiting import names_of
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Tell everyone, ourselves included."""
+
+    message: wire.Plan | wire.Propose
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Reopen:
+    """Open a higher ballot: this one cannot succeed."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Despair:
+    """Nothing that may still come can make the round succeed."""
+
+    why: str
+
+
+Move = Tell | Reopen | Despair
+
+
+def next_move(agreement: Agreement, ledger: Ledger, attendance: Attendance) -> Move | None:
+    """What is due now in the ballot that this member leads; None while it waits."""
+    ballot = agreement.ballot
+    if ballot.promises is not None:
+        return _prepare(agreement, attendance)
+    if ballot.decision is not None:
+        return _watch(agreement, ledger, attendance, ballot.decision)
+    return None if ballot.plan is None else _decide(agreement, ledger, attendance, ballot.plan)
+
+
+def _prepare(agreement: Agreement, attendance: Attendance) -> Move | None:
+    """Proceed once a majority has promised: propose what may have been chosen, or plan afresh."""
+    prepared = agreement.prepared()
+    if prepared is None:
+        return None
+    decision, holders = prepared
+    number = agreement.ballot.number
+    if decision is not None:
+        return Tell(wire.Propose(number, decision, holders))
+    return _plan(number, 0, agreement.group.dialable & ~attendance.lost)
+
+
+def _plan(ballot: int, sequence: int, owners: int, why: str = "") -> Move:
+    if owners:
+        return Tell(wire.Plan(ballot, sequence, owners), why)
+    return Despair("no member that can be dialled is left to reduce")
+
+
+def _watch(agreement: Agreement, ledger: Ledger, attendance: Attendance, decision: Decision) -> Move | None:
+    """Begin again when a part of the proposed mean has no living source left."""
+    if agreement.holders(decision) & ~attendance.lost or ledger.is_whole(decision):
+        return None
+    if agreement.ballot.holders or ledger.missing_of(attendance.lost, decision):
+        return Reopen("whoever had a part of the mean died after the decision: deciding again")
+    return None
+
+
+def _decide(agreement: Agreement, ledger: Ledger, attendance: Attendance, plan: wire.Plan) -> Move | None:
+    """Once every owner has reported, propose the contributors that all of them hold."""
+    group, reports, lost = agreement.group, agreement.ballot.reports, attendance.lost
+    silent = ledger.owners & ~sum(1 << member for member in reports)
+    dropped = ledger.owners & lost | (silent if attendance.level >= 2 else 0)
+    if silent and not dropped:
+        return None
+    contributors, misfit = choose(reports, group.contributors) if not silent else (0, None)
+    if misfit is not None:
+        dropped |= 1 << misfit
+    if dropped:
+        why = f"going on without owners {names_of(group, dropped)}"
+        return _plan(plan.ballot, plan.sequence + 1, plan.owners & ~(dropped | lost), why)
+    if contributors.bit_count() >= MIN_CONTRIBUTORS:
+        missing = group.contributors & ~contributors
+        why = f"deciding without the contributions of {names_of(group, missing)}" if missing else ""
+        return Tell(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), why)
+    if (contributors | group.contributors & ~lost).bit_count() < MIN_CONTRIBUTORS:
+        whole = names_of(group, contributors)
+        return Despair(f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {whole}")
+    return None
