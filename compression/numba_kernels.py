@@ -27,22 +27,29 @@ _compiled = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 @numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _I8, numba.int64), **_compiled)
 def _quantise(values, values_bits, scales, scales_bits, codes, block):  # type: ignore[no-untyped-def]
+    # Three short passes: LLVM vectorises each, but none of them where one loop over the blocks does all three.
+    greatest = np.int32(0)
     for b in range(scales.size):
         # Loops from zero over slices are vectorised; over values[start + i] they are not, and take ten times as long.
-        row = values[b * block : (b + 1) * block]
         bits = values_bits[b * block : (b + 1) * block]
-        row_codes = codes[b * block : (b + 1) * block]
         # Magnitudes of floats order like their bits, and integers have a vectorised maximum; NaN is the greatest.
         top = np.int32(0)
         for i in range(bits.size):
             top = max(top, bits[i] & _MAGNITUDE)
-        if top >= _EXPONENT:
-            return False
         scales_bits[b] = top
+        greatest = max(greatest, top)
+    if greatest >= _EXPONENT:
+        return False
+    inverses = np.empty(scales.size, np.float32)
+    for b in range(scales.size):
         absmax = scales[b]
         tiny = absmax < _MIN_ABSMAX
+        inverses[b] = _ZERO if tiny else _LEVELS / absmax
         scales[b] = _ZERO if tiny else min(absmax / _LEVELS, _MAX_SCALE)
-        inverse = _ZERO if tiny else _LEVELS / absmax
+    for b in range(scales.size):
+        inverse = inverses[b]
+        row = values[b * block : (b + 1) * block]
+        row_codes = codes[b * block : (b + 1) * block]
         for i in range(row.size):
             row_codes[i] = np.int8(np.rint(row[i] * inverse))
     return True

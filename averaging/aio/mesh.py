@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.ports import Buffer, Channel, FrameRefused, Transport
 
 MAX_QUEUED_CONTROL = 4096
@@ -76,6 +77,7 @@ class Mesh:
         self._readers: set[asyncio.Task[None]] = set()
         self._writers: set[asyncio.Task[None]] = set()
         self._scratch = _Scratch()
+        self.pool = BufferPool()
         self._stopped = False
         transport.serve(self._accept)
 

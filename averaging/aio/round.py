@@ -114,7 +114,7 @@ class Round:
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.index(mesh.peer)
-        self._store = Store(self.group, self._me, task.codec, task.contribution, task.result)
+        self._store = Store(self.group, self._me, task.codec, task.contribution, task.result, mesh.pool)
         self._began = self._loop.time()
         self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
         self._others = [index for index in range(self.group.size) if self._reachable(index)]
@@ -153,7 +153,7 @@ class Round:
                 f"expected {self._store.size(message.part)} bytes for part {message.part}, got {size}"
             )
         if self._wants(self._index(peer), message):
-            return memoryview(bytearray(size))
+            return self._store.take(message.part)
         return self._mesh.scratch(size)
 
     def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:
@@ -296,9 +296,6 @@ class Round:
         return header, payload
 
     def _conclude(self, end: Finish | Fail) -> None:
-        ok = isinstance(end, Finish)
-        if ok:
-            self._store.decode()
         self._mark_phase()
         if not self.outcome.done():
             self.outcome.set_result(

