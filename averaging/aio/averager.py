@@ -90,7 +90,7 @@ class Surroundings:
         mesh: Sends frames.
         directory: Who else is in the run.
         identity: Signs joins.
-        bandwidth: What this peer can send, bytes per second; 0 if unknown.
+        bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
         begin: Starts a round whose frames will reach it.
         left: Told when the run has been left.
     """
@@ -239,7 +239,8 @@ class Averager:
                 BecameReady(
                     weight=weight,
                     nonce=os.urandom(NONCE_BYTES),
-                    bandwidth=self._surroundings.bandwidth,
+                    bandwidth=self._surroundings.bandwidth or self._mesh.meter.bandwidth.estimate,
+                    credential=self._mesh.credential,
                     dialable=self._mesh.dialable,
                     patience=timeout,
                 )

@@ -39,7 +39,7 @@ class BufferPool:
             base = np.empty(whole, np.uint8)
         lent = base[:size]
         weakref.finalize(lent, self._give_back, base).atexit = False
-        return memoryview(lent)
+        return lent.data
 
     def trim(self) -> None:
         """Let go of all buffers that are not lent."""

@@ -14,7 +14,7 @@ from equipoise.averaging.aio.round import HEADER_PREFIX_BYTES, ROUND_FRAME, Roun
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRequest, MessageError, refuse_unknown_run
-from equipoise.averaging.ports import Directory, FrameRefused, Transport
+from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 
 MAX_EARLY_ROUNDS = 8
@@ -45,17 +45,23 @@ class Hub:
         transport: Carries frames; this hub serves what comes in on it.
         directory: Knows the peers of a run.
         identity: Signs this peer's joins.
-        bandwidth: What this peer can send, bytes per second; 0 if unknown.
+        bandwidth: What this peer can send, bytes per second; 0 to measure it.
+        direct: Carries frames between members of a group faster than `transport`, where it can.
     """
 
     def __init__(
-        self, transport: Transport, directory: Directory, identity: Identity, bandwidth: float = 0.0
+        self,
+        transport: Transport,
+        directory: Directory,
+        identity: Identity,
+        bandwidth: float = 0.0,
+        direct: DirectTransport | None = None,
     ) -> None:
         self._runs: dict[str, Averager] = {}
         self._rounds: dict[bytes, Round] = {}
         self._closed: OrderedDict[bytes, None] = OrderedDict()
         self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
-        self._mesh = Mesh(transport, self)
+        self._mesh = Mesh(transport, self, direct)
         self._surroundings = Surroundings(
             self._mesh,
             directory,

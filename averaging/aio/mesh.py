@@ -3,18 +3,24 @@
 Frames to a peer leave in order, control before bulk, so that a heartbeat never waits behind more than one part. A
 frame that was posted is delivered, or the peer is reported lost. There may be more than one channel to a peer, as both
 may dial at once; the newest is written to, for an older one may be all that is left of a process that died.
+
+There are two kinds. Channels of the transport (libp2p streams) reach any peer. Direct ones are many times as fast and
+outlive libp2p's process, and only members of a group open them: a round first tries those (`enter`), and what it sends
+waits for them for a moment.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Coroutine
 from typing import Protocol
 
 from equipoise.averaging.aio.buffers import BufferPool
-from equipoise.averaging.ports import Buffer, Channel, FrameRefused, Transport
+from equipoise.averaging.aio.link import Link
+from equipoise.averaging.aio.meter import Meter
+from equipoise.averaging.aio.sendqueue import Bulk
+from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 
 MAX_QUEUED_CONTROL = 4096
 """Control frames waiting for one peer; a healthy peer has a handful, one that does not read is given up."""
@@ -25,13 +31,13 @@ MAX_LINKS = 256
 MAX_CHANNELS = 4
 """Open channels with one peer: two if both dialled at once, and as many that the other end has given up already."""
 
+DIRECT_SECONDS = 1.0
+"""How long frames wait for a direct channel that is being opened: half of what makes a silent member look dead."""
+
+DIRECT_RETRY_SECONDS = 30.0
+"""After a direct channel could not be opened, rounds go through libp2p for so long before it is tried again."""
+
 log = logging.getLogger(__name__)
-
-Frame = tuple[bytes, Buffer]
-"""Header and body."""
-
-Bulk = Callable[[], Frame | None]
-"""Makes a bulk frame when its turn has come; None if it is no longer wanted."""
 
 
 class Receiver(Protocol):
@@ -51,35 +57,37 @@ class _Scratch(bytearray):
     """Memory for bodies that nobody wants; a type of its own, so that it can be told from memory that may be kept."""
 
 
-class _Link:
-    """One peer's channels, newest last, and what waits to be sent to it."""
-
-    def __init__(self) -> None:
-        self.channels: list[Channel] = []
-        self.control: deque[bytes] = deque()
-        self.bulk: deque[Bulk] = deque()
-        self.writer: asyncio.Task[None] | None = None
-
-
 class Mesh:
     """All channels of this daemon.
 
     Args:
         transport: Opens and accepts them.
         receiver: Is told of frames and losses.
+        direct: Opens and accepts faster ones between members of a group, where there is such a thing.
+
+    Attributes:
+        pool: Memory for the bodies of frames.
+        meter: Measures what this peer can send.
     """
 
-    def __init__(self, transport: Transport, receiver: Receiver) -> None:
+    def __init__(
+        self, transport: Transport, receiver: Receiver, direct: DirectTransport | None = None
+    ) -> None:
+        self.pool = BufferPool()
+        self.meter = Meter(self._delivered, self._sending)
         self._transport = transport
         self._receiver = receiver
-        self._links: dict[str, _Link] = {}
+        self._direct = direct
+        self._links: dict[str, Link] = {}
+        self._rounds: dict[bytes, frozenset[str]] = {}
         self._loop = asyncio.get_running_loop()
-        self._readers: set[asyncio.Task[None]] = set()
-        self._writers: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._delivered_before = 0
         self._scratch = _Scratch()
-        self.pool = BufferPool()
         self._stopped = False
-        transport.serve(self._accept)
+        transport.serve(lambda channel: self._accept(channel, False))
+        if direct is not None:
+            direct.serve(lambda channel: self._accept(channel, True))
 
     @property
     def peer(self) -> str:
@@ -91,24 +99,52 @@ class Mesh:
         """Whether others can open channels to this daemon."""
         return self._transport.dialable
 
+    @property
+    def credential(self) -> bytes:
+        """What others need to open direct channels with this daemon; empty if it has none."""
+        return b"" if self._direct is None else self._direct.credential
+
     def connected(self, peer: str) -> bool:
         """Whether a channel to `peer` is open."""
         link = self._links.get(peer)
         return link is not None and bool(link.channels)
 
+    def received(self, peer: str) -> int:
+        """Bytes that have come from `peer` while it was linked, those of a frame that is not complete included."""
+        link = self._links.get(peer)
+        return 0 if link is None else link.received
+
+    def enter(self, flow: bytes, credentials: dict[str, bytes]) -> None:
+        """A round begins with these peers: admit them to direct channels, and open those that we can open.
+
+        Args:
+            flow: The round's id, which `post_bulk` names and `leave` ends.
+            credentials: By PeerID, what the peer said of its direct channels; empty if nothing.
+        """
+        self._rounds[flow] = frozenset(credentials)
+        for peer, credential in credentials.items():
+            if self._direct is not None and credential and peer != self.peer:
+                self._admit(self._direct, peer, credential)
+
+    def leave(self, flow: bytes) -> None:
+        """The round is over: what bulk it still wanted to send is not sent."""
+        for peer in self._rounds.pop(flow, ()):
+            if link := self._links.get(peer):
+                link.queue.drop_bulk(flow)
+
     def post(self, peer: str, header: bytes) -> None:
         """Send a control frame, as soon as it can be."""
         link = self._link(peer)
-        if len(link.control) >= MAX_QUEUED_CONTROL:
+        if len(link.queue.control) >= MAX_QUEUED_CONTROL:
             self._drop(peer, f"{MAX_QUEUED_CONTROL} control frames wait for it: it does not read")
             return
-        link.control.append(header)
+        link.queue.control.append(header)
         self._write_soon(peer, link)
 
-    def post_bulk(self, peer: str, make: Bulk) -> None:
-        """Send a bulk frame, made when its turn has come."""
+    def post_bulk(self, peer: str, flow: bytes, make: Bulk) -> None:
+        """Send a bulk frame of a round, made when its turn has come."""
         link = self._link(peer)
-        link.bulk.append(make)
+        link.queue.add_bulk(flow, make)
         self._write_soon(peer, link)
 
     def scratch(self, size: int) -> memoryview:
@@ -124,38 +160,98 @@ class Mesh:
     async def stop(self) -> None:
         """Send what control frames can be sent at once, then close every channel."""
         self._transport.serve(None)
-        if self._writers:
-            await asyncio.wait(self._writers, timeout=0.5)
+        if self._direct is not None:
+            self._direct.serve(None)
+        writers = [link.writer for link in self._links.values() if link.writer is not None]
+        if writers:
+            await asyncio.wait(writers, timeout=0.5)
         self._stopped = True
-        tasks = [*self._writers, *self._readers]
-        for task in tasks:
+        self.meter.stop()
+        for task in self._tasks:
             task.cancel()
         for link in self._links.values():
             for channel in link.channels:
                 channel.close()
         self._links.clear()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _link(self, peer: str) -> _Link:
-        link = self._links.pop(peer, None) or _Link()
+    # ---- links ----
+
+    def _link(self, peer: str) -> Link:
+        link = self._links.pop(peer, None) or Link()
         self._links[peer] = link  # most recently used last
         if len(self._links) > MAX_LINKS:
-            idle = (name for name, other in self._links.items() if other.writer is None)
+            busy = frozenset().union(*self._rounds.values())
+            idle = (name for name, other in self._links.items() if other.writer is None and name not in busy)
             stale = next(idle, None)
             if stale is not None and stale != peer:
                 self._drop(stale, f"closed: unused for longest of {MAX_LINKS} peers")
         return link
 
-    def _write_soon(self, peer: str, link: _Link) -> None:
-        if link.writer is None and not self._stopped:
-            link.writer = asyncio.create_task(self._write(peer, link))
-            self._writers.add(link.writer)
-            link.writer.add_done_callback(self._writers.discard)
-            link.writer.add_done_callback(_surface)
-
-    async def _write(self, peer: str, link: _Link) -> None:
+    def _admit(self, direct: DirectTransport, peer: str, credential: bytes) -> None:
         try:
-            while self._links.get(peer) is link and (link.control or link.bulk):
+            direct.admit(peer, credential)
+        except ValueError as error:
+            log.warning("no direct channels with %s: %s", peer, error)
+            return
+        link = self._link(peer)
+        now = self._loop.time()
+        if link.direct or link.dialling is not None or now < link.retry_at or not direct.reaches(peer):
+            return
+        link.patience = now + DIRECT_SECONDS
+        link.dialling = self._spawn(self._dial(direct, peer, link))
+
+    async def _dial(self, direct: DirectTransport, peer: str, link: Link) -> None:
+        try:
+            channel = await direct.open(peer)
+        except ConnectionError as error:
+            link.retry_at = self._loop.time() + DIRECT_RETRY_SECONDS
+            log.info("no direct channel to %s, using libp2p: %s", peer, error)
+        else:
+            self._enter(link, channel, True)
+        finally:
+            link.dialling = None
+
+    def _enter(self, link: Link, channel: Channel, direct: bool) -> None:
+        """Read from a channel that was opened here, unless its link was dropped meanwhile."""
+        if self._links.get(channel.peer) is not link or self._stopped:
+            channel.close()
+            return
+        link.add(channel, direct)
+        self._spawn(self._read(channel))
+
+    async def _accept(self, channel: Channel, direct: bool) -> None:
+        if self._stopped:
+            channel.close()
+            return
+        link = self._link(channel.peer)
+        link.add(channel, direct)
+        alike = link.direct if direct else link.streams
+        if len(alike) > MAX_CHANNELS:
+            self._broke(alike[0], f"closed: {MAX_CHANNELS} newer channels to it are open")
+        await self._read(channel)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # Only a bug of ours ends a task by an exception.
+            log.error("a task of the mesh failed", exc_info=task.exception())
+
+    # ---- writing ----
+
+    def _write_soon(self, peer: str, link: Link) -> None:
+        if link.writer is None and not self._stopped:
+            link.writer = self._spawn(self._write(peer, link))
+
+    async def _write(self, peer: str, link: Link) -> None:
+        try:
+            while self._links.get(peer) is link and link.queue:
                 await self._write_one(peer, link)
         except Exception as error:
             self._drop(peer, str(error))
@@ -164,43 +260,60 @@ class Mesh:
         finally:
             link.writer = None
 
-    async def _write_one(self, peer: str, link: _Link) -> None:
-        if not link.channels:
-            await self._open(peer, link)
-        channel = link.channels[-1]
-        header = link.control.popleft() if link.control else None
+    async def _write_one(self, peer: str, link: Link) -> None:
+        channel = link.direct[-1] if link.direct else await self._reach(peer, link)
+        if channel is None:
+            return
+        control = link.queue.control
+        header = control.popleft() if control else None
         try:
             if header is not None:
                 await channel.send(header)
-            elif frame := link.bulk.popleft()():
+            elif frame := link.queue.next_bulk():
+                self.meter.start()
                 await channel.send(*frame)
         except ConnectionError as error:
             if header is not None:
-                link.control.appendleft(header)  # Another channel may take it.
+                control.appendleft(header)  # Another channel may take it.
             self._broke(channel, str(error))
 
-    async def _open(self, peer: str, link: _Link) -> None:
-        try:
-            channel = await self._transport.open(peer)
-        except ConnectionError:
-            if not link.channels:  # Else it has dialled us meanwhile.
-                raise
-            return
-        link.channels.append(channel)
-        reader = asyncio.create_task(self._read(channel))
-        self._readers.add(reader)
-        reader.add_done_callback(self._readers.discard)
-        reader.add_done_callback(_surface)
+    async def _reach(self, peer: str, link: Link) -> Channel | None:
+        """The channel to write to while no direct one is open; None to look again."""
+        if link.dialling is not None and (left := link.patience - self._loop.time()) > 0:
+            await asyncio.wait({link.dialling}, timeout=left)
+            return None
+        if not link.streams:
+            await self._open(peer, link)
+            return None
+        return link.streams[-1]
 
-    async def _accept(self, channel: Channel) -> None:
-        if self._stopped:
-            channel.close()
-            return
-        link = self._link(channel.peer)
-        link.channels.append(channel)
-        if len(link.channels) > MAX_CHANNELS:
-            self._broke(link.channels[0], f"closed: {MAX_CHANNELS} newer channels to it are open")
-        await self._read(channel)
+    async def _open(self, peer: str, link: Link) -> None:
+        """Dial, until that succeeds or fails or the peer has dialled us."""
+        opening = asyncio.create_task(self._transport.open(peer))
+        arrival = asyncio.create_task(link.arrived.wait())
+        try:
+            await asyncio.wait({opening, arrival}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            if opening.done() and not opening.exception():
+                opening.result().close()
+            raise
+        finally:
+            arrival.cancel()
+            opening.cancel()  # Nothing happens if it is done.
+        if opening.done():
+            error = opening.exception()
+            if error is None:
+                self._enter(link, opening.result(), False)
+            elif not link.channels:
+                raise error
+
+    def _delivered(self) -> int:
+        return self._delivered_before + sum(link.delivered for link in self._links.values())
+
+    def _sending(self) -> bool:
+        return any(link.queue.has_bulk for link in self._links.values())
+
+    # ---- reading ----
 
     async def _read(self, channel: Channel) -> None:
         peer = channel.peer
@@ -229,19 +342,22 @@ class Mesh:
         if len(link.channels) == 1:
             self._drop(peer, reason)
             return
-        link.channels.remove(channel)
+        link.remove(channel)
         channel.close()
-        link.bulk.clear()  # Its rounds send what they must again when they hear of the peer.
+        link.queue.drop_bulk()  # Its rounds send what they must again when they hear of the peer.
         self._report(peer, reason)
 
     def _drop(self, peer: str, reason: str) -> None:
         link = self._links.pop(peer, None)
         if link is None:
             return
-        if link.writer is not None and link.writer is not asyncio.current_task():
-            link.writer.cancel()
+        for task in (link.writer, link.dialling):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
         for channel in link.channels:
+            link.remove(channel)
             channel.close()
+        self._delivered_before += link.delivered
         self._report(peer, reason)
 
     def _report(self, peer: str, reason: str) -> None:
@@ -252,9 +368,3 @@ class Mesh:
     def _tell_lost(self, peer: str, reason: str) -> None:
         if not self._stopped:
             self._receiver.lost(peer, reason, self.connected(peer))
-
-
-def _surface(task: asyncio.Task[None]) -> None:
-    """Log what a task of the mesh died of; only a bug of ours ends one by an exception."""
-    if not task.cancelled() and task.exception() is not None:
-        log.error("a task of the mesh failed", exc_info=task.exception())

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from equipoise.averaging.aio.mesh import Bulk, Frame, Mesh
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.sendqueue import Bulk, Frame
 from equipoise.averaging.aio.store import Store
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
@@ -133,6 +134,7 @@ class Round:
 
     def start(self) -> None:
         """Say hello to every member, and begin."""
+        self._mesh.enter(self.id, {join.peer: join.credential for join in self._task.manifest.members})
         self._beat()
         self._perform(self._machine.start(self._loop.time()))
 
@@ -197,14 +199,14 @@ class Round:
                 self._tell(ContributionReceived(member, message.part))
             else:
                 digest = self._store.keep_mean(message.part, message.contributors, body)
-                self._tell(MeanReceived(message.part, message.contributors, digest))
+                self._tell(MeanReceived(member, message.part, message.contributors, digest))
         except CodecError as error:
             self._tell(PeerLost(member, f"sent values that do not decode: {error}"))
 
     def _wants(self, member: int, message: wire.Contribution | wire.Mean) -> bool:
         if isinstance(message, wire.Contribution):
             return self._machine.wants_contribution(member, message.part)
-        return self._machine.wants_mean(message.part, message.contributors)
+        return self._machine.wants_mean(member, message.part, message.contributors)
 
     def _hear(self, member: int) -> None:
         if self._liveness.heard(member, self._loop.time()):
@@ -213,7 +215,7 @@ class Round:
         for message in self._unsaid.pop(member, []):
             self._post(member, message)
         for bulk in self._waiting.pop(member, []):
-            self._mesh.post_bulk(self._peers[member], bulk)
+            self._mesh.post_bulk(self._peers[member], self.id, bulk)
 
     def _beat(self) -> None:
         for member in self._liveness.check(self._loop.time()):
@@ -269,7 +271,7 @@ class Round:
         if to in self._waiting:
             self._waiting[to].append(bulk)
         else:
-            self._mesh.post_bulk(self._peers[to], bulk)
+            self._mesh.post_bulk(self._peers[to], self.id, bulk)
 
     def _contribution(self, part: int) -> Bulk:
         return _later(self, lambda round: round._make_contribution(part))
@@ -334,6 +336,7 @@ class Round:
     def close(self) -> None:
         """Forget the round at once, whoever may still need it."""
         self._store.release()
+        self._mesh.leave(self.id)
         for timer in (self._timer, self._pulse):
             if timer is not None:
                 timer.cancel()

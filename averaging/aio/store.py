@@ -21,7 +21,7 @@ class Store:
         me: This member's index.
         codec: How values travel.
         contribution: f32 [D], this member's values; read only.
-        result: f32 [D], where the mean is decoded to, part by part as it comes: undefined until the round has succeeded.
+        result: f32 [D], takes the mean, part by part as it comes: undefined until the round has succeeded.
         pool: Lends the memory.
     """
 

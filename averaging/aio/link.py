@@ -1,0 +1,63 @@
+"""What the mesh keeps of one peer."""
+
+from __future__ import annotations
+
+import asyncio
+
+from equipoise.averaging.aio.sendqueue import SendQueue
+from equipoise.averaging.ports import Channel
+
+
+class Link:
+    """One peer's channels, of each kind the newest last, and what waits to be sent to it.
+
+    Attributes:
+        streams: Open channels of the transport.
+        direct: Open direct channels.
+        queue: What waits to be sent.
+        writer: The task that sends it, while there is something.
+        dialling: The task that opens a direct channel.
+        patience: Until when frames wait for that, in the loop's time.
+        retry_at: When a direct channel may be tried again.
+        arrived: Set while a channel is open.
+    """
+
+    def __init__(self) -> None:
+        self.streams: list[Channel] = []
+        self.direct: list[Channel] = []
+        self.queue = SendQueue()
+        self.writer: asyncio.Task[None] | None = None
+        self.dialling: asyncio.Task[None] | None = None
+        self.patience = 0.0
+        self.retry_at = 0.0
+        self.arrived = asyncio.Event()
+        self._delivered = 0
+        self._received = 0
+
+    @property
+    def channels(self) -> list[Channel]:
+        """All that are open."""
+        return [*self.streams, *self.direct]
+
+    @property
+    def delivered(self) -> int:
+        """Bytes delivered to the peer so far, by channels that have closed too."""
+        return self._delivered + sum(channel.delivered for channel in self.channels)
+
+    @property
+    def received(self) -> int:
+        """Bytes that have come from the peer so far, those of a frame that is not complete included."""
+        return self._received + sum(channel.received for channel in self.channels)
+
+    def add(self, channel: Channel, direct: bool) -> None:
+        """A channel was opened."""
+        (self.direct if direct else self.streams).append(channel)
+        self.arrived.set()
+
+    def remove(self, channel: Channel) -> None:
+        """A channel broke; what it carried still counts."""
+        (self.direct if channel in self.direct else self.streams).remove(channel)
+        self._delivered += channel.delivered
+        self._received += channel.received
+        if not self.channels:
+            self.arrived.clear()

@@ -1,0 +1,64 @@
+"""What this peer can send, learnt from what it has sent.
+
+A member's share follows from its bandwidth (`balance`), so the estimate must be steady: the shares of equal members
+should be equal. It is the peak rate over windows in which something waited to be sent all the time, averaged over
+recent bursts, old ones counting half as much as the next. What is faster than `FAST` counts as `FAST`: there the
+machines, not the wire, set the pace, and measurements of it are noise.
+"""
+
+from __future__ import annotations
+
+FAST = 250e6
+"""Bytes per second (2 Gbit/s). Encoding, encrypting and reducing int8 values takes a core about as long."""
+
+WINDOW_SECONDS = 0.1
+"""A rate is taken over at least so much time: what socket buffers and token buckets swallow at once is no rate."""
+
+MIN_BYTES = 256 * 1024
+"""A window with fewer tells more of round trips than of bandwidth."""
+
+KEPT = 0.5
+"""Weight of all earlier bursts against the newest: a link that slows down by half is known after three rounds."""
+
+
+class Bandwidth:
+    """An estimate from samples of a counter of delivered bytes; starts as unknown."""
+
+    def __init__(self) -> None:
+        self._estimate = 0.0
+        self._began: tuple[float, int] | None = None
+        self._peak = 0.0
+
+    @property
+    def estimate(self) -> float:
+        """Bytes per second; 0 if unknown."""
+        return min(self._estimate, FAST)
+
+    def observe(self, now: float, delivered: int) -> None:
+        """Something has been waiting to be sent since the last call, if there was one in this burst.
+
+        Args:
+            now: Monotonic seconds.
+            delivered: Bytes delivered to all peers so far, ever.
+        """
+        if self._began is None:
+            self._began = (now, delivered)
+            return
+        since, before = self._began
+        seconds, count = now - since, delivered - before
+        if seconds >= WINDOW_SECONDS:
+            self._began = (now, delivered)
+            if count >= MIN_BYTES:
+                self._peak = max(self._peak, count / seconds)
+
+    def end_burst(self, now: float, delivered: int) -> None:
+        """Nothing waits any more."""
+        if self._began is not None and not self._peak:
+            # The whole burst was shorter than a window; that it was over so soon is what counts.
+            since, before = self._began
+            if delivered - before >= MIN_BYTES and now > since:
+                self._peak = (delivered - before) / (now - since)
+        if self._peak:
+            kept = KEPT if self._estimate else 0.0
+            self._estimate = kept * self._estimate + (1 - kept) * min(self._peak, FAST)
+        self._began, self._peak = None, 0.0
