@@ -70,6 +70,7 @@ class PartReduced:
 class MeanReceived:
     """A whole, checked mean of `part` over `contributors` has arrived; the driver keeps it in place of any other."""
 
+    sender: int
     part: int
     contributors: int
     digest: bytes

@@ -24,6 +24,8 @@ class Fetching:
         self._parts = parts
         self._turn = me
         self._asked: tuple[int, int, frozenset[int]] | None = None
+        self._over = 0
+        self._expected: dict[int, frozenset[int]] = {}
         self._served: Counter[int] = Counter()
 
     def ask(self, decision: Decision, parts: frozenset[int], sources: list[int]) -> Send | None:
@@ -36,12 +38,24 @@ class Fetching:
                 return None
         source = sources[self._turn % len(sources)]
         self._asked = (source, decision.contributors, parts)
+        if self._over != decision.contributors:
+            self._over, self._expected = decision.contributors, {}
+        self._expected[source] = self._expected.get(source, frozenset()) | parts
         return Send(source, wire.Fetch(decision.contributors, wire.to_bits(parts)))
 
     def ask_another(self) -> None:
         """The source that was asked does not deliver: the next one is due."""
         self._asked = None
         self._turn += 1
+
+    def start_again(self) -> None:
+        """What came is of no use: the next source is due, and nobody asked before is expected to answer any more."""
+        self.ask_another()
+        self._expected = {}
+
+    def expects(self, source: int, part: int, contributors: int) -> bool:
+        """Whether `source` has been asked for this mean, be it slow, and another asked since."""
+        return self._over == contributors and part in self._expected.get(source, ())
 
     def may_serve(self, member: int, parts: int) -> bool:
         """Whether `member` may have so many parts more."""

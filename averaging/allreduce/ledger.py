@@ -13,6 +13,15 @@ from equipoise.averaging.partition import assign
 NO_MEAN = (0, b"")
 
 
+def early_parts(group: Group) -> int:
+    """Most contributions of one member to parts that are not ours that are kept.
+
+    One that overtakes the plan which gives us the part must not be lost; a dead owner's parts are dealt out to all the
+    others, so each gets few. From all members together it comes to about one vector.
+    """
+    return -(-len(group.parts) // max(group.size - 1, 1))
+
+
 class Ledger:
     """Contributions and means by part, and the transfers that they make due.
 
@@ -29,6 +38,8 @@ class Ledger:
         self._due: set[int] = set()
         self._sent: set[tuple[int, int]] = set()
         self._arrived = [0] * len(group.parts)
+        self._was_mine: set[int] = set()
+        self._early: Counter[int] = Counter()
         self._lacking = [0] * group.size
         self._reducing: dict[int, int] = {}
         self._means: dict[int, tuple[int, bytes]] = {}
@@ -40,6 +51,7 @@ class Ledger:
         self.owner_of = assign(self.group.parts, owners)
         self.owners = sum(1 << owner for owner in set(self.owner_of))
         mine = [part for part, owner in enumerate(self.owner_of) if owner == self.me]
+        self._was_mine.update(mine)
         for member in range(self.group.size):
             here = sum(self._arrived[part] >> member & 1 for part in mine)
             self._lacking[member] = 0 if member == self.me else len(mine) - here
@@ -50,17 +62,19 @@ class Ledger:
         self._due = set(range(len(self.group.parts)))
 
     def wants_contribution(self, sender: int, part: int) -> bool:
-        """Whether a contribution is one that can count and is not here yet."""
+        """Whether a contribution is one that can count, is not here yet, and may be ours to reduce."""
         return (
             part < len(self.group.parts)
             and sender != self.me
             and bool(self.group.contributors >> sender & 1)
             and not self._arrived[part] >> sender & 1
+            and (part in self._was_mine or self._early[sender] < early_parts(self.group))
         )
 
     def take_contribution(self, sender: int, part: int) -> None:
         """A wanted contribution has arrived."""
         self._arrived[part] |= 1 << sender
+        self._early[sender] += part not in self._was_mine
         self._lacking[sender] -= self.owner_of[part] == self.me
         self._due.add(part)
 

@@ -86,7 +86,7 @@ class AllReduce:
         self._agreement = Agreement(group, me)
         self._ledger = Ledger(group, me)
         self._fetching = Fetching(me, len(group.parts))
-        self._distrusted = False
+        self._distrusted = 0
         self._released = False
         self._closed = False
         self._actions: list[Action] = []
@@ -122,11 +122,19 @@ class AllReduce:
         """Whether a contribution is still of use here."""
         return self.ended is None and self._ledger.wants_contribution(sender, part)
 
-    def wants_mean(self, part: int, contributors: int) -> bool:
-        """Whether the mean of `part` over `contributors` is still of use here."""
+    def wants_mean(self, sender: int, part: int, contributors: int) -> bool:
+        """Whether the mean of `part` over `contributors` is still of use here, and `sender`'s to give.
+
+        It is ours, or that of the part's owner, or of a member that was asked for it: whoever else were faster could
+        put anything in its place. Once our mean has proved wrong, only who was asked is believed.
+        """
+        if self.ended is not None or not self._ledger.wants_mean(part, contributors):
+            return False
         decision = self._agreement.valued
-        fits = decision is None or decision.contributors == contributors
-        return self.ended is None and fits and self._ledger.wants_mean(part, contributors)
+        if decision is not None and decision.contributors != contributors:
+            return False
+        owns = sender == self.me or (self._ledger.owner_of[part] == sender and not self._distrusted)
+        return owns or self._fetching.expects(sender, part, contributors)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event; return what is to be done, in order."""
@@ -137,8 +145,11 @@ class AllReduce:
                 self._on_message(sender, message, now)
             case ContributionReceived(sender, part):
                 self._on_contribution(sender, part, now)
-            case PartReduced(part, contributors, digest) | MeanReceived(part, contributors, digest):
-                self._on_mean(part, contributors, digest, now)
+            case PartReduced(part, contributors, digest):
+                self._ledger.forget_reducing(part, contributors)
+                self._on_mean(self.me, part, contributors, digest, now)
+            case MeanReceived(sender, part, contributors, digest):
+                self._on_mean(sender, part, contributors, digest, now)
             case PeerLost(member, reason):
                 self._on_lost(member, reason)
             case PeerReturned(member):
@@ -188,9 +199,8 @@ class AllReduce:
             self._attendance.late &= ~(1 << sender)
             self._progress(now)
 
-    def _on_mean(self, part: int, contributors: int, digest: bytes, now: float) -> None:
-        self._ledger.forget_reducing(part, contributors)
-        if self.wants_mean(part, contributors):
+    def _on_mean(self, sender: int, part: int, contributors: int, digest: bytes, now: float) -> None:
+        if self.wants_mean(sender, part, contributors):
             self._ledger.take_mean(part, contributors, digest)
             self._progress(now)
 
@@ -356,12 +366,12 @@ class AllReduce:
             self._end(Finish(chosen.decision, chosen.digest), now)
             if self._agreement.leader == self.me:
                 self._send_commit(self.group.everyone)
-        elif self._distrusted:
-            self._fail("our mean differs from the group's twice: a majority holds another digest", now)
+        elif self._distrusted >= (self._agreement.tally.voters(chosen) & self._peers).bit_count():
+            self._fail("our mean differs from the group's, from whomever of the majority it is fetched", now)
         else:
             self._note("our mean differs from the group's: fetching it again")
-            self._distrusted = True
-            self._fetching.ask_another()
+            self._distrusted += 1
+            self._fetching.start_again()
             self._ledger.drop_means()
             self._again = True
 
@@ -370,7 +380,7 @@ class AllReduce:
         decision = self._agreement.decision
         if decision is None or self._ledger.is_whole(decision):
             return
-        everything = self._agreement.must_fetch or self._attendance.level >= 1 or self._distrusted
+        everything = self._agreement.must_fetch or self._attendance.level >= 1 or self._distrusted > 0
         wanted = self._ledger.missing_of(
             self.group.everyone if everything else self._attendance.lost, decision
         )

@@ -104,4 +104,15 @@ class Corrupt:
     victims: int
 
 
-Fault = Kill | Stop | Cut | Hold | Leave | Corrupt
+@dataclass(frozen=True, slots=True)
+class Poison:
+    """A member sends everyone means of all parts, none of which it was asked for or owns, as if they were right.
+
+    Attributes:
+        member: Who.
+    """
+
+    member: int
+
+
+Fault = Kill | Stop | Cut | Hold | Leave | Corrupt | Poison

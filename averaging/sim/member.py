@@ -113,16 +113,16 @@ class Member:
                 self._contributions[part, frame.sender] = frame.body
                 return self.tell(ContributionReceived(frame.sender, part), now)
             case wire.Mean(part, contributors):
-                if not self.machine.wants_mean(part, contributors):
+                if not self.machine.wants_mean(frame.sender, part, contributors):
                     return []
                 digest = self._keep(part, contributors, frame.body)
-                return self.tell(MeanReceived(part, contributors, digest), now)
+                return self.tell(MeanReceived(frame.sender, part, contributors, digest), now)
             case message:
                 return self.tell(MessageReceived(frame.sender, message), now)
 
     def reduced(self, job: Job, now: float) -> list[Output]:
         """A reduction is done; its result replaces what is kept only where it is still wanted."""
-        if self.closed or not self.machine.wants_mean(job.part, job.contributors):
+        if self.closed or not self.machine.wants_mean(self.index, job.part, job.contributors):
             return []
         weighted = [
             (self.group.weights[member], self._contribution(job.part, member))
@@ -180,7 +180,7 @@ class Member:
         ]
         self._require(not missing, f"the contributions of {missing} are not here", action)
         unwanted = self.machine.ended is None and not self.machine.wants_mean(
-            action.part, action.contributors
+            self.index, action.part, action.contributors
         )
         self._require(not unwanted, "nobody wants this mean", action)
 

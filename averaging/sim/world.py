@@ -14,7 +14,8 @@ from typing import Any
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Fail, Finish, Withdrew
 from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS
-from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Stop
+from equipoise.averaging.sim.arithmetic import encode
+from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Poison, Stop
 from equipoise.averaging.sim.member import Frame, Job, Output, Violation, check_agreement
 from equipoise.averaging.sim.network import Link
 from equipoise.averaging.sim.process import ROUNDING_SECONDS, Process
@@ -226,6 +227,8 @@ class World:
                 self._leave(self._processes[member])
             case Corrupt(member, victims):
                 self._corrupted[member] |= victims
+            case Poison(member):
+                self._poison(self._processes[member])
         self._calm(0.0)
 
     def _calm(self, seconds: float) -> float:
@@ -264,6 +267,14 @@ class World:
                 for one, other in ((sender, to), (to, sender)):
                     at = self._calm(noticed * self._random.random())
                     self._later(at, self._lose, self._processes[one], other, "connection reset")
+
+    def _poison(self, process: Process) -> None:
+        group, over = self.scenario.group, self.scenario.group.contributors
+        for part, where in enumerate(group.parts):
+            for to in range(group.size):
+                if (process.index, to) in self._links:
+                    body = encode((0.0,) * where.size)
+                    self._send(Frame(process.index, to, wire.Mean(part, over), body))
 
     # ---- the end ----
 

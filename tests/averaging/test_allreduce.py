@@ -28,6 +28,7 @@ from fakes.one_member import (
     B,
     C,
     D,
+    E,
     Table,
     ends,
     finished,
@@ -336,13 +337,35 @@ def test_a_holder_serves_what_it_has_and_not_for_ever() -> None:
     assert 0 < sum(map(len, served)) < 10
 
 
-def test_a_mean_that_differs_twice_fails_untouched() -> None:
+def test_a_mean_that_differs_whoever_it_is_fetched_from_fails_untouched() -> None:
     table = Table(C)
     table.says(A, wire.Propose(0, DECISION))
     table.mean(ALL, digest=OTHER_DIGEST)
-    table.says(A, wire.Commit(0, DECISION, DIGEST, 0b011))
-    (end,) = ends(table.mean(ALL, digest=OTHER_DIGEST))
-    assert end == Fail("our mean differs from the group's twice: a majority holds another digest")
+    (first,) = recipients(table.says(A, wire.Commit(0, DECISION, DIGEST, 0b011)), wire.Fetch)
+    (second,) = recipients(table.mean(ALL, digest=OTHER_DIGEST, sender=first), wire.Fetch)
+    assert {first, second} == {A, B}
+    (end,) = ends(table.mean(ALL, digest=OTHER_DIGEST, sender=second))
+    assert end == Fail("our mean differs from the group's, from whomever of the majority it is fetched")
+
+
+def test_of_a_majority_one_that_sends_another_mean_than_it_votes_for_does_no_harm() -> None:
+    table = Table(C, weights=(1, 1, 1, 1))
+    decision = Decision(0b1111, 0b1111)
+    table.says(A, wire.Propose(0, decision))
+    table.mean(0b1111, digest=OTHER_DIGEST)
+    good = holding_all_four().vote(decision)
+    for voter in (A, B, D):
+        (*_, asked) = [None, *recipients(table.says(voter, good), wire.Fetch)]
+    (another,) = recipients(table.mean(0b1111, digest=OTHER_DIGEST, sender=asked), wire.Fetch)
+    assert another != asked
+    assert ends(table.mean(0b1111, sender=another)) == [Finish(decision, good.digest)]
+
+
+def holding_all_four() -> Table:
+    table = Table(B, weights=(1, 1, 1, 1))
+    table.says(A, wire.Propose(0, Decision(0b1111, 0b1111)))
+    table.mean(0b1111)
+    return table
 
 
 # ---- ending ----
@@ -425,16 +448,38 @@ def test_a_contribution_is_wanted_once() -> None:
 
 def test_a_mean_is_wanted_of_the_decision_or_of_any_before_it() -> None:
     table = Table(B)
-    assert table.machine.wants_mean(0, ALL)
-    assert table.machine.wants_mean(0, 0b011)
+    assert table.machine.wants_mean(A, 0, ALL)
+    assert table.machine.wants_mean(A, 0, 0b011)
     table.says(A, wire.Propose(0, DECISION))
-    assert not table.machine.wants_mean(0, 0b011)
+    assert not table.machine.wants_mean(A, 0, 0b011)
+
+
+def test_a_mean_is_wanted_only_of_the_parts_owner() -> None:
+    table = gathering(C, owners=(A, B))
+    assert table.machine.wants_mean(A, 0, ALL)
+    assert not table.machine.wants_mean(B, 0, ALL)
+    assert table.mean(ALL, 0, sender=B) == []
+    assert not table.machine._ledger.has_mean(0, ALL)
+
+
+def test_a_mean_is_wanted_of_who_was_asked_for_it_even_if_another_was_asked_since() -> None:
+    table = Table(B, owners=(D, D), weights=(1, 1, 1, 1, 1))
+    decision = Decision(0b11111, 0b11111)
+    table.says(A, wire.Propose(0, decision))
+    table.mean(0b11111, 1)
+    for holder in (A, C):
+        table.says(holder, wire.Held(0, decision, DIGEST))
+    (first,) = recipients(table.lose(D), wire.Fetch)
+    (second,) = recipients(table.stall(), wire.Fetch)[-1:]
+    assert {first, second} == {A, C}
+    for source, part, wanted in ((A, 0, True), (C, 0, True), (E, 0, False), (A, 1, False)):
+        assert table.machine.wants_mean(source, part, 0b11111) == wanted
 
 
 def test_nothing_is_wanted_after_the_end() -> None:
     table = finished(B)
     assert not table.machine.wants_contribution(C, 0)
-    assert not table.machine.wants_mean(0, 0b011)
+    assert not table.machine.wants_mean(A, 0, 0b011)
 
 
 def test_who_comes_back_is_sent_again_what_may_have_been_lost() -> None:

@@ -102,7 +102,7 @@ def test_a_held_mean_survives_a_ballot_that_has_not_decided() -> None:
     assert table.machine.phase == "commit"
     table.lose(A)
     table.says(C, wire.Plan(2, 0, 0b110))
-    assert not table.machine.wants_mean(0, ALL)
+    assert not table.machine.wants_mean(A, 0, ALL)
     assert not [one for one in table.contributes(C, 0, 1) if isinstance(one, Reduce)]
     promise = table.says(C, wire.Prepare(5))
     assert sent(promise, wire.Promise) == [(C, wire.Promise(5, 0, decision))]
@@ -113,7 +113,7 @@ def test_another_proposal_frees_from_what_was_held() -> None:
     table.says(A, wire.Propose(0, Decision(ALL, ALL)))
     table.mean(ALL)
     table.says(C, wire.Propose(2, Decision(0b110, 0b110)))
-    assert table.machine.wants_mean(0, 0b110)
+    assert table.machine.wants_mean(B, 0, 0b110)
     table.says(A, wire.Prepare(3))
     assert sent(table.lose(C), wire.Promise) == [(A, wire.Promise(3))]
 

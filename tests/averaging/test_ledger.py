@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.averaging.allreduce.events import Action, Group, Reduce, SendContribution, SendMean
-from equipoise.averaging.allreduce.ledger import Ledger
+from equipoise.averaging.allreduce.ledger import Ledger, early_parts
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.partition import Part
 
@@ -113,12 +113,34 @@ def test_whole_is_what_all_own_parts_have(came: list[tuple[int, int]], assigned:
             if mine.wants_contribution(sender, part):
                 assert (sender, part) not in here
                 mine.take_contribution(sender, part)
-            here.add((sender, part))
+                here.add((sender, part))
+            elif sender != me and mine.owner_of[part] == me:
+                assert (sender, part) in here
         own = [part for part, owner in enumerate(mine.owner_of) if owner == me]
         expected = {
             member for member in range(3) if member == me or all((member, part) in here for part in own)
         }
         assert mine.whole() == sum(1 << member for member in expected)
+
+
+def test_what_is_kept_of_others_contributions_is_about_one_vector() -> None:
+    mine = ledger(A, (A, A, *[B] * 6))
+    taken = 0
+    for part in range(8):
+        if mine.wants_contribution(B, part):
+            mine.take_contribution(B, part)
+            taken += 1
+    assert taken == 2 + early_parts(mine.group)
+    assert mine.wants_contribution(C, 7), "each has a share of its own"
+
+
+def test_a_contribution_that_overtakes_the_plan_which_makes_it_ours_is_kept() -> None:
+    mine = ledger(A, (A, B, B, B, B, B))
+    mine.take_contribution(C, 2)
+    mine.assign(0b101)
+    assert mine.owner_of[2] == A
+    assert not mine.wants_contribution(C, 2)
+    assert mine.wants_contribution(C, 4)
 
 
 means = st.lists(st.tuples(st.integers(0, 2), st.sampled_from([ALL, 0b011])), max_size=20)

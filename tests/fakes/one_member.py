@@ -64,8 +64,12 @@ class Table:
     def contributes(self, sender: int, *parts: int) -> list[Action]:
         return self.tell(*(ContributionReceived(sender, part) for part in parts or (0,)))
 
-    def mean(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[Action]:
-        return self.tell(MeanReceived(part, over, digest))
+    def mean(
+        self, over: int, part: int = 0, digest: bytes = DIGEST, sender: int | None = None
+    ) -> list[Action]:
+        """From the part's owner, unless another sender is named."""
+        owner = self.machine._ledger.owner_of[part]
+        return self.tell(MeanReceived(owner if sender is None else sender, part, over, digest))
 
     def reduced(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[Action]:
         return self.tell(PartReduced(part, over, digest))
