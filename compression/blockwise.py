@@ -18,6 +18,7 @@ The error of a value is at most half a step, a / 254, and a few units in the las
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -57,3 +58,31 @@ class Kernels(Protocol):
         self, scales: torch.Tensor, codes: torch.Tensor, weight: float, into: torch.Tensor, block: int
     ) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
+
+    def reduce(
+        self,
+        stack: torch.Tensor,
+        stride: int,
+        weights: Sequence[float],
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        out: torch.Tensor,
+        block: int,
+    ) -> bool:
+        """Accumulate payloads in turn into zeros, quantise the sum, dequantise that into `out`.
+
+        Args:
+            stack: uint8 [len(weights) * stride]: payload i, planar, begins at i * stride, a multiple of 4.
+            stride: Bytes from one payload to the next.
+            weights: One per payload; payloads of weight 0 are not looked at.
+            scales: Of the sum.
+            codes: Of the sum.
+            out: The sum as decoded from them.
+            block: Values per block.
+
+        Returns:
+            False, with all content undefined, if a value of the sum is not finite.
+        """
+
+    def sound(self, scales: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Whether an encoder could have written these: no scale but 0 or MIN_SCALE to MAX_SCALE, no code -128."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,9 @@ import torch
 from equipoise.compression.buffers import Buffer, readable, writable
 from equipoise.compression.errors import CodecError
 from equipoise.compression.finite import F32_MAX
+
+STACK_ALIGNMENT = 16
+"""Bytes; what every kernel's loads are content with."""
 
 if sys.byteorder != "little":
     raise ImportError("equipoise.compression: payloads are little-endian and this machine is not")
@@ -92,10 +96,48 @@ class Codec(ABC):
         Raises:
             CodecError: `weight` is no finite f32, or `payload` or `into` has another dtype, shape or size.
         """
-        if not math.isfinite(weight) or abs(weight) > F32_MAX:
-            raise CodecError(f"a weight is a finite f32, not {weight}")
+        _check_weight(weight)
         into = _vector(into)
         self._accumulate(self._source(payload, into), weight, into)
+
+    def stride(self, count: int) -> int:
+        """Return the bytes from one payload of `count` values to the next in a stack: aligned for everything."""
+        return -(-self.encoded_size(count) // STACK_ALIGNMENT) * STACK_ALIGNMENT
+
+    def reduce(
+        self, stack: Buffer, weights: Sequence[float], mean: Buffer, out: torch.Tensor
+    ) -> EncodeReport:
+        """Encode the weighted sum of payloads into `mean`, and decode that into `out`.
+
+        Exactly what `accumulate` of each in turn into zeros, `encode` and `decode` come to, in one pass where there is
+        one.
+
+        Args:
+            stack: `len(weights) * stride(n)` bytes: payload i begins at byte i * stride(n).
+            weights: One per payload; those of weight 0 are not looked at.
+            mean: Writable, `encoded_size(n)` bytes.
+            out: f32 [n], contiguous, on any device.
+
+        Raises:
+            CodecError: A weight is no finite f32, a size or dtype differs, or the sum is not finite.
+        """
+        out = _vector(out)
+        stride = self.stride(out.numel())
+        rows = readable(stack)
+        if rows.numel() != len(weights) * stride or rows.data_ptr() % STACK_ALIGNMENT:
+            raise CodecError(
+                f"{self.spec}: expected a stack of {len(weights)} * {stride} bytes, aligned to {STACK_ALIGNMENT}, "
+                f"got {rows.numel()}"
+            )
+        for weight in weights:
+            _check_weight(weight)
+        target = self._sized(writable(mean), out.numel())
+        if self._direct(target, out):
+            return self._reduce(rows.to(out.device), stride, weights, target, out)
+        staged = torch.empty(target.numel(), dtype=torch.uint8, device=out.device)
+        report = self._reduce(rows.to(out.device), stride, weights, staged, out)
+        target.copy_(staged)
+        return report
 
     def check(self, payload: Buffer, count: int) -> None:
         """Verify that `payload` is `count` encoded values, all of which decode to finite ones.
@@ -114,6 +156,23 @@ class Codec(ABC):
 
     @abstractmethod
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None: ...
+
+    def _reduce(
+        self,
+        stack: torch.Tensor,
+        stride: int,
+        weights: Sequence[float],
+        mean: torch.Tensor,
+        out: torch.Tensor,
+    ) -> EncodeReport:
+        out.zero_()
+        for index, weight in enumerate(weights):
+            if weight:
+                payload = stack[index * stride :][: mean.numel()]
+                self._accumulate(payload, weight, out)
+        report = self._encode(out, mean)
+        self._decode(mean, out)
+        return report
 
     @abstractmethod
     def _check(self, payload: torch.Tensor, count: int) -> None: ...
@@ -141,6 +200,11 @@ class Codec(ABC):
 
     def _direct(self, target: torch.Tensor, values: torch.Tensor) -> bool:
         return target.device == values.device and target.data_ptr() % self.alignment == 0
+
+
+def _check_weight(weight: float) -> None:
+    if not math.isfinite(weight) or abs(weight) > F32_MAX:
+        raise CodecError(f"a weight is a finite f32, not {weight}")
 
 
 def _vector(values: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE
@@ -59,10 +61,23 @@ class Int8Codec(Codec):
         scales, codes = self._planes(payload, into.numel())
         kernels_for(into.device).accumulate(scales, codes, weight, into, self.block)
 
+    def _reduce(
+        self,
+        stack: torch.Tensor,
+        stride: int,
+        weights: Sequence[float],
+        mean: torch.Tensor,
+        out: torch.Tensor,
+    ) -> EncodeReport:
+        scales, codes = self._planes(mean, out.numel())
+        if not kernels_for(out.device).reduce(stack, stride, weights, scales, codes, out, self.block):
+            raise CodecError(f"{self.spec}: the weighted sum is not finite")
+        return EncodeReport()
+
     def _check(self, payload: torch.Tensor, count: int) -> None:
-        if not count:
-            return
         scales, codes = self._planes(payload, count)
+        if kernels_for(payload.device).sound(scales, codes):
+            return
         # As written by an encoder; NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
         faulty = ~((scales == 0.0) | ((scales >= MIN_SCALE) & (scales <= MAX_SCALE)))
         if faulty.any():
@@ -71,10 +86,7 @@ class Int8Codec(Codec):
                 f"{self.spec}: the scale of block {index} of {scales.numel()} is {scales[index].item()};"
                 f" expected 0, or {MIN_SCALE:.4g} to {MAX_SCALE:.4g}"
             )
-        if int(codes.amin()) == -128:
-            raise CodecError(
-                f"{self.spec}: code {int(codes.argmin())} of {count} is -128; expected -127 to 127"
-            )
+        raise CodecError(f"{self.spec}: code {int(codes.argmin())} of {count} is -128; expected -127 to 127")
 
     def _blocks(self, count: int) -> int:
         return -(-count // self.block)

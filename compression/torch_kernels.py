@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX
+from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE
 from equipoise.compression.chunks import CHUNK_VALUES, scratch
 from equipoise.compression.finite import F32_MAX
 
@@ -45,6 +45,35 @@ class TorchKernels:
             decoded = scratch(rows.numel(), rows.device).view(rows.shape)
             # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
             rows.add_(decoded.copy_(row_codes).mul_(row_scales).mul_(weight))
+
+    def reduce(
+        self,
+        stack: torch.Tensor,
+        stride: int,
+        weights: Sequence[float],
+        scales: torch.Tensor,
+        codes: torch.Tensor,
+        out: torch.Tensor,
+        block: int,
+    ) -> bool:
+        """Accumulate the weighted payloads of `stack`, quantise the sum, dequantise that into `out`."""
+        split = scales.numel() * scales.itemsize
+        out.zero_()
+        for index, weight in enumerate(weights):
+            if weight:
+                payload = stack[index * stride :][: split + codes.numel()]
+                self.accumulate(
+                    payload[:split].view(torch.float32), payload[split:].view(torch.int8), weight, out, block
+                )
+        finite = self.quantise(out, scales, codes, block)
+        self.dequantise(scales, codes, out, block)
+        return finite
+
+    def sound(self, scales: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Whether an encoder could have written these."""
+        # NaN compares false. -0.0 decodes to the same as 0.0.
+        good = (scales == 0.0) | ((scales >= MIN_SCALE) & (scales <= MAX_SCALE))
+        return bool(good.all()) and (not codes.numel() or int(codes.amin()) > -128)
 
 
 def _pieces(

@@ -41,7 +41,8 @@ class Store:
         self._codec = codec
         self._contribution = contribution
         self._result = result
-        self._contributions: dict[tuple[int, int], memoryview] = {}
+        self._stacks: dict[int, memoryview] = {}
+        self._own: set[int] = set()
         self._means: dict[int, tuple[int, memoryview]] = {}
 
     def size(self, part: int) -> int:
@@ -58,9 +59,8 @@ class Store:
         Raises:
             CodecError: The values are not finite.
         """
-        where = self._group.parts[part]
         payload = self.take(part)
-        self.clamped += self._codec.encode(self._contribution[where.start : where.stop], payload).clamped
+        self._encode(part, payload)
         return payload
 
     def keep_contribution(self, part: int, member: int, payload: memoryview) -> None:
@@ -70,7 +70,8 @@ class Store:
             CodecError: It does not decode to finite values.
         """
         self._codec.check(payload, self._group.parts[part].size)
-        self._contributions[part, member] = payload
+        # Copied: whoever sends one part twice must not be able to change what was checked.
+        self._row(part, member)[:] = payload
 
     def keep_mean(self, part: int, contributors: int, payload: memoryview) -> bytes:
         """Keep a mean that came from its owner, decode it; returns its BLAKE3.
@@ -79,7 +80,9 @@ class Store:
             CodecError: It does not decode to finite values.
         """
         self._codec.check(payload, self._group.parts[part].size)
-        return self._keep(part, contributors, payload)
+        self._codec.decode(payload, self._values(part))
+        self._means[part] = (contributors, payload)
+        return blake3(payload).digest()
 
     def mean(self, part: int, contributors: int) -> memoryview | None:
         """The kept mean of `part`, if it is over `contributors`."""
@@ -95,25 +98,42 @@ class Store:
         Raises:
             CodecError: Our own values are not finite.
         """
+        if part not in self._own and contributors >> self._me & 1:
+            self._encode(part, self._row(part, self._me))
+            self._own.add(part)
         # `sum` rounds otherwise from Python 3.12 on, and whoever reduces must get the same bytes.
         total = math.fsum(self._group.weights[member] for member in members_of(contributors))
-        where = self._group.parts[part]
-        # The result is scratch space until the round has succeeded, and this part of it is about to be written anyway.
-        values = self._result[where.start : where.stop].zero_()
-        for member in members_of(contributors):
-            payload = self.encode(part) if member == self._me else self._contributions[part, member]
-            self._codec.accumulate(payload, self._group.weights[member] / total, values)
+        weights = [
+            weight / total if contributors >> member & 1 else 0.0
+            for member, weight in enumerate(self._group.weights)
+        ]
         mean = self.take(part)
-        self.clamped += self._codec.encode(values, mean).clamped
-        return self._keep(part, contributors, mean)
+        report = self._codec.reduce(self._stack(part), weights, mean, self._values(part))
+        self.clamped += report.clamped
+        self._means[part] = (contributors, mean)
+        return blake3(mean).digest()
 
-    def _keep(self, part: int, contributors: int, payload: memoryview) -> bytes:
+    def _encode(self, part: int, payload: memoryview) -> None:
         where = self._group.parts[part]
-        self._codec.decode(payload, self._result[where.start : where.stop])
-        self._means[part] = (contributors, payload)
-        return blake3(payload).digest()
+        self.clamped += self._codec.encode(self._contribution[where.start : where.stop], payload).clamped
+
+    def _values(self, part: int) -> torch.Tensor:
+        """This part of the result, f32 [values of the part]."""
+        where = self._group.parts[part]
+        return self._result[where.start : where.stop]
+
+    def _stack(self, part: int) -> memoryview:
+        """Room for the contributions of all members to `part`."""
+        if part not in self._stacks:
+            stride = self._codec.stride(self._group.parts[part].size)
+            self._stacks[part] = self._pool.take(stride * self._group.size)
+        return self._stacks[part]
+
+    def _row(self, part: int, member: int) -> memoryview:
+        start = member * self._codec.stride(self._group.parts[part].size)
+        return self._stack(part)[start : start + self.size(part)]
 
     def release(self) -> None:
         """Let go of all bytes."""
-        self._contributions.clear()
+        self._stacks.clear()
         self._means.clear()
