@@ -137,10 +137,15 @@ class DaemonProcess(ChildProcess):
     """`equipoise daemon` with a home of its own."""
 
     def __init__(
-        self, home: Path, env: Mapping[str, str], join: Sequence[str] = (), args: Sequence[str] = ()
+        self,
+        home: Path,
+        env: Mapping[str, str],
+        join: Sequence[str] = (),
+        args: Sequence[str] = (),
+        prefix: Sequence[str] = (),
     ) -> None:
         joins = [word for address in join for word in ("--join", address)]
-        command = [*CLI, "daemon", "--home", str(home), *joins, *args]
+        command = [*prefix, *CLI, "daemon", "--home", str(home), *joins, *args]
         super().__init__(command, home.with_name(home.name + "-daemon"), env)
         self.home = home
         self._before = 0
@@ -205,11 +210,15 @@ class Swarm:
         return {**{k: v for k, v in os.environ.items() if not k.startswith("EQUIPOISE_")}, **own}
 
     def daemon(
-        self, name: str | None = None, join: Sequence[str] = (), args: Sequence[str] = ()
+        self,
+        name: str | None = None,
+        join: Sequence[str] = (),
+        args: Sequence[str] = (),
+        prefix: Sequence[str] = (),
     ) -> DaemonProcess:
-        """A started daemon, in a new home unless one of this name exists."""
+        """A started daemon, in a new home unless one of this name exists; `prefix` comes before its command."""
         home = self.folder / (name or f"daemon{len(self.processes)}")
-        daemon = DaemonProcess(home, self.env, join, args)
+        daemon = DaemonProcess(home, self.env, join, args, prefix)
         self.processes.append(daemon)
         return daemon.start()
 
