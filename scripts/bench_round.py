@@ -1,0 +1,409 @@
+"""Time rounds of Equipoise beside torch's gloo and hivemind, interleaved, and check every result for being the mean.
+
+Each peer of each system is a process (and what that starts); rounds of all systems take turns, so that whatever else
+the machine does hits all alike. All run in a network namespace of their own where that is possible (root), so the bytes
+on the wire are theirs; with `--shape` each peer has a namespace and a link of that rate.
+
+    scripts/bench_round.py                                             # 2 and 4 peers, 16M values, int8 and rivals
+    scripts/bench_round.py --peers 4 --systems ours/int8/aead gloo     # see bench_systems.py for the names
+    scripts/bench_round.py --peers 4 --shape 50mbit,200mbit,200mbit,200mbit --systems ours/int8/aead wire/int8
+
+Times of a round are the greatest over its peers. `exchange` is from the group formed to the mean decoded, `call` is the
+whole call. hivemind's exchange is its all-reduce, after its matchmaking; gloo has no matchmaking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from e2e.netns import Network, available
+from equipoise.averaging.balance import balance
+
+PEER = Path(__file__).with_name("bench_systems.py")
+DEFAULT_SYSTEMS = ("ours/int8", "gloo", "hivemind/fp16")
+DEFAULT_VALUES = 1 << 24
+
+WARM_ROUNDS = 2
+"""Dropped: connections are opened and memory is touched for the first time."""
+
+SETTLE_SECONDS = 0.05
+"""After a round, for what it still does in the background: that counts as its CPU, and slows nobody else."""
+
+ANSWER_SECONDS = 180.0
+"""More than a round may take; a peer that has not answered by then never will."""
+
+END_SECONDS = 30.0
+MEMORY_FOLDER = Path("/dev/shm")
+
+
+class Broken(Exception):
+    """A peer has failed, or does not answer."""
+
+
+class Peer:
+    """One process of one system."""
+
+    def __init__(self, command: Sequence[str], threads: int, log: Path) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("EQUIPOISE_")}
+        environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        self._log = log
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment
+            )
+
+    def tell(self, *order: Any) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # It has ended; `hear` says so.
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def hear(self) -> Any:
+        """The value of its answer.
+
+        Raises:
+            Broken: It failed, ended or is silent.
+        """
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
+            raise Broken(f"no answer within {ANSWER_SECONDS:g} s; {self._tail()}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise Broken(f"it has ended; {self._tail()}")
+        answer = json.loads(line)
+        if "failure" in answer:
+            raise Broken(answer["failure"])
+        return answer["value"]
+
+    def processes(self) -> list[psutil.Process]:
+        me = psutil.Process(self._process.pid)
+        return [me, *me.children(recursive=True)]
+
+    def end(self) -> None:
+        """Let it close; whatever outlives that is killed."""
+        family = self.processes() if self._process.poll() is None else []
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        _, alive = psutil.wait_procs(family, END_SECONDS)
+        for process in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+    def _tail(self) -> str:
+        return f"it wrote: {self._log.read_text(errors='replace')[-2000:]}"
+
+
+@dataclass
+class Row:
+    """What has been measured of one system; times in seconds, one value a round."""
+
+    name: str
+    exchange: list[float] = field(default_factory=list)
+    call: list[float] = field(default_factory=list)
+    beyond: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    wire: list[int] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
+    encoded: float = 0.0
+    error: float = 0.0
+    wrong: int = 0
+    failures: list[str] = field(default_factory=list)
+    memory: list[dict[str, float]] = field(default_factory=list)
+
+
+class Contestant:
+    """One system with its peers."""
+
+    def __init__(self, name: str, commands: Sequence[Sequence[str]], folder: Path, shared_wire: bool) -> None:
+        self.row = Row(name)
+        self._shared_wire = shared_wire
+        threads = max(1, (os.cpu_count() or 1) // len(commands))
+        self.peers = [
+            Peer(command, threads, folder / f"{name.replace('/', '-')}-{index}.log")
+            for index, command in enumerate(commands)
+        ]
+
+    def meet(self) -> None:
+        first = self._ask(self.peers[:1], "open", "")
+        others = self._ask(self.peers[1:], "open", first[0])
+        self._ask(self.peers, "meet", first + others)
+
+    def round(self, number: int) -> None:
+        """One round of all peers; those before `WARM_ROUNDS` are checked, and not counted."""
+        # Another scale each time, so that what is left over of an earlier round is not taken for a result.
+        scale = (-1) ** number * (1 + number % 5 / 4)
+        sent = self._ask(self.peers, "restore", scale)
+        family = [process for peer in self.peers for process in peer.processes()]
+        before = cpu_seconds(family)
+        try:
+            said = self._ask(self.peers, "round")
+        except Broken as failure:
+            self.row.failures.append(str(failure))
+            return
+        time.sleep(SETTLE_SECONDS)
+        cpu = cpu_seconds(family) - before
+        checked = self._ask(self.peers, "check")
+        if any(not one["ok"] for one in said):
+            self.row.failures.append(next(one["reason"] for one in said if not one["ok"]))
+            return
+        self.row.encoded = checked[0]["encoded"]
+        self.row.error = max(self.row.error, *(one["error"] for one in checked))
+        # Written so that NaN is wrong too.
+        self.row.wrong += not all(one["error"] <= one["bound"] for one in checked)
+        if number < WARM_ROUNDS:
+            return
+        after = [one["sent"] for one in checked]
+        used = [late - early for late, early in zip(after, sent, strict=True)]
+        self._count(said, cpu, used[0] if self._shared_wire else sum(used))
+
+    def _count(self, said: list[dict[str, Any]], cpu: float, wire: int) -> None:
+        row = self.row
+        row.exchange.append(max(one["exchange"] for one in said))
+        row.call.append(max(one["whole"] for one in said))
+        row.beyond.append(max(one["whole"] - one["exchange"] for one in said))
+        row.cpu.append(cpu)
+        row.wire.append(wire)
+        if said[0]["phases"]:
+            row.phases.append(said[0]["phases"])
+
+    def end(self) -> None:
+        with contextlib.suppress(Broken):
+            self.row.memory = self._ask(self.peers, "memory")
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(Peer.end, self.peers))
+
+    def _ask(self, peers: Sequence[Peer], *order: Any) -> list[Any]:
+        for peer in peers:
+            peer.tell(*order)
+        answers, failures = [], []
+        for peer in peers:  # All are heard even if one fails, so that no answer is taken for the next one's.
+            try:
+                answers.append(peer.hear())
+            except Broken as failure:
+                failures.append(f"{self.row.name}: {order[0]}: {failure}")
+        if failures:
+            raise Broken(failures[0])
+        return answers
+
+
+def cpu_seconds(family: Sequence[psutil.Process]) -> float:
+    """User and system time of all these processes so far."""
+    total = 0.0
+    for process in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            used = process.cpu_times()
+            total += used.user + used.system
+    return total
+
+
+def write_data(folder: Path, peers: int, values: int) -> None:
+    """Every peer's contribution, N(0, 1) from its seed, and their mean in float64."""
+    total = np.zeros(values)
+    for index in range(peers):
+        contribution = np.random.default_rng(index).standard_normal(values, np.float32)
+        contribution.tofile(folder / f"contribution{index}")
+        total += contribution
+    (total / peers).tofile(folder / "truth")
+
+
+@contextlib.contextmanager
+def places(
+    peers: int, rates: Sequence[float]
+) -> Iterator[tuple[list[str], Callable[[int], list[str]], bool]]:
+    """Each peer's address, what to put before its command line, and whether all share one loopback of their own."""
+    if rates:
+        with Network(hosts=peers) as network:
+            for host, rate in zip(network.hosts, rates, strict=True):
+                network.shape(host, rate)
+            yield (
+                [host.address for host in network.hosts],
+                lambda index: network.hosts[index].command([]),
+                False,
+            )
+    elif available() == "":
+        with Network(hosts=1) as network:
+            yield ["127.0.0.1"] * peers, lambda index: network.hosts[0].command([]), True
+    else:
+        yield ["127.0.0.1"] * peers, lambda index: [], True
+
+
+def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> list[Row]:
+    """Run all systems in turns."""
+    # The data lies in memory, lest a disk disturb.
+    memory = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
+    with contextlib.ExitStack() as stack:
+        data = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-", dir=memory)))
+        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        hosts, prefix, shared = stack.enter_context(places(peers, rates))
+        write_data(data, peers, options.values)
+        contestants = []
+        for name in options.systems:
+            commands = []
+            for index, host in enumerate(hosts):
+                own = work / f"{name.replace('/', '-')}-{index}"
+                own.mkdir()
+                words = [name, index, peers, options.values, host, own, data]
+                commands.append([*prefix(index), sys.executable, str(PEER), *map(str, words)])
+            contestant = Contestant(name, commands, work, shared)
+            stack.callback(contestant.end)
+            contestant.meet()
+            contestants.append(contestant)
+        for number in range(WARM_ROUNDS + options.rounds):
+            turn = number % len(contestants)
+            for contestant in contestants[turn:] + contestants[:turn]:
+                contestant.round(number)
+    return [contestant.row for contestant in contestants]
+
+
+def summary(
+    row: Row, rows: Sequence[Row], options: argparse.Namespace, rates: Sequence[float]
+) -> dict[str, Any]:
+    """What is printed of one system."""
+    found: dict[str, Any] = {
+        "system": row.name,
+        "rounds": len(row.exchange),
+        "failed": len(row.failures),
+        "wrong": row.wrong,
+        "error": row.error,
+    }
+    if row.failures:
+        found["reasons"] = sorted(set(row.failures))[:5]
+    if row.memory:
+        found["peak_mb"] = round(max(one["peak"] for one in row.memory) / 1e6)
+    if row.memory and "daemon" in row.memory[0]:
+        found["daemon_beyond_tensors_mb"] = round(max(one["daemon"] for one in row.memory) / 1e6)
+    if not row.exchange:
+        return found
+    for key in ("exchange", "call", "beyond"):
+        times = [1e3 * value for value in getattr(row, key)]
+        found |= {f"{key}_min_ms": min(times), f"{key}_median_ms": statistics.median(times)}
+    found["cpu_s"] = statistics.mean(row.cpu)
+    found["wire_mb"] = statistics.median(row.wire) / 1e6
+    for other in rows:
+        if other is not row and other.exchange and other.name.startswith(("gloo", "hivemind", "wire")):
+            found[f"x_{other.name}"] = statistics.median(row.exchange) / statistics.median(other.exchange)
+    if row.phases:
+        names = row.phases[0]
+        found["phases_ms"] = {
+            name: 1e3 * statistics.median(one.get(name, 0.0) for one in row.phases) for name in names
+        }
+    if rates:
+        found |= shares(row, options.values, rates)
+    return found
+
+
+def shares(row: Row, values: int, rates: Sequence[float]) -> dict[str, Any]:
+    """The best time that the links' rates and sizes of shares allow, and how far off the median is.
+
+    A member with the fraction f of S encoded bytes sends (1 - f) S + (n - 1) f S = S (1 + (n - 2) f), and receives as
+    much; at b bytes a second the slowest takes T = max S (1 + (n - 2) f_i) / b_i, least for `balance`'s fractions.
+    """
+    encoded = values * row.encoded
+    speeds = [rate * 1e6 / 8 for rate in rates]
+    fractions = balance(speeds, [True] * len(rates))
+    count = len(rates)
+    best = max(
+        encoded * (1 + (count - 2) * fraction) / speed
+        for fraction, speed in zip(fractions, speeds, strict=True)
+    )
+    return {"best_ms": 1e3 * best, "x_best": statistics.median(row.exchange) / best}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """One line a system, and the reasons of failures."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("reasons", "phases_ms")))
+    cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in rows]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+    for row in rows:
+        if "phases_ms" in row:
+            phases = "  ".join(f"{name} {value:.1f}" for name, value in row["phases_ms"].items())
+            lines.append(f"{row['system']}, first peer, medians in ms: {phases}")
+        lines += [f"{row['system']} failed: {reason}" for reason in row.get("reasons", ())]
+    return "\n".join(lines)
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+
+
+def count(text: str) -> int:
+    """A number of values: `1000000`, `1M`, `200k`, `2**24`."""
+    base, power, exponent = text.partition("**")
+    if power:
+        return int(base) ** int(exponent)
+    units = {"k": 10**3, "M": 10**6}
+    return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
+
+
+def link_rates(text: str) -> list[float]:
+    """Mbit/s from `200mbit` or `50mbit,200mbit,200mbit`."""
+    rates = [float(word.removesuffix("mbit")) for word in text.split(",")]
+    if not all(rate > 0 for rate in rates):
+        raise ValueError(text)
+    return rates
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", type=int, nargs="*", default=[2, 4], help="default: 2 and then 4")
+    parser.add_argument("--values", type=count, default=DEFAULT_VALUES, help="such as 1M; default 2**24")
+    parser.add_argument(
+        "--rounds", type=int, default=10, help=f"besides {WARM_ROUNDS} warm ones (%(default)s)"
+    )
+    parser.add_argument("--systems", nargs="*", default=list(DEFAULT_SYSTEMS), help="%(default)s")
+    parser.add_argument(
+        "--shape", type=link_rates, default=[], help="rate of each link: 200mbit, or one per peer"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead of tables")
+    options = parser.parse_args(arguments)
+    if len(options.shape) > 1 and options.peers != [len(options.shape)]:
+        parser.error(f"--shape names {len(options.shape)} links: give --peers {len(options.shape)}")
+    if options.shape and available():
+        parser.error(f"--shape: {available()}")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    results = []
+    for peers in options.peers:
+        rates = options.shape * peers if len(options.shape) == 1 else options.shape
+        rows = bench(options, peers, rates)
+        summaries = [summary(row, rows, options, rates) for row in rows]
+        results.append({"peers": peers, "values": options.values, "shape": rates, "systems": summaries})
+        if not options.json:
+            print(f"{peers} peers, {options.values} values, links {rates or 'loopback'}")
+            print(table(summaries), flush=True)
+    if options.json:
+        print(json.dumps(results))
+    return int(any(row["wrong"] for result in results for row in result["systems"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
