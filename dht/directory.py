@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
@@ -64,10 +64,14 @@ class RunDirectory:
 
     Attributes:
         bandwidth: Bytes per second that this peer says it can send; 0 if unknown.
+        credential: Returns what this peer's records tell of its direct channels.
+        on_credential: Called with the PeerID and the unverified credential of every record that is news and has one.
     """
 
     def __init__(self, identity: Identity, node: Node, dialable: bool, first_sequence: int) -> None:
         self.bandwidth = 0.0
+        self.credential: Callable[[], bytes] = bytes
+        self.on_credential: Callable[[str, bytes], None] = lambda peer, credential: None
         self._identity = identity
         self._node = node
         self._dialable = dialable
@@ -146,6 +150,7 @@ class RunDirectory:
             dialable=self._dialable,
             addresses=protocol.addresses,
             program=self._program,
+            credential=self.credential(),
             **values,  # type: ignore[arg-type]
         )
 
@@ -213,6 +218,8 @@ class RunDirectory:
 
     def _on_record(self, entry: Entry) -> None:
         own, peer = self._own.get(entry.record.run), entry.record.peer
+        if own is not None and entry.record.credential and peer != self._identity.peer:
+            self.on_credential(peer, entry.record.credential)
         if own is not None and own.data and entry.newcomer and peer != self._identity.peer:
             own.outbox.publish(own.data, [peer])
 

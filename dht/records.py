@@ -20,7 +20,7 @@ from equipoise.dht.identity import Identity, verify
 from equipoise.dht.state import PROTOCOL_VERSION, State
 
 MAX_RECORD_BYTES = 4096
-"""A usual record takes 450 bytes; four long addresses and a long reason fit."""
+"""A usual record takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
 MAX_TTL_SECONDS = 60.0
 """How long anybody keeps a record after its first arrival, whatever it asks for."""
 MAX_RUN_BYTES = 128
@@ -29,6 +29,8 @@ MAX_PROGRAM_CHARACTERS = 64
 MAX_SPEC_CHARACTERS = 128
 """Hex of a hash of at most 512 bits."""
 MAX_ADDRESSES = 4
+MAX_CREDENTIAL_BYTES = 1024
+"""Equal to `direct.credential.MAX_CREDENTIAL_BYTES`, which this light module does not import; checked by a test."""
 MAX_SEQUENCE = 2**63 - 1
 SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
@@ -59,6 +61,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         ttl: Seconds after its arrival until it is void.
         issued: The author's idea of the swarm's clock, seconds since 1970.
         program: Name and version of the program.
+        credential: What others need to open direct channels with it (`direct.credential`); verified when it is used.
     """
 
     version: int
@@ -76,6 +79,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     dialable: bool = False
     addresses: tuple[str, ...] = ()
     program: str = ""
+    credential: bytes = b""
 
     @property
     def ready(self) -> bool:
@@ -178,6 +182,8 @@ def _check(record: Readiness) -> None:
     ):
         if len(getattr(record, name)) > limit:
             raise RecordError(f"expected a {name} of at most {limit} characters")
+    if len(record.credential) > MAX_CREDENTIAL_BYTES:
+        raise RecordError(f"expected a credential of at most {MAX_CREDENTIAL_BYTES} bytes")
     if len(record.addresses) > MAX_ADDRESSES or any(
         len(one) > MAX_ADDRESS_CHARACTERS for one in record.addresses
     ):

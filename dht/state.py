@@ -41,6 +41,24 @@ class BootstrapStatus(msgspec.Struct, frozen=True):
     attempts: int
 
 
+class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Where direct channels stand.
+
+    Attributes:
+        channel: How this peer has frames carried where it dials: `aead`, `tls`, or `plain` (measurements only).
+        listening: Where others reach this peer's direct channels, `host:port`; empty in client mode.
+        channels: Number of open ones.
+        refused: Connections and credentials that were refused, by reason.
+        last_refusal: The latest of them in words, one line; empty before there is one.
+    """
+
+    channel: str
+    listening: tuple[str, ...] = ()
+    channels: int = 0
+    refused: dict[str, int] = {}
+    last_refusal: str = ""
+
+
 class SwarmStatus(msgspec.Struct, frozen=True):
     """One snapshot of a swarm's member.
 
@@ -57,6 +75,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         p2pd_log: The last lines that p2pd printed.
         clock_offset: Seconds that the median of the swarm's clocks is ahead of this machine's.
         streams: Number of open streams.
+        direct: Direct channels; None for a swarm that has none.
     """
 
     state: State
@@ -71,3 +90,4 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     p2pd_log: tuple[str, ...]
     clock_offset: float
     streams: int
+    direct: DirectStatus | None = None

@@ -37,10 +37,11 @@ class Stream:
         received: Bytes that it has given.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, buffer_bytes: int = SOCKET_BUFFER_BYTES) -> None:
         connection.setblocking(False)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
+        if buffer_bytes:  # 0: as the kernel sees fit.
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
         self._socket = connection
         self._loop = asyncio.get_running_loop()
         self._waiters: set[asyncio.Future[None]] = set()

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from equipoise.dht.address import is_loopback, parse_address, parse_listen
+from equipoise.dht.address import ListenAddress, is_loopback, parse_address, parse_listen
 from equipoise.dht.bootstrap import AddressKeeper, rejoin
 from equipoise.dht.dialer import Dialer
+from equipoise.dht.direct.preface import Layer
+from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectOptions, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import Identity, load_or_create
 from equipoise.dht.ledger import Ledger
@@ -40,6 +42,8 @@ class SwarmOptions:
         announce: Multiaddrs, without PeerID, to tell others instead of those listened on (port forwarding).
         client_mode: Whether to listen nowhere: this peer contributes and receives, but cannot be dialled.
         map_ports: Whether to ask the router for a port mapping.
+        direct_listen: Multiaddrs to accept direct channels on; by default any free port of the hosts of `listen`.
+        channel: How direct channels carry frames; `plain` does not encrypt, and is refused beyond loopback.
         guard: How p2pd is kept from outliving this process; see `guardian`.
     """
 
@@ -48,6 +52,8 @@ class SwarmOptions:
     announce: Sequence[str] = ()
     client_mode: bool = False
     map_ports: bool = False
+    direct_listen: Sequence[str] = ()
+    channel: Layer = DEFAULT_LAYER
     guard: str = "auto"
 
 
@@ -58,17 +64,19 @@ class Swarm:
         identity: Its key, kept in the home.
         transport: Channels to other members (`averaging.ports.Transport`).
         directory: The members of each run (`averaging.ports.Directory`).
+        direct: Direct channels to members of a group (`averaging.ports.DirectTransport`).
     """
 
     identity: Identity
     transport: Libp2pTransport
     directory: RunDirectory
+    direct: DirectTransport
 
     def __init__(self, home: Path, options: SwarmOptions | None = None) -> None:
         """Check everything that can be checked without a network.
 
         Raises:
-            AddressError: A listen or join address is malformed.
+            AddressError: A listen or join address is malformed, or the channel `plain` is asked for beyond loopback.
             IdentityError: The identity file in `home` cannot be used.
             OSError: No directory for sockets can be made.
         """
@@ -83,6 +91,7 @@ class Swarm:
         self._memory = Memory(home)
         self._runtime = make_runtime_dir()
         self._build(bool(listen))
+        self._build_direct(listen)
         p2pd = P2pdOptions(
             identity=self.identity.path,
             control=self._runtime / "p2pd.sock",
@@ -109,6 +118,16 @@ class Swarm:
             AddressKeeper(address, self._node, self._dialer) for address in self._join if address.peer != peer
         ]
 
+    def _build_direct(self, listen: Sequence[ListenAddress]) -> None:
+        options = self._options
+        if listen and options.direct_listen:
+            listen = tuple(parse_listen(text) for text in options.direct_listen)
+        else:
+            listen = tuple(ListenAddress(host, host, 0) for host in dict.fromkeys(one.host for one in listen))
+        self.direct = DirectTransport(self.identity, self._runtime, DirectOptions(listen, options.channel))
+        self.directory.credential = lambda: self.direct.credential
+        self.directory.on_credential = self.direct.learn
+
     @property
     def peer(self) -> str:
         """This member's PeerID."""
@@ -129,6 +148,7 @@ class Swarm:
             P2pdError: p2pd does not start.
         """
         try:
+            self.direct.start()
             self.transport.listen()
             await self._supervisor.start()
         except BaseException:
@@ -146,6 +166,7 @@ class Swarm:
         self._tasks = []
         self._memory.save()
         await self.directory.stop()
+        await self.direct.stop()
         await self.transport.stop()
         await self._supervisor.stop()
         await self._node.stop()
@@ -167,6 +188,7 @@ class Swarm:
             p2pd_log=self._supervisor.log,
             clock_offset=self._protocol.clock.offset,
             streams=self.transport.streams,
+            direct=self.direct.status(),
         )
 
     def _standing(self) -> tuple[State, str]:
@@ -194,6 +216,7 @@ class Swarm:
 
     async def _on_launched(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
+        self.direct.tell(text.split("/")[2] for text in self.addresses)
         await self.transport.attach()
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.create_task(self._rejoin()))

@@ -1,0 +1,123 @@
+"""The TCP port of direct channels, and where others find it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Iterable, Sequence
+
+from equipoise.dht.address import ListenAddress, is_loopback
+from equipoise.dht.p2pd import ListenError
+
+BACKLOG = 128
+"""Connections that the kernel holds for us; a group of 64 may dial at once, twice each."""
+ACCEPTED_AT_ONCE = 16
+"""Before others on the loop get a turn."""
+PAUSE_SECONDS = 0.5
+"""Without accepting, after the system had no descriptor left."""
+
+_log = logging.getLogger(__name__)
+
+
+class Listener:
+    """Listens on some addresses and hands every connection on."""
+
+    def __init__(
+        self, addresses: Sequence[ListenAddress], taken: Callable[[socket.socket, str], None]
+    ) -> None:
+        self._wanted = addresses
+        self._taken = taken
+        self._sockets: list[socket.socket] = []
+
+    @property
+    def bound(self) -> list[tuple[str, int]]:
+        """The addresses listened on, (host, port)."""
+        return [one.getsockname()[:2] for one in self._sockets]
+
+    def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            ListenError: An address is taken or not this machine's.
+        """
+        for address in self._wanted:
+            listening = _listen(address)
+            self._sockets.append(listening)
+            self._resume(listening)
+
+    def stop(self) -> None:
+        """Stop listening; idempotent."""
+        for one in self._sockets:
+            asyncio.get_running_loop().remove_reader(one)
+            one.close()
+        self._sockets = []
+
+    def _resume(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                _log.warning("cannot accept direct connections for now: %s", error.strerror)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(listening)
+                loop.call_later(PAUSE_SECONDS, self._resume, listening)
+                return
+            connection.setblocking(False)
+            self._taken(connection, address[0])
+
+
+def _listen(address: ListenAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setblocking(False)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listening.bind((address.host, address.port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        reason = error.strerror or str(error)
+        raise ListenError(
+            f"cannot listen on {address.text} for direct channels: {reason}; choose another with --direct-listen"
+        ) from None
+    return listening
+
+
+def endpoints(hosts: Iterable[str], bound: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Return where others reach listeners `bound` (host, port) of a machine with `hosts`, in their order.
+
+    A listener on all interfaces is reached at every host of its family. Hosts that only this machine reaches are left
+    out if there are others: on the other machine they are another's.
+    """
+    found = [(host, port) for host in hosts for own, port in bound if _serves(own, host)]
+    far = [one for one in dict.fromkeys(found) if not is_loopback(one[0])]
+    return far or list(dict.fromkeys(found))
+
+
+def _serves(own: str, host: str) -> bool:
+    if own == host:
+        return True
+    with contextlib.suppress(ValueError):
+        same_family = ipaddress.ip_address(own).version == ipaddress.ip_address(host).version
+        return same_family and ipaddress.ip_address(own).is_unspecified
+    # A host name was announced: whatever is listened on stands behind it.
+    return not _is_literal(host)
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,37 @@
+"""Options of the TCP sockets that carry direct channels, and what the kernel tells of them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+
+USER_TIMEOUT_MS = 3000
+"""Bytes that nobody acknowledges for so long end the connection (RFC 5482): a dead machine is not waited for."""
+UNSENT_BYTES = 256 * 1024
+"""The kernel takes more only once less than this waits to be sent: a control frame never queues behind megabytes."""
+
+_INFO_BYTES = 128
+_ACKNOWLEDGED = struct.Struct("=120xQ")
+"""tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
+
+
+def tune(connection: socket.socket) -> None:
+    """Set what every direct connection wants, where the system has it."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for name, value in (("TCP_USER_TIMEOUT", USER_TIMEOUT_MS), ("TCP_NOTSENT_LOWAT", UNSENT_BYTES)):
+        option = getattr(socket, name, None)
+        if option is not None:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def acknowledged(connection: socket.socket) -> int | None:
+    """Return how many bytes the other end's kernel has acknowledged; None where that cannot be told."""
+    if not hasattr(socket, "TCP_INFO"):
+        return None
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES:
+        return None
+    count: int = _ACKNOWLEDGED.unpack(info)[0]
+    return count

@@ -1,0 +1,224 @@
+"""Byte streams on a TCP connection that `handshake` has opened: plain, of TLS records, of our AEAD records.
+
+All three are `equipoise.dht.streams.Stream`s: `FramedChannel` puts frames on them. A frame is sent as (prefix,
+header, body), and what is read ahead stays below `HEAD_BYTES`, so that bodies go from and to the caller's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+
+from equipoise.dht.direct import aead
+from equipoise.dht.direct.sockets import acknowledged
+from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Stream, StreamClosed
+
+HEAD_BYTES = 4096
+"""Read ahead: a control frame whole, in one call."""
+JOINED_BYTES = 16 * 1024
+"""A frame up to this size is joined and sent in one call, one record: copying is cheaper than a second one."""
+TLS_PIECE_BYTES = 128 * 1024
+"""Handed to OpenSSL at once, which encrypts and writes 16 KiB at a time."""
+
+_NO_BYTES = memoryview(b"")
+
+
+class PlainStream(Stream):
+    """The socket's bytes as they are."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection, buffer_bytes=0)
+        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._ahead = _NO_BYTES
+        self._acknowledged = 0
+
+    @property
+    def delivered(self) -> int:
+        """Bytes that the other end's kernel has acknowledged, encryption and handshake included; else `sent`."""
+        if not self.closed:
+            count = acknowledged(self._socket)
+            self._acknowledged = self.sent if count is None else count
+        return self._acknowledged
+
+    async def wait_readable(self) -> None:
+        """Wait, without a bound, until there is something to read; may read ahead."""
+        while not self._ahead and not self._read_ahead():
+            await self._wait_to_read(None)
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fill `view` from the stream.
+
+        Raises:
+            StreamClosed: The stream ended, broke, or stalled.
+        """
+        done = unyielded = 0
+        while done < len(view):
+            if self._ahead:
+                got = min(len(self._ahead), len(view) - done)
+                view[done : done + got] = self._ahead[:got]
+                self._ahead = self._ahead[got:]
+                done += got
+            elif len(view) - done < HEAD_BYTES:
+                if not self._read_ahead():
+                    await self._wait_to_read(STALL_SECONDS)
+            else:
+                taken = self._take(view[done:])
+                done += taken
+                unyielded += taken
+                if not taken:
+                    await self._wait_to_read(STALL_SECONDS)
+                    unyielded = 0
+                elif unyielded >= YIELD_BYTES:
+                    await asyncio.sleep(0)
+                    unyielded = 0
+
+    def _read_ahead(self) -> bool:
+        taken = self._take(self._head)
+        self._ahead = self._head[:taken]
+        return bool(taken)
+
+    def _take(self, view: memoryview) -> int:
+        """Read what there is; 0 if there is nothing yet."""
+        taken = self._attempt(self._socket.recv_into, view)
+        if taken is None:
+            return 0
+        if taken == 0:
+            raise StreamClosed("closed by the other end")
+        self.received += taken
+        return taken
+
+    async def _wait_to_read(self, bound: float | None) -> None:
+        await self._wait(self._loop.add_reader, self._loop.remove_reader, bound)
+
+    async def _give(self, view: memoryview) -> None:
+        """Write all of `view`."""
+        while view:
+            sent = self._attempt(self._socket.send, view)
+            if sent is None:
+                await self._wait(self._loop.add_writer, self._loop.remove_writer, STALL_SECONDS)
+            else:
+                self.sent += sent
+                view = view[sent:]
+
+
+class TlsStream(PlainStream):
+    """Through OpenSSL, on the socket itself; to be used in one thread only."""
+
+    def _attempt(self, operation: Callable[[Any], int], argument: Any) -> int | None:
+        if self._why is not None:
+            raise StreamClosed(self._why)
+        try:
+            return operation(argument)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+            if isinstance(error, ssl.SSLWantReadError) == (operation == self._socket.recv_into):
+                return None
+            # Of all that TLS 1.3 knows only a key update makes reading wait for writing; nobody here asks for one.
+            raise StreamClosed("it asks for a key update") from None
+        except OSError as error:
+            raise StreamClosed(error.strerror or str(error)) from error
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        """Write `buffers` one after the other; all but the last are small."""
+        head, body = _split(buffers)
+        await self._give(memoryview(head))
+        for start in range(0, len(body), TLS_PIECE_BYTES):
+            await self._give(body[start : start + TLS_PIECE_BYTES])
+            if start % YIELD_BYTES == 0:
+                await asyncio.sleep(0)
+
+
+class AeadStream(PlainStream):
+    """Through records of `aead`."""
+
+    def __init__(self, connection: socket.socket, sealer: aead.Sealer, opener: aead.Opener) -> None:
+        super().__init__(connection)
+        self._sealer = sealer
+        self._opener = opener
+        self._out = memoryview(bytearray(aead.MAX_RECORD_BYTES))
+        self._in = memoryview(bytearray(aead.MAX_RECORD_BYTES + HEAD_BYTES))
+        self._start = self._end = 0
+
+    async def wait_readable(self) -> None:
+        """Wait, without a bound, until there is something to read; may read ahead."""
+        while not self._ahead and self._start == self._end and not self._read_more(aead.PREFIX_BYTES):
+            await self._wait_to_read(None)
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fill `view` with authentic bytes.
+
+        Raises:
+            StreamClosed: The stream ended, broke, stalled, or a record was refused.
+        """
+        done = unyielded = 0
+        while done < len(view):
+            if not self._ahead:
+                done += await self._open_next(view[done:])
+                if done - unyielded >= YIELD_BYTES:
+                    await asyncio.sleep(0)
+                    unyielded = done
+            got = min(len(self._ahead), len(view) - done)
+            view[done : done + got] = self._ahead[:got]
+            self._ahead = self._ahead[got:]
+            done += got
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        """Write `buffers` one after the other; all but the last are small."""
+        head, body = _split(buffers)
+        await self._seal(aead.HEAD, head)
+        for start in range(0, len(body), aead.PIECE_BYTES):
+            await self._seal(aead.BODY, body[start : start + aead.PIECE_BYTES])
+            if (start + aead.PIECE_BYTES) % YIELD_BYTES == 0:
+                await asyncio.sleep(0)
+
+    async def _seal(self, kind: int, plain: bytes | memoryview) -> None:
+        if self._why is not None:
+            raise StreamClosed(self._why)
+        size = self._sealer.seal_into(kind, plain, self._out)
+        await self._give(self._out[:size])
+
+    async def _open_next(self, place: memoryview) -> int:
+        """Open the next record into `place`, or ahead; return how many bytes `place` has got."""
+        try:
+            await self._hold(aead.PREFIX_BYTES)
+            kind, size = self._opener.parse_prefix(self._in[self._start : self._end])
+            if kind == aead.BODY and size > len(place):
+                raise StreamClosed(f"a record of {size} bytes where {len(place)} are left of a body")
+            total = aead.PREFIX_BYTES + size + aead.TAG_BYTES
+            await self._hold(total)
+            record = self._in[self._start : self._start + total]
+            self._start += total
+            if kind == aead.HEAD:
+                self._ahead = memoryview(self._opener.open(record))
+                return 0
+            self._opener.open_into(record, place[:size])
+            return size
+        except aead.RecordRefused as error:
+            raise StreamClosed(str(error)) from None
+
+    async def _hold(self, total: int) -> None:
+        """Have the next `total` bytes of records in the buffer."""
+        while self._end - self._start < total:
+            if not self._read_more(total):
+                await self._wait_to_read(STALL_SECONDS)
+
+    def _read_more(self, total: int) -> bool:
+        held = self._end - self._start
+        if self._start and self._start + total + HEAD_BYTES > len(self._in):
+            # At most what was read ahead of the last record, or one that has just begun: HEAD_BYTES.
+            self._in[:held] = self._in[self._start : self._end]
+            self._start, self._end = 0, held
+        taken = self._take(self._in[self._end : min(len(self._in), self._start + total + HEAD_BYTES)])
+        self._end += taken
+        return bool(taken)
+
+
+def _split(buffers: tuple[bytes | bytearray | memoryview, ...]) -> tuple[bytes, memoryview]:
+    """Join what is small; the last buffer stays where it is if it is large."""
+    *heads, last = buffers
+    body = memoryview(last).cast("B")
+    if sum(len(head) for head in heads) + len(body) <= JOINED_BYTES:
+        return b"".join(buffers), _NO_BYTES
+    return b"".join(heads), body

@@ -1,0 +1,339 @@
+"""Direct channels with members of a group: what `equipoise.averaging.ports.DirectTransport` asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from equipoise.dht.address import ListenAddress, is_loopback
+from equipoise.dht.direct import handshake
+from equipoise.dht.direct.admitted import Admitted, AdmittedPeers
+from equipoise.dht.direct.channel import DirectChannel
+from equipoise.dht.direct.gate import Gate
+from equipoise.dht.direct.listener import Listener, endpoints
+from equipoise.dht.direct.preface import Layer, Preface
+from equipoise.dht.direct.presence import Presence
+from equipoise.dht.direct.refusals import CredentialError, Refusals, Refused
+from equipoise.dht.direct.sockets import tune
+from equipoise.dht.direct.streams import PlainStream
+from equipoise.dht.identity import Identity
+from equipoise.dht.state import DirectStatus
+from equipoise.dht.transport import FramedChannel
+
+OPEN_SECONDS = 5.0
+"""To dial and shake hands, over all of a peer's addresses."""
+DIAL_SECONDS = 1.5
+"""For one address, so that three are tried: packets to an address of another network vanish without an answer."""
+HANDSHAKE_SECONDS = 5.0
+"""For whoever dials us, from its first byte to its greeting."""
+ADMIT_SECONDS = 2.0
+"""How long who dials us may wait for its admission: its manifest comes to us a moment later than to it."""
+IDLE_SECONDS = 60.0
+"""Without a byte either way a channel is closed; rounds are seconds apart."""
+SWEEP_SECONDS = 10.0
+MAX_CHANNELS_PER_PEER = 8
+"""Two per direction and run are usual."""
+MAX_CHANNELS = 512
+"""A group has at most 64 members; several groups at once stay below. Each costs a descriptor and up to 0.6 MB."""
+DEFAULT_LAYER: Layer = "aead"
+"""Its construction is small and stated in `aead`; it costs less than half of TLS' 16 KiB records."""
+
+_log = logging.getLogger(__name__)
+
+Handler = Callable[[FramedChannel], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class DirectOptions:
+    """How direct channels are made.
+
+    Attributes:
+        listen: Where to listen; empty: nowhere (client mode).
+        layer: How frames are carried once both sides have proved who they are.
+    """
+
+    listen: Sequence[ListenAddress] = ()
+    layer: Layer = DEFAULT_LAYER
+
+
+class DirectTransport:
+    """Opens and accepts direct channels with admitted peers; needs nothing of libp2p."""
+
+    def __init__(self, identity: Identity, folder: Path, options: DirectOptions) -> None:
+        """Make a certificate, kept in `folder`.
+
+        Raises:
+            OSError: `folder` cannot be written to.
+            ValueError: Unencrypted channels are to be listened for where other machines reach them.
+        """
+        if options.layer == "plain" and not all(is_loopback(one.host) for one in options.listen):
+            raise ValueError("channels without encryption are for measurements on loopback addresses only")
+        self._peer = identity.peer
+        self._layer = options.layer
+        self._presence = Presence(identity, folder)
+        self._admitted = AdmittedPeers()
+        self._listener = Listener(options.listen, self._accept)
+        self._dialable = bool(options.listen)
+        self._refusals = Refusals()
+        self._gate: Gate[asyncio.Task[None]] = Gate()
+        self._handler: Handler | None = None
+        self._channels: dict[DirectChannel, tuple[int, float]] = {}
+        self._per_peer: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def peer(self) -> str:
+        """PeerID of this peer."""
+        return self._peer
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to this peer."""
+        return self._dialable
+
+    @property
+    def credential(self) -> bytes:
+        """What others need to reach and recognise this peer, signed; at most `MAX_CREDENTIAL_BYTES`."""
+        return self._presence.credential
+
+    def status(self) -> DirectStatus:
+        """Return a snapshot, without waiting."""
+        return DirectStatus(
+            channel=self._layer,
+            listening=tuple(_shown(one) for one in self._presence.addresses or self._listener.bound),
+            channels=len(self._channels),
+            refused=self._refusals.counts,
+            last_refusal=self._refusals.last,
+        )
+
+    def admit(self, peer: str, credential: bytes) -> None:
+        """Accept channels from `peer`, and open them to it, from now on.
+
+        Raises:
+            ValueError: The credential is not genuine, has expired, or is another peer's; says which.
+        """
+        try:
+            self._admitted.admit(peer, credential)
+        except CredentialError as error:
+            self._refusals.note(error.why, str(error))
+            raise
+
+    def learn(self, peer: str, credential: bytes) -> None:
+        """Verify a credential ahead of its admission, which is quick then; a bad one is counted."""
+        try:
+            self._admitted.verify(peer, credential)
+        except CredentialError as error:
+            self._refusals.note(error.why, str(error))
+
+    def reaches(self, peer: str) -> bool:
+        """Whether `peer` was admitted and says where it listens."""
+        admitted = self._admitted.get(peer)
+        return admitted is not None and bool(admitted.credential.addresses)
+
+    def serve(self, handler: Handler | None) -> None:
+        """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
+        self._handler = handler
+
+    def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            ListenError: An address is taken or not this machine's.
+        """
+        self._listener.start()
+        self.tell(host for host, _ in self._listener.bound)
+        self._spawn(self._sweep())
+
+    def tell(self, hosts: Iterable[str]) -> None:
+        """Tell others that this machine has these hosts, best first."""
+        self._presence.tell(endpoints(hosts, self._listener.bound))
+
+    async def stop(self) -> None:
+        """Stop listening, close every channel, end every handler; idempotent."""
+        self._handler = None
+        self._listener.stop()
+        for channel in list(self._channels):
+            channel.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def open(self, peer: str) -> DirectChannel:
+        """Open a channel to `peer` within `OPEN_SECONDS`.
+
+        Raises:
+            ConnectionError: The peer cannot be reached or is not admitted; names it and says why.
+        """
+        self._check_room(peer)
+        failures = []
+        try:
+            admitted = await self._admitted.expect(peer, 0)
+            async with asyncio.timeout(OPEN_SECONDS):
+                for host, port in admitted.credential.addresses:
+                    try:
+                        return self._enter(peer, await self._dial(admitted, host, port))
+                    except (OSError, TimeoutError) as error:
+                        failures.append(f"{_shown((host, port))}: {_said(error)}")
+        except TimeoutError:
+            failures.append(f"no channel within {OPEN_SECONDS:.0f} s")
+        except ConnectionError as error:
+            failures.append(str(error))
+        raise ConnectionError(
+            f"cannot open a direct channel to {peer}: {'; '.join(failures) or 'it listens nowhere'}"
+        )
+
+    async def _dial(self, admitted: Admitted, host: str, port: int) -> PlainStream:
+        if self._layer == "plain" and not is_loopback(host):
+            raise Refused("plain", "channels without encryption are for loopback addresses only")
+        async with asyncio.timeout(DIAL_SECONDS):
+            connection = await _connect(host, port)
+        preface = Preface(self._layer, self._peer, admitted.credential.peer)
+        try:
+            tune(connection)
+            await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
+            return await self._secure(connection, admitted, preface, dialler=True)
+        except Refused as error:
+            if error.why in ("impostor", "expired", "replayed certificate"):
+                self._refusals.note(
+                    error.why, f"{admitted.credential.peer} at {_shown((host, port))}: {error}"
+                )
+            raise
+        finally:
+            connection.close()
+
+    async def _secure(
+        self, connection: socket.socket, admitted: Admitted, preface: Preface, *, dialler: bool
+    ) -> PlainStream:
+        if preface.layer == "plain":
+            return await handshake.forgo(connection, dialler=dialler)
+        context = admitted.context(self._presence.certificate, server=not dialler)
+        expected = admitted.credential.certificate
+        return await handshake.secure(connection, context, expected, preface, dialler=dialler)
+
+    def _accept(self, connection: socket.socket, host: str) -> None:
+        if self._handler is None:
+            connection.close()
+            return
+        task = self._spawn(self._welcome(connection, host))
+        evicted = self._gate.enter(task, host)
+        if evicted is not None:
+            self._refusals.note("too many", f"more than {len(self._gate)} connections without a proven peer")
+            evicted.cancel()
+
+    async def _welcome(self, connection: socket.socket, host: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                channel = await self._introduce(connection, host)
+        except TimeoutError:
+            self._refusals.note("timeout", f"{host} did not prove who it is in {HANDSHAKE_SECONDS:.0f} s")
+            return
+        except Refused as error:
+            self._refusals.note(error.why, f"{host}: {error}")
+            return
+        except OSError as error:
+            self._refusals.note("went away", f"{host}: {_said(error)}")
+            return
+        finally:
+            self._gate.leave(task)
+            connection.close()
+        await self._handle(channel)
+
+    async def _introduce(self, connection: socket.socket, host: str) -> DirectChannel:
+        tune(connection)
+        preface = await handshake.receive_preface(connection)
+        if preface.acceptor != self._peer:
+            raise Refused("other peer", f"{preface.dialler} wants to reach {preface.acceptor}")
+        if (preface.layer == "plain") != (self._layer == "plain") or (
+            self._layer == "plain" and not is_loopback(host)
+        ):
+            raise Refused("plain", f"{preface.dialler} wants channels as {preface.layer}, not {self._layer}")
+        admitted = await self._admitted.expect(preface.dialler, ADMIT_SECONDS)
+        stream = await self._secure(connection, admitted, preface, dialler=False)
+        try:
+            self._check_room(preface.dialler)
+        except ConnectionError as error:
+            stream.close()
+            raise Refused("too many", str(error)) from None
+        return self._enter(preface.dialler, stream)
+
+    async def _handle(self, channel: DirectChannel) -> None:
+        handler = self._handler
+        try:
+            if handler is not None:
+                await handler(channel)
+        except ConnectionError as error:
+            _log.debug("%s", error)
+        except Exception:
+            _log.exception("the handler of a direct channel from %s failed", channel.peer)
+        finally:
+            channel.close()
+
+    def _check_room(self, peer: str) -> None:
+        if self._per_peer[peer] >= MAX_CHANNELS_PER_PEER:
+            raise ConnectionError(
+                f"{MAX_CHANNELS_PER_PEER} direct channels with {peer} are open already, the maximum"
+            )
+        if len(self._channels) >= MAX_CHANNELS:
+            raise ConnectionError(f"{MAX_CHANNELS} direct channels are open already, the maximum")
+
+    def _enter(self, peer: str, stream: PlainStream) -> DirectChannel:
+        channel = DirectChannel(peer, stream, self._leave)
+        self._channels[channel] = (0, asyncio.get_running_loop().time())
+        self._per_peer[peer] += 1
+        return channel
+
+    def _leave(self, channel: FramedChannel) -> None:
+        assert isinstance(channel, DirectChannel)
+        del self._channels[channel]
+        self._per_peer[channel.peer] -= 1
+        if self._per_peer[channel.peer] <= 0:
+            del self._per_peer[channel.peer]
+
+    async def _sweep(self) -> None:
+        """Close channels on which nothing moves."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for channel, (moved, since) in list(self._channels.items()):
+                if channel.moved != moved:
+                    self._channels[channel] = (channel.moved, loop.time())
+                elif loop.time() - since >= IDLE_SECONDS:
+                    channel.abandon(f"unused for {IDLE_SECONDS:.0f} s")
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _connect(host: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    connection = socket.socket(family, kind, protocol)
+    try:
+        connection.setblocking(False)
+        await loop.sock_connect(connection, address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _said(error: BaseException) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"no answer within {DIAL_SECONDS:.1f} s"
+    return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+
+
+def _shown(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
