@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import statistics
 import weakref
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ class Round:
         self._closed = closed
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
+        self._members = {peer: index for index, peer in enumerate(self._peers)}
         self._me = task.manifest.index(mesh.peer)
         self._store = Store(self.group, self._me, task.codec, task.contribution, task.result, mesh.pool)
         self._began = self._loop.time()
@@ -130,6 +132,7 @@ class Round:
         self._sent = 0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = math.inf
         self._pulse: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -154,13 +157,13 @@ class Round:
             raise FrameRefused(
                 f"expected {self._store.size(message.part)} bytes for part {message.part}, got {size}"
             )
-        if self._wants(self._index(peer), message):
+        if self._wants(self._members[peer], message):
             return self._store.take(message.part)
         return self._mesh.scratch(size)
 
     def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:
         """A frame of `size` bytes in all has come from a member."""
-        member = self._index(peer)
+        member = self._members[peer]
         self._received += size
         self._hear(member)
         match message:
@@ -173,7 +176,7 @@ class Round:
 
     def lost(self, peer: str, reason: str) -> None:
         """Frames to or from a member may have been lost."""
-        member = self._index(peer)
+        member = self._members[peer]
         self._liveness.lose(member)
         self._waiting[member] = []
         self._tell(PeerLost(member, reason))
@@ -185,7 +188,7 @@ class Round:
 
     def is_member(self, peer: str) -> bool:
         """Whether frames of this round may come from `peer`."""
-        return peer in self._peers and peer != self._mesh.peer
+        return peer in self._members and peer != self._mesh.peer
 
     # ---- from the world to the machine ----
 
@@ -226,6 +229,7 @@ class Round:
             self._pulse = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
 
     def _wake(self) -> None:
+        self._wakes_at = math.inf
         self._tell(Woke())
 
     def _tell(self, event: Event) -> None:
@@ -350,14 +354,13 @@ class Round:
             self._phase, self._phase_began = phase, now
 
     def _schedule(self) -> None:
+        deadline = self._machine.deadline
+        if deadline >= self._wakes_at:
+            return  # Most events move the deadline later; waking early is harmless, and setting a timer is not free.
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if self._machine.deadline != float("inf"):
-            self._timer = self._loop.call_at(self._machine.deadline, self._wake)
-
-    def _index(self, peer: str) -> int:
-        return self._task.manifest.index(peer)
+        self._wakes_at = deadline
+        self._timer = self._loop.call_at(deadline, self._wake)
 
     def _reachable(self, index: int) -> bool:
         return index != self._me and bool(self.group.dialable & (1 << index | 1 << self._me))
