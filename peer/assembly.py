@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 from equipoise.averaging.aio.hub import Hub
+from equipoise.dht.direct.preface import Layer
 from equipoise.dht.identity import Identity, IdentityError, verify
 from equipoise.dht.p2pd import ListenError, P2pdError
 from equipoise.dht.swarm import DEFAULT_LISTEN, Swarm, SwarmOptions
@@ -37,11 +39,18 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
         EquipoiseError: Something of this machine prevents it: a port in use, an identity file that others can read.
     """
     options = SwarmOptions(
-        listen=config.listen or DEFAULT_LISTEN, join=config.join, client_mode=config.client_mode
+        listen=config.listen or DEFAULT_LISTEN,
+        join=config.join,
+        client_mode=config.client_mode,
+        direct_listen=config.direct_listen,
+        channel=cast(Layer, config.channel),
     )
     try:
         swarm = Swarm(Path(config.home), options)
         await swarm.start()
     except (IdentityError, ListenError, P2pdError, OSError) as error:
         raise EquipoiseError(str(error)) from error
-    return swarm, Hub(swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth)
+    hub = Hub(
+        swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth, direct=swarm.direct
+    )
+    return swarm, hub
