@@ -76,9 +76,10 @@ class Swarm:
         """Check everything that can be checked without a network.
 
         Raises:
-            AddressError: A listen or join address is malformed, or the channel `plain` is asked for beyond loopback.
+            AddressError: A listen or join address is malformed.
             IdentityError: The identity file in `home` cannot be used.
             OSError: No directory for sockets can be made.
+            ValueError: The channel `plain` is asked for beyond loopback.
         """
         self._options = options or SwarmOptions()
         self._join = [parse_address(text) for text in dict.fromkeys(self._options.join)]

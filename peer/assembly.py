@@ -50,7 +50,5 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
         await swarm.start()
     except (IdentityError, ListenError, P2pdError, OSError) as error:
         raise EquipoiseError(str(error)) from error
-    hub = Hub(
-        swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth, direct=swarm.direct
-    )
+    hub = Hub(swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth, direct=swarm.direct)
     return swarm, hub

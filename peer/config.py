@@ -28,6 +28,11 @@ MAX_ADDRESSES = 64
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
+CHANNELS = ("aead", "tls")
+"""How bulk data is encrypted on direct channels: in larger records of our own after a TLS handshake, or in TLS' own."""
+UNENCRYPTED = "plain"
+"""A third one, for measurements only: it is no flag, and is refused wherever another machine could connect."""
+
 Address = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
 
@@ -40,6 +45,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         name: What people call this daemon; shown by `status`.
         join: Addresses of daemons to join the swarm through; tried all, again and again.
         listen: Multiaddresses to listen on; port 0 lets the system choose.
+        direct_listen: Multiaddresses for the direct channels of rounds; by default a free port of each `listen`'s host.
+        channel: How direct channels encrypt: one of `CHANNELS`.
         client_mode: Whether this machine cannot be dialled: it then contributes and receives, and owns no share.
         log_level: Least severe of what is logged.
         bandwidth: What this machine can send, in bytes per second; 0 if unknown.
@@ -49,6 +56,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     join: Addresses = ()
     listen: Addresses = ()
+    direct_listen: Addresses = ()
+    channel: str = CHANNELS[0]
     client_mode: bool = False
     log_level: str = "info"
     bandwidth: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -131,6 +140,8 @@ def load(
         settings[key] = Setting(key, _checked(key, value, origin), origin)
     config = Config(**{key: setting.value for key, setting in settings.items()})
     malformed = _malformed(config, settings, tolerant=not flags.get("join"))
+    if "channel" in settings:
+        _check_channel(config, settings["channel"].origin)
     for key in KEYS:
         settings.setdefault(key, Setting(key, getattr(config, key), "default"))
     bad = {one.address for one in malformed}
@@ -205,6 +216,8 @@ def _checked(key: str, value: Any, origin: str) -> Any:
         raise ConfigError(f"{origin}: {key}: {reason}", f"got {str(value)[:64]!r}") from error
     if key == "log_level" and value not in LOG_LEVELS:
         raise ConfigError(f"{origin}: {key}: expected {' or '.join(LOG_LEVELS)}", f"got {value[:64]!r}")
+    if key == "channel" and value not in (*CHANNELS, UNENCRYPTED):
+        raise ConfigError(f"{origin}: {key}: expected {' or '.join(CHANNELS)}", f"got {value[:64]!r}")
     if key == "name" and not value.isprintable():
         raise ConfigError(f"{origin}: {key}: expected printable characters", f"got {value!r}")
     if key == "bandwidth" and not math.isfinite(value):
@@ -213,15 +226,16 @@ def _checked(key: str, value: Any, origin: str) -> Any:
 
 
 def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) -> tuple[Malformed, ...]:
-    if not config.join and not config.listen:
+    if not (config.join or config.listen or config.direct_listen):
         return ()
     from equipoise.dht.address import AddressError, parse_address, parse_listen  # Imports cryptography.
 
-    for address in config.listen:
-        try:
-            parse_listen(address)
-        except AddressError as error:
-            raise ConfigError(f"{settings['listen'].origin}: {error}") from error
+    for key in ("listen", "direct_listen"):
+        for address in getattr(config, key):
+            try:
+                parse_listen(address)
+            except AddressError as error:
+                raise ConfigError(f"{settings[key].origin}: {error}") from error
     found = []
     for address in config.join:
         try:
@@ -231,6 +245,20 @@ def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) 
                 raise ConfigError(f"{settings['join'].origin}: {error}") from error
             found.append(Malformed(address, f"{settings['join'].origin}: {error}"))
     return tuple(found)
+
+
+def _check_channel(config: Config, origin: str) -> None:
+    """Refuse to send anything unencrypted that could leave this machine."""
+    if config.channel != UNENCRYPTED:
+        return
+    from equipoise.dht.address import is_loopback, parse_listen
+
+    hosts = [parse_listen(address).host for address in (*config.listen, *config.direct_listen)]
+    if config.client_mode or not hosts or not all(map(is_loopback, hosts)):
+        raise ConfigError(
+            f"{origin}: channel: {UNENCRYPTED!r} encrypts nothing and proves nobody's identity",
+            "it is for measurements with --listen on loopback addresses only; leave it out",
+        )
 
 
 def _lookalikes(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from equipoise.peer.config import LOG_LEVELS
+from equipoise.peer.config import CHANNELS, LOG_LEVELS
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -38,6 +38,17 @@ def daemon_options(command: Command) -> Command:
             metavar="MULTIADDR",
             multiple=True,
             help="Where to listen, as /ip4/0.0.0.0/tcp/31337. May be repeated.",
+        ),
+        click.option(
+            "--direct-listen",
+            metavar="MULTIADDR",
+            multiple=True,
+            help="Where to listen for the direct channels of rounds.  [default: a free port]",
+        ),
+        click.option(
+            "--channel",
+            type=click.Choice(CHANNELS),
+            help=f"How direct channels encrypt.  [default: {CHANNELS[0]}]",
         ),
         home_option,
         click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.dht.state import DirectStatus
 from equipoise.peer.config import Setting
 from equipoise.peer.logs import escaped
 from equipoise.peer.status import PeerRow, RunStatus, Status
@@ -44,6 +45,8 @@ def print_status(status: Status) -> None:
     for row in swarm.bootstrap:
         _line(console, "joins through", f"{row.address} ({row.state}: {row.reason})")
     _line(console, "connected", f"{len(swarm.connected)} peers, {status.clients} clients")
+    for line in _direct(swarm.direct):
+        _line(console, "direct", line)
     _line(console, "memory", f"{status.memory / 1e6:.0f} MB")
     _line(console, "kernels", f"{status.kernels.name} ({status.kernels.reason})")
     _line(console, "versions", ", ".join(f"{name} {version}" for name, version in status.versions.items()))
@@ -98,6 +101,16 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
     ]
     titles = ("run", "round", "", "contributors", "took", "sent and received", "digest", "why")
     Console().print(_table(titles, rows))
+
+
+def _direct(direct: DirectStatus | None) -> Iterator[str]:
+    if direct is None:
+        return
+    where = ", ".join(direct.listening) or "nowhere"
+    yield f"{direct.channels} channels open, {direct.channel}; listens at {where}"
+    if direct.refused:
+        counts = ", ".join(f"{count} {why}" for why, count in sorted(direct.refused.items()))
+        yield f"refused {counts}; the last: {direct.last_refusal}"
 
 
 def _run(run: RunStatus) -> tuple[str, ...]:

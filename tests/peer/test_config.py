@@ -46,6 +46,8 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
         "name": "flag --name",
         "join": "default",
         "listen": "default",
+        "direct_listen": "default",
+        "channel": "default",
         "client_mode": f"file {tmp_path / 'config.toml'}",
         "log_level": "environment EQUIPOISE_LOG_LEVEL",
         "bandwidth": f"file {tmp_path / 'config.toml'}",
@@ -96,6 +98,9 @@ def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
         ('name = "a\\nb"', "printable"),
         ("client_mode = 'yes'", "client_mode: expected `bool`"),
         ("log_level = 'loud'", "log_level: expected debug or info or warning or error; got 'loud'"),
+        ("channel = 'rot13'", "channel: expected aead or tls; got 'rot13'"),
+        ("channel = 'plain'", "encrypts nothing"),
+        ("channel = 'plain'\nlisten = ['/ip4/0.0.0.0/tcp/0', '/ip4/127.0.0.1/tcp/0']", "encrypts nothing"),
         ("bandwidth = -1", "bandwidth: expected `float` >= 0"),
         ("bandwidth = inf", "finite"),
         ("name = ", "not valid TOML"),
@@ -110,6 +115,12 @@ def test_mistakes_in_the_file_name_file_and_key(tmp_path: Path, text: str, said:
     assert str(tmp_path / "config.toml") in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_status == 2
+
+
+def test_channels_without_encryption_stay_on_loopback(tmp_path: Path) -> None:
+    flags = with_file(tmp_path, "listen = ['/ip4/127.0.0.1/tcp/0']")
+
+    assert load(flags, {"EQUIPOISE_CHANNEL": "plain"}).config.channel == "plain"
 
 
 @pytest.mark.parametrize(
