@@ -6,7 +6,7 @@ on the wire are theirs; with `--shape` each peer has a namespace and a link of t
 
     scripts/bench_round.py                                             # 2 and 4 peers, 16M values, int8 and rivals
     scripts/bench_round.py --peers 4 --systems ours/int8/aead gloo     # see bench_systems.py for the names
-    scripts/bench_round.py --peers 4 --shape 50mbit,200mbit,200mbit,200mbit --systems ours/int8/aead wire/int8
+    scripts/bench_round.py --peers 4 --shape 50mbit,200mbit,200mbit,200mbit --systems ours/int8/aead
 
 Times of a round are the greatest over its peers. `exchange` is from the group formed to the mean decoded, `call` is the
 whole call. hivemind's exchange is its all-reduce, after its matchmaking; gloo has no matchmaking.
@@ -19,26 +19,25 @@ import contextlib
 import json
 import os
 import select
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
+from bench_report import Row, summary, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from e2e.netns import Network, available
 from equipoise.averaging.balance import balance
 
-PEER = Path(__file__).with_name("bench_systems.py")
+PEER = Path(__file__).with_name("bench_peer.py")
 DEFAULT_SYSTEMS = ("ours/int8", "gloo", "hivemind/fp16")
 DEFAULT_VALUES = 1 << 24
 
@@ -65,6 +64,7 @@ class Peer:
     def __init__(self, command: Sequence[str], threads: int, log: Path) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("EQUIPOISE_")}
         environment |= {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        self.lost = False
         self._log = log
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -85,9 +85,11 @@ class Peer:
         """
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], ANSWER_SECONDS)[0]:
+            self.lost = True
             raise Broken(f"no answer within {ANSWER_SECONDS:g} s; {self._tail()}")
         line = self._process.stdout.readline()
         if not line:
+            self.lost = True
             raise Broken(f"it has ended; {self._tail()}")
         answer = json.loads(line)
         if "failure" in answer:
@@ -114,29 +116,12 @@ class Peer:
         return f"it wrote: {self._log.read_text(errors='replace')[-2000:]}"
 
 
-@dataclass
-class Row:
-    """What has been measured of one system; times in seconds, one value a round."""
-
-    name: str
-    exchange: list[float] = field(default_factory=list)
-    call: list[float] = field(default_factory=list)
-    beyond: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    wire: list[int] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)
-    encoded: float = 0.0
-    error: float = 0.0
-    wrong: int = 0
-    failures: list[str] = field(default_factory=list)
-    memory: list[dict[str, float]] = field(default_factory=list)
-
-
 class Contestant:
     """One system with its peers."""
 
     def __init__(self, name: str, commands: Sequence[Sequence[str]], folder: Path, shared_wire: bool) -> None:
         self.row = Row(name)
+        self.out = False
         self._shared_wire = shared_wire
         threads = max(1, (os.cpu_count() or 1) // len(commands))
         self.peers = [
@@ -153,17 +138,18 @@ class Contestant:
         """One round of all peers; those before `WARM_ROUNDS` are checked, and not counted."""
         # Another scale each time, so that what is left over of an earlier round is not taken for a result.
         scale = (-1) ** number * (1 + number % 5 / 4)
-        sent = self._ask(self.peers, "restore", scale)
-        family = [process for peer in self.peers for process in peer.processes()]
-        before = cpu_seconds(family)
         try:
+            sent = self._ask(self.peers, "restore", scale)
+            family = [process for peer in self.peers for process in peer.processes()]
+            before = cpu_seconds(family)
             said = self._ask(self.peers, "round")
+            time.sleep(SETTLE_SECONDS)
+            cpu = cpu_seconds(family) - before
+            checked = self._ask(self.peers, "check")
         except Broken as failure:
             self.row.failures.append(str(failure))
+            self.out = any(peer.lost for peer in self.peers)
             return
-        time.sleep(SETTLE_SECONDS)
-        cpu = cpu_seconds(family) - before
-        checked = self._ask(self.peers, "check")
         if any(not one["ok"] for one in said):
             self.row.failures.append(next(one["reason"] for one in said if not one["ok"]))
             return
@@ -257,13 +243,14 @@ def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> li
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         hosts, prefix, shared = stack.enter_context(places(peers, rates))
         write_data(data, peers, options.values)
+        fractions = balance(rates or [1.0] * peers, [True] * peers)
         contestants = []
         for name in options.systems:
             commands = []
             for index, host in enumerate(hosts):
                 own = work / f"{name.replace('/', '-')}-{index}"
                 own.mkdir()
-                words = [name, index, peers, options.values, host, own, data]
+                words = [name, index, ",".join(map(str, fractions)), options.values, host, own, data]
                 commands.append([*prefix(index), sys.executable, str(PEER), *map(str, words)])
             contestant = Contestant(name, commands, work, shared)
             stack.callback(contestant.end)
@@ -272,82 +259,9 @@ def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> li
         for number in range(WARM_ROUNDS + options.rounds):
             turn = number % len(contestants)
             for contestant in contestants[turn:] + contestants[:turn]:
-                contestant.round(number)
+                if not contestant.out:
+                    contestant.round(number)
     return [contestant.row for contestant in contestants]
-
-
-def summary(
-    row: Row, rows: Sequence[Row], options: argparse.Namespace, rates: Sequence[float]
-) -> dict[str, Any]:
-    """What is printed of one system."""
-    found: dict[str, Any] = {
-        "system": row.name,
-        "rounds": len(row.exchange),
-        "failed": len(row.failures),
-        "wrong": row.wrong,
-        "error": row.error,
-    }
-    if row.failures:
-        found["reasons"] = sorted(set(row.failures))[:5]
-    if row.memory:
-        found["peak_mb"] = round(max(one["peak"] for one in row.memory) / 1e6)
-    if row.memory and "daemon" in row.memory[0]:
-        found["daemon_beyond_tensors_mb"] = round(max(one["daemon"] for one in row.memory) / 1e6)
-    if not row.exchange:
-        return found
-    for key in ("exchange", "call", "beyond"):
-        times = [1e3 * value for value in getattr(row, key)]
-        found |= {f"{key}_min_ms": min(times), f"{key}_median_ms": statistics.median(times)}
-    found["cpu_s"] = statistics.mean(row.cpu)
-    found["wire_mb"] = statistics.median(row.wire) / 1e6
-    for other in rows:
-        if other is not row and other.exchange and other.name.startswith(("gloo", "hivemind", "wire")):
-            found[f"x_{other.name}"] = statistics.median(row.exchange) / statistics.median(other.exchange)
-    if row.phases:
-        names = row.phases[0]
-        found["phases_ms"] = {
-            name: 1e3 * statistics.median(one.get(name, 0.0) for one in row.phases) for name in names
-        }
-    if rates:
-        found |= shares(row, options.values, rates)
-    return found
-
-
-def shares(row: Row, values: int, rates: Sequence[float]) -> dict[str, Any]:
-    """The best time that the links' rates and sizes of shares allow, and how far off the median is.
-
-    A member with the fraction f of S encoded bytes sends (1 - f) S + (n - 1) f S = S (1 + (n - 2) f), and receives as
-    much; at b bytes a second the slowest takes T = max S (1 + (n - 2) f_i) / b_i, least for `balance`'s fractions.
-    """
-    encoded = values * row.encoded
-    speeds = [rate * 1e6 / 8 for rate in rates]
-    fractions = balance(speeds, [True] * len(rates))
-    count = len(rates)
-    best = max(
-        encoded * (1 + (count - 2) * fraction) / speed
-        for fraction, speed in zip(fractions, speeds, strict=True)
-    )
-    return {"best_ms": 1e3 * best, "x_best": statistics.median(row.exchange) / best}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line a system, and the reasons of failures."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in ("reasons", "phases_ms")))
-    cells = [names] + [[_cell(row.get(name, "")) for name in names] for row in rows]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(names))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
-    for row in rows:
-        if "phases_ms" in row:
-            phases = "  ".join(f"{name} {value:.1f}" for name, value in row["phases_ms"].items())
-            lines.append(f"{row['system']}, first peer, medians in ms: {phases}")
-        lines += [f"{row['system']} failed: {reason}" for reason in row.get("reasons", ())]
-    return "\n".join(lines)
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.1e}" if 0 < abs(value) < 0.01 else f"{value:.2f}" if value < 100 else f"{value:.0f}"
 
 
 def count(text: str) -> int:
@@ -386,6 +300,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--shape names {len(options.shape)} links: give --peers {len(options.shape)}")
     if options.shape and available():
         parser.error(f"--shape: {available()}")
+    if options.shape:
+        codecs = dict.fromkeys(name.split("/")[1] for name in options.systems if name.startswith("ours/"))
+        wires = [f"wire/{codec}" for codec in codecs]
+        options.systems = list(dict.fromkeys([*options.systems, *wires]))
     return options
 
 
@@ -395,7 +313,7 @@ def main() -> int:
     for peers in options.peers:
         rates = options.shape * peers if len(options.shape) == 1 else options.shape
         rows = bench(options, peers, rates)
-        summaries = [summary(row, rows, options, rates) for row in rows]
+        summaries = [summary(row, rows, options.values, rates) for row in rows]
         results.append({"peers": peers, "values": options.values, "shape": rates, "systems": summaries})
         if not options.json:
             print(f"{peers} peers, {options.values} values, links {rates or 'loopback'}")

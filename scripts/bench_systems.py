@@ -1,29 +1,23 @@
-"""One peer of `bench_round.py`: a process with one averaging system, told by lines of JSON what to do next.
+"""The ways to average that `bench_round.py` compares.
 
 A system is named `ours/CODEC/CHANNEL`, `gloo`, `hivemind/CODEC`, `wire/CODEC` (plain TCP of as many bytes, in the same
 pattern: what the links allow) or `nothing` (which averages nothing, and must be caught). An added `/xN` cuts the vector
-into N tensors. Contributions and the true mean come from files, read piece by piece: they do not count as
-memory.
+into N tensors.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import os
 import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -37,8 +31,8 @@ MEET_SECONDS = 60.0
 POLL_SECONDS = 0.0005
 """How finely the moment is known at which hivemind begins to exchange: cheap beside its tenths of a second."""
 
-CHUNK = 1 << 20
-"""Values that are read, restored or compared at once."""
+SCRATCH_BYTES = 1 << 20
+"""What the wire's bytes are received over."""
 
 HIVEMIND_PART_BYTES = 4 << 20
 
@@ -51,12 +45,24 @@ BYTES_PER_VALUE = {"fp32": 4.0, "none": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1
 
 @dataclass(frozen=True)
 class Place:
-    """Where a peer stands: its index among `peers`, its IPv4 address, a folder of its own."""
+    """Where a peer stands.
+
+    Attributes:
+        index: Its number among the peers.
+        shares: The fraction of the vector that suits each peer's link.
+        host: Its IPv4 address.
+        folder: A folder of its own.
+    """
 
     index: int
-    peers: int
+    shares: tuple[float, ...]
     host: str
     folder: Path
+
+    @property
+    def peers(self) -> int:
+        """How many peers there are."""
+        return len(self.shares)
 
 
 @dataclass(frozen=True)
@@ -273,7 +279,7 @@ class Hivemind:
 
 
 class Wire:
-    """Plain TCP of as many bytes as a codec's butterfly with equal shares sends between each two peers, both ways."""
+    """Plain TCP of as many bytes as a codec's butterfly sends between each two peers, all of them at once."""
 
     def __init__(self, tensors: list[torch.Tensor], codec: str = "int8") -> None:
         self.tensors, self.codec = tensors, codec
@@ -284,44 +290,51 @@ class Wire:
         return f"{place.host}:{self._server.getsockname()[1]}"
 
     def meet(self, addresses: list[str]) -> None:
-        dialled = addresses[: self._place.index]
-        self._sockets = []
-        for address in dialled:
+        me = self._place.index
+        self._sockets: dict[int, socket.socket] = {}
+        for other, address in enumerate(addresses[:me]):
             host, _, port = address.partition(":")
-            self._sockets.append(socket.create_connection((host, int(port)), MEET_SECONDS))
+            self._sockets[other] = socket.create_connection((host, int(port)), MEET_SECONDS)
+            self._sockets[other].sendall(bytes([me]))
         while len(self._sockets) < self._place.peers - 1:
-            self._sockets.append(self._server.accept()[0])
-        size = sum(tensor.numel() for tensor in self.tensors)
-        self._half = int(size * BYTES_PER_VALUE[self.codec] / self._place.peers)
-        self._data = memoryview(bytearray(self._half))
+            accepted = self._server.accept()[0]
+            self._sockets[accepted.recv(1)[0]] = accepted
+        encoded = sum(tensor.numel() for tensor in self.tensors) * BYTES_PER_VALUE[self.codec]
+        shares = self._place.shares
+        # To each owner what goes into its share, and from each owner the mean of its share: as much either way.
+        self._sizes = {other: int(encoded * (shares[me] + shares[other])) for other in self._sockets}
+        self._data = memoryview(bytearray(max(self._sizes.values())))
 
     def round(self) -> Measured:
-        return timed(self._both_halves)
+        return timed(self._pass_all)
 
     def close(self) -> None:
-        for one in [*self._sockets, self._server]:
+        for one in [*self._sockets.values(), self._server]:
             one.close()
 
-    def _both_halves(self) -> None:
-        # Scatter and gather overlap in a pipelined butterfly: the links see one stream of both.
-        threads = [threading.Thread(target=self._send, args=(one,)) for one in self._sockets]
-        threads += [threading.Thread(target=self._receive, args=(one,)) for one in self._sockets]
+    def _pass_all(self) -> None:
+        threads = [threading.Thread(target=self._send, args=(other,)) for other in self._sockets]
+        threads += [threading.Thread(target=self._receive, args=(other,)) for other in self._sockets]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _send(self, to: socket.socket) -> None:
-        for _ in range(2):
-            to.sendall(self._data)
+    def _send(self, other: int) -> None:
+        self._sockets[other].sendall(self._data[: self._sizes[other]])
 
-    def _receive(self, of: socket.socket) -> None:
-        left, scratch = 2 * self._half, memoryview(bytearray(CHUNK))
+    def _receive(self, other: int) -> None:
+        left, scratch = self._sizes[other], memoryview(bytearray(SCRATCH_BYTES))
         while left:
-            got = of.recv_into(scratch, min(left, CHUNK))
+            got = self._sockets[other].recv_into(scratch, min(left, SCRATCH_BYTES))
             if not got:
                 raise ConnectionError("the other end has closed")
             left -= got
+
+
+def device(host: str) -> str:
+    """The network device that a peer at this address uses."""
+    return "lo" if host.startswith("127.") else "eth0"
 
 
 SYSTEMS: dict[str, Callable[..., System]] = {
@@ -340,115 +353,3 @@ def make(name: str, values: int) -> System:
     size = values // count
     tensors = [torch.zeros(size) for _ in range(count - 1)] + [torch.zeros(values - size * (count - 1))]
     return SYSTEMS[kind](tensors, *options)
-
-
-def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-    """All values in order, `CHUNK` at a time, each with where it begins in the flat vector."""
-    start = 0
-    for tensor in tensors:
-        for piece in tensor.split(CHUNK):
-            yield start, piece
-            start += piece.numel()
-
-
-def fill(tensors: Sequence[torch.Tensor], path: Path, scale: float) -> None:
-    """Set the tensors to `scale` times the f32 values of a file."""
-    for start, piece in pieces(tensors):
-        source = np.fromfile(path, np.float32, piece.numel(), offset=4 * start)
-        torch.mul(torch.from_numpy(source), scale, out=piece)
-
-
-def error(tensors: Sequence[torch.Tensor], path: Path, scale: float) -> float:
-    """The 2-norm of what the tensors are off from `scale` times the f64 values of a file, over the norm of those."""
-    off = norm = 0.0
-    for start, piece in pieces(tensors):
-        truth = np.fromfile(path, np.float64, piece.numel(), offset=8 * start) * scale
-        off += float(np.square(piece.numpy() - truth).sum())
-        norm += float(np.square(truth).sum())
-    return math.sqrt(off / norm)
-
-
-def device(host: str) -> str:
-    """The network device that a peer at this address uses."""
-    return "lo" if host.startswith("127.") else "eth0"
-
-
-def sent_bytes(name: str) -> int:
-    """Bytes, with all headers, that a device of this network namespace has sent."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        found, _, counters = line.partition(":")
-        if found.strip() == name:
-            return int(counters.split()[8])
-    return 0
-
-
-def memory(process: psutil.Process) -> dict[str, int]:
-    """Bytes: the most that a process has been resident with, and what of that is shared memory now."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
-    return {key: 1024 * int(fields[key].split()[0]) for key in ("VmHWM", "RssShmem")}
-
-
-class Peer:
-    """Does what it is told, one line of JSON after the other."""
-
-    def __init__(self, system: str, place: Place, values: int, data: Path) -> None:
-        self._system, self._place, self._data = make(system, values), place, data
-
-    def open(self, join: str) -> str:
-        return self._system.open(self._place, join)
-
-    def meet(self, addresses: list[str]) -> None:
-        self._system.meet(addresses)
-
-    def restore(self, scale: float) -> int:
-        """Contribute anew; returns what the device has sent so far."""
-        self._scale = scale
-        fill(self._system.tensors, self._data / f"contribution{self._place.index}", scale)
-        return sent_bytes(device(self._place.host))
-
-    def round(self) -> dict[str, Any]:
-        return asdict(self._system.round())
-
-    def check(self) -> dict[str, Any]:
-        codec = self._system.codec
-        found = {"encoded": BYTES_PER_VALUE[codec], "sent": sent_bytes(device(self._place.host))}
-        if isinstance(self._system, Wire):
-            return {**found, "error": 0.0, "bound": 0.0}
-        off = error(self._system.tensors, self._data / "truth", self._scale)
-        return {**found, "error": off, "bound": BOUNDS[codec]}
-
-    def memory(self) -> dict[str, float]:
-        """Peak resident bytes of all processes of this peer, and of our daemon those that are not shared tensors."""
-        me = psutil.Process()
-        peak = sum(memory(one)["VmHWM"] for one in [me, *me.children(recursive=True)])
-        daemon = getattr(self._system, "daemon", None)
-        if daemon is None:
-            return {"peak": peak}
-        used = memory(psutil.Process(daemon.pid))
-        return {"peak": peak, "daemon": used["VmHWM"] - used["RssShmem"]}
-
-    def close(self) -> None:
-        self._system.close()
-
-
-def main() -> None:
-    system, index, peers, values, host, folder, data = sys.argv[1:]
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # Whatever libraries print is no answer.
-    threads = max(1, (os.cpu_count() or 1) // int(peers))
-    torch.set_num_threads(threads)
-    peer = Peer(system, Place(int(index), int(peers), host, Path(folder)), int(values), Path(data))
-    for line in sys.stdin:
-        order, *arguments = json.loads(line)
-        try:
-            answer = {"value": getattr(peer, order)(*arguments)}
-        except Exception as failure:  # The parent decides what a failure of a peer means.
-            traceback.print_exc()
-            answer = {"failure": f"{type(failure).__name__}: {failure}"}
-        answers.write(json.dumps(answer) + "\n")
-    with contextlib.suppress(Exception):
-        peer.close()
-
-
-if __name__ == "__main__":
-    main()
