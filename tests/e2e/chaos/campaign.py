@@ -1,0 +1,297 @@
+"""Rounds of real daemons with a fault in every second one, each call judged."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from e2e.chaos.faults import Fault, Strike, draw
+from e2e.chaos.judge import Judge
+from e2e.chaos.member import Call, Member, Usage
+from e2e.chaos.truth import Truth
+from e2e.chaos.wires import Wires
+from e2e.swarm import Swarm, eventually
+
+LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
+
+WARM_UP = 3
+"""Rounds without faults at first, and rounds of a daemon before its memory is looked at."""
+
+FAULT_EVERY = 2
+
+FEWEST = 3
+"""With one of three lost the other two are still a majority of their group."""
+
+FULL_CHANCE = 0.7
+"""How often a fault waits until everyone is back: most groups are whole, some are not."""
+
+OBSERVER_CHANCE = 0.1
+
+STAGGER_SECONDS = 0.03
+"""Trainers do not call in the same instant."""
+
+HANG_SECONDS = 10.0
+"""Past its timeout, a call that has not returned is taken for hung."""
+
+PATIENCE_SECONDS = 3.0
+"""A survivor left without a group is met by the others in the next round, rather than waited for."""
+
+RETURN_SECONDS = 60.0
+"""A daemon that is not back by then never will be."""
+
+LAST_ROUNDS = 20
+"""Tries until one round holds everyone again, at the end."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to run.
+
+    Attributes:
+        seed: Draws tensors, weights and faults.
+        rounds: How many, every second one with a fault.
+        peers: How many daemons.
+        values: Length of each vector.
+        codec: By which means travel.
+        kinds: Of faults.
+        timeout: Seconds, of each call.
+    """
+
+    seed: int
+    rounds: int
+    peers: int
+    values: int
+    codec: str
+    kinds: tuple[str, ...]
+    timeout: float
+
+
+@dataclass
+class Story:
+    """All that happened.
+
+    Attributes:
+        plan: What was to be run.
+        rounds: Rounds that were.
+        strikes: The faults.
+        calls: Every call that returned.
+        back: By kind of fault, seconds from what ended it to the member's next ok outcome.
+        before: By member, what its daemon held after its first rounds; `after` at the end.
+        left: What was left behind.
+        judge: Holds the violations.
+    """
+
+    plan: Plan
+    judge: Judge
+    rounds: int = 0
+    seconds: float = 0.0
+    strikes: list[Strike] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    back: list[tuple[str, float]] = field(default_factory=list)
+    before: dict[int, Usage] = field(default_factory=dict)
+    after: dict[int, Usage] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def violations(self) -> list[str]:
+        """The promises that were broken."""
+        return self.judge.violations
+
+
+class Stuck(Exception):
+    """The campaign cannot go on; says why."""
+
+
+class Campaign:
+    """One swarm, its members, and the rounds."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        swarm: Swarm,
+        network: Wires | None = None,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """`network` gives each daemon a link of its own."""
+        truth = Truth(plan.seed, plan.values, plan.codec)
+        self.plan = plan
+        self.story = Story(plan, Judge(truth))
+        self._swarm = swarm
+        self._network = network
+        self._say = say
+        options = {"codec": plan.codec, "group_size": max(plan.peers, 2)}
+        self.members = [Member(index, swarm, truth, plan.values, options) for index in range(plan.peers)]
+
+    def run(self) -> Story:
+        """Start the daemons, run all rounds, let everyone come back, and look at what is left."""
+        began = time.monotonic()
+        try:
+            self._start()
+            for number in range(WARM_UP):
+                self._round(number, None)
+            for number in range(WARM_UP, WARM_UP + self.plan.rounds):
+                self._round(number, self._draw(number))
+            self._settle()
+            for member in self.members:
+                self.story.after[member.index] = member.usage()
+        except (Stuck, TimeoutError, AssertionError) as error:
+            self.story.violations.append(f"the campaign is stuck: {error}")
+        self.story.seconds = time.monotonic() - began
+        return self.story
+
+    def close(self) -> list[str]:
+        """Disconnect all trainers and end all processes; returns what outlived its daemon."""
+        for member in self.members:
+            member.daemon.resume()
+            member.detach()
+        return [f"outlived its daemon: {line}" for line in self._swarm.close()]
+
+    @property
+    def pids(self) -> set[int]:
+        """Every daemon process that there was."""
+        return {pid for member in self.members for pid in member.pids}
+
+    # ---- one round ----
+
+    def _draw(self, number: int) -> Fault | None:
+        if (number - WARM_UP) % FAULT_EVERY == 0:
+            return None
+        plan = self.plan
+        return draw(plan.seed, (number - WARM_UP) // FAULT_EVERY, plan.kinds, plan.peers, plan.values)
+
+    def _round(self, number: int, fault: Fault | None) -> None:
+        chance = random.Random(f"{self.plan.seed}/round/{number}")
+        ready = self._gather(self.plan.peers if chance.random() < FULL_CHANCE or not number else FEWEST)
+        strike = None
+        if fault is not None:
+            victim = next(self.members[index] for index in fault.order if self.members[index] in ready)
+            strike = Strike(fault, number, victim, self._network)
+            strike.arm()
+        calls = self._call(number, ready, chance)
+        if strike is not None:
+            self.story.strikes.append(strike)
+            strike.calls = [call for member, call in calls.items() if member is not strike.victim]
+            strike.watch(calls[strike.victim])
+        self._collect([member for member in ready if strike is None or member is not strike.victim])
+        self.story.rounds += 1
+        if strike is not None:
+            strike.struck.wait(self.plan.timeout)
+            self._say(describe(strike))
+
+    def _gather(self, wanted: int) -> list[Member]:
+        """Those who are free to begin a round, at least `wanted` with those who wait for a group already."""
+
+        def free() -> list[Member] | None:
+            self._harvest()
+            up = [member for member in self.members if member.available]
+            found = [member for member in up if member.call is None]
+            return found if len(up) >= wanted and len(found) >= min(2, wanted) else None
+
+        found = eventually(free, f"{wanted} members free to begin a round", RETURN_SECONDS)
+        assert found is not None
+        return found
+
+    def _call(self, number: int, ready: Sequence[Member], chance: random.Random) -> dict[Member, Call]:
+        weights = [chance.uniform(0.5, 8.0) for _ in self.members]
+        late = [chance.uniform(0.0, STAGGER_SECONDS) for _ in self.members]
+        observer = chance.randrange(len(self.members)) if chance.random() < OBSERVER_CHANCE else None
+        if observer is not None and len(ready) > FEWEST:
+            weights[observer] = 0.0
+        calls = {}
+        for member in ready:
+            call = member.prepare(number, weights[member.index], self.plan.timeout)
+            self.story.judge.register(member.peer_id, call.contribution)
+            call.faulted = self._lasting(member)
+            calls[member] = call
+        for member in ready:
+            member.average(late[member.index])
+        return calls
+
+    def _lasting(self, member: Member) -> str:
+        """The fault from which a member has not recovered yet, though it takes part."""
+        lasting = [one for one in self.story.strikes if one.victim is member and not one.over.is_set()]
+        return lasting[-1].fault.kind if lasting else ""
+
+    def _collect(self, members: Sequence[Member]) -> None:
+        calls = [member.call for member in members if member.call is not None]
+        patience = float("inf")
+        while waiting := [call for call in calls if not call.done.is_set()]:
+            now = time.monotonic()
+            returned = [call.ended for call in calls if call.done.is_set()]
+            if len(returned) >= 2:
+                patience = max(returned) + PATIENCE_SECONDS
+            if now > patience:
+                break
+            waiting[0].done.wait(min(0.02, max(patience - now, 0.001)))
+            self._check_hung()
+        self._harvest()
+
+    def _harvest(self) -> None:
+        """Judge the calls that have returned."""
+        self._check_hung()
+        for member in self.members:
+            call = member.call
+            if call is None or not call.done.is_set():
+                continue
+            if member.returning is not None:
+                member.returning.count(call)
+            self.story.judge.judge(member.peer_id, call, member.tensor)
+            self.story.calls.append(call)
+            member.call = None
+            if call.ok:
+                self._count_ok(member, call)
+
+    def _count_ok(self, member: Member, call: Call) -> None:
+        member.rounds += 1
+        if member.rounds == WARM_UP:
+            self.story.before[member.index] = member.usage()
+        if member.returning is not None and call.began > member.returning.since:
+            self.story.back.append((member.returning.kind, member.returning.seconds))
+            member.returning = None
+
+    def _check_hung(self) -> None:
+        for member in self.members:
+            call = member.call
+            if call is None or call.done.is_set():
+                continue
+            if time.monotonic() > call.began + call.timeout + HANG_SECONDS:
+                raise Stuck(f"the call of member {member.index} in round {call.contribution.round} hangs")
+        for strike in self.story.strikes:
+            if strike.failure is not None:
+                failure, strike.failure = strike.failure, None
+                raise Stuck(f"{describe(strike)}: {type(failure).__name__}: {failure}")
+
+    # ---- the beginning and the end ----
+
+    def _start(self) -> None:
+        join: list[str] = []
+        for member in self.members:
+            prefix = () if self._network is None else self._network.prefix(member.index)
+            args = LOOPBACK if self._network is None else self._network.listen(member.index)
+            member.create(join, args, prefix)
+            join = join or [member.daemon.address]
+        for member in self.members:
+            what = f"daemon {member.index} to know all others"
+            eventually(lambda member=member: member.knows(len(self.members) - 1), what, RETURN_SECONDS)
+
+    def _settle(self) -> None:
+        """Let everyone come back, and all meet in one round without a fault."""
+        for strike in self.story.strikes:
+            if not strike.over.wait(RETURN_SECONDS):
+                raise Stuck(f"{describe(strike)}: its victim does not come back")
+        first = WARM_UP + self.plan.rounds
+        for number in range(first, first + LAST_ROUNDS):
+            self._round(number, None)
+            last = [call for call in self.story.calls if call.contribution.round == number and call.outcome]
+            if len(last) == len(self.members) == len(last[0].outcome.group if last[0].outcome else ()):
+                return
+        raise Stuck(f"everyone is back, but no round holds all in {LAST_ROUNDS} tries")
+
+
+def describe(strike: Strike) -> str:
+    """One line for people."""
+    return (
+        f"round {strike.round}: {strike.fault.kind} of daemon {strike.victim.index} in {strike.phase or '?'}"
+    )

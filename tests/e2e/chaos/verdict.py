@@ -1,0 +1,183 @@
+"""What a chaos run came to: figures for people and programs, and whether every promise was kept."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from e2e.chaos.campaign import Story
+from e2e.chaos.faults import KILL, P2PD, RESTART, STOP, Strike
+from e2e.chaos.member import Call
+
+SURVIVORS_SECONDS = 2.5
+"""From a kill or a stop to the last survivor's outcome: 4 peers of 16M values, two cores, nothing else running."""
+
+BACK_SECONDS = 10.0
+"""From the start of a daemon, or the death of its p2pd, to the end of its next ok round."""
+
+NOTICE_SECONDS = 2.0
+"""From the death of p2pd to the daemon's knowing it."""
+
+MORE_DESCRIPTORS = 16
+"""Connections to peers come and go; a leak of one descriptor a round would be a hundred."""
+
+
+class Verdict:
+    """The figures of one story.
+
+    Args:
+        story: What happened.
+        leniency: By which bounds in seconds are multiplied, on machines that do other things too.
+
+    Attributes:
+        broken: Every promise that was not kept, one line each; empty for PASS.
+    """
+
+    def __init__(self, story: Story, leniency: float = 1.0) -> None:
+        self._story = story
+        self._leniency = leniency
+        self.survivors = _survivors(story.strikes)
+        self.back = _grouped(story.back)
+        self.broken = [*story.violations, *self._spoilt(), *self._late(), *self._leaks(), *story.left]
+
+    def figures(self) -> dict[str, Any]:
+        """Everything, for `--json`."""
+        story, plan = self._story, self._story.plan
+        return {
+            "verdict": "FAIL" if self.broken else "PASS",
+            "broken": self.broken,
+            "seed": plan.seed,
+            "peers": plan.peers,
+            "values": plan.values,
+            "codec": plan.codec,
+            "rounds": story.rounds,
+            "seconds": round(story.seconds, 1),
+            "calls": self._calls(),
+            "failed": dict(Counter(_kind(call.reason) for call in story.calls if not call.ok)),
+            "means": len(story.judge.errors),
+            "worst_error": max((one.relative for one in story.judge.errors), default=0.0),
+            "worst_share_of_bound": max((one.share_of_bound for one in story.judge.errors), default=0.0),
+            "faults": dict(Counter(strike.fault.kind for strike in story.strikes)),
+            "phases": dict(Counter(strike.phase for strike in story.strikes)),
+            "survivors_s": {kind: _spread(seconds) for kind, seconds in sorted(self.survivors.items())},
+            "back_s": {kind: _spread(seconds) for kind, seconds in sorted(self.back.items())},
+            "p2pd_s": self._p2pd(),
+            "usage": {f"daemon {index}": self._usage(index) for index in sorted(story.after)},
+        }
+
+    def _calls(self) -> dict[str, int]:
+        calls = self._story.calls
+        victims = [call for call in calls if call.faulted]
+        return {
+            "ok": sum(call.ok for call in calls),
+            "failed": sum(not call.ok for call in calls),
+            "victims_ok": sum(call.ok for call in victims),
+            "victims_failed": sum(not call.ok for call in victims),
+        }
+
+    def _spoilt(self) -> list[str]:
+        """Calls that failed though nothing befell their own daemon: one fault must not cost the others their round."""
+        return [
+            f"round {call.contribution.round}, member {call.contribution.member}: failed though it was well: "
+            f"{call.reason} {list(call.outcome.events) if call.outcome else ''}"
+            for call in self._story.calls
+            if not call.ok and not call.faulted
+        ]
+
+    def _late(self) -> list[str]:
+        found = []
+        for strike in self._story.strikes:
+            seconds = _after(strike)
+            bound = SURVIVORS_SECONDS * self._leniency
+            if strike.fault.kind in (KILL, STOP) and seconds is not None and seconds > bound:
+                found.append(f"{strike}: the last survivor was done after {seconds:.2f} s, not {bound:g} s")
+            observed = strike.observed
+            if observed is not None and observed.noticed > NOTICE_SECONDS * self._leniency:
+                found.append(f"{strike}: noticed after {observed.noticed:.2f} s")
+            if observed is not None and observed.back > BACK_SECONDS * self._leniency:
+                found.append(f"{strike}: back after {observed.back:.2f} s")
+        for kind in (KILL, RESTART, P2PD):
+            for seconds in self.back.get(kind, []):
+                if seconds > BACK_SECONDS * self._leniency:
+                    found.append(f"after {kind}: back in a group after {seconds:.2f} s")
+        return found
+
+    def _leaks(self) -> list[str]:
+        found = []
+        for index, after in self._story.after.items():
+            before = self._story.before.get(index, after)
+            if after.descriptors > before.descriptors + MORE_DESCRIPTORS or after.regions > 1:
+                found.append(f"daemon {index} holds more than before: {self._usage(index)}")
+        return found
+
+    def _p2pd(self) -> dict[str, str]:
+        seen = [strike.observed for strike in self._story.strikes if strike.observed is not None]
+        if not seen:
+            return {}
+        return {
+            "noticed": _spread([one.noticed for one in seen]),
+            "back": _spread([one.back for one in seen]),
+        }
+
+    def _usage(self, index: int) -> str:
+        before, after = self._story.before.get(index), self._story.after[index]
+        first = before or after
+        return (
+            f"{first.memory / 1e6:.0f} -> {after.memory / 1e6:.0f} MB, "
+            f"{first.descriptors} -> {after.descriptors} descriptors, {first.threads} -> {after.threads} threads"
+        )
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures, a line each; the verdict last."""
+    lines = []
+    for name, value in figures.items():
+        if name in ("verdict", "broken"):
+            continue
+        if isinstance(value, dict):
+            lines.append(f"{name}:")
+            lines += [f"  {key:<24} {_number(entry)}" for key, entry in value.items()]
+        else:
+            lines.append(f"{name + ':':<26} {_number(value)}")
+    lines += [f"BROKEN {line}" for line in figures["broken"]]
+    return "\n".join([*lines, figures["verdict"]])
+
+
+def _number(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _after(strike: Strike) -> float | None:
+    """Seconds from the fault to the last outcome of those who were in a round then; None if nobody was."""
+    pending = [call.ended for call in strike.calls if call.ended > strike.at > 0]
+    return max(pending) - strike.at if pending else None
+
+
+def _survivors(strikes: Iterable[Strike]) -> dict[str, list[float]]:
+    where = [(strike, "matching" if strike.phase == "matching" else "the round") for strike in strikes]
+    pairs = [(f"{strike.fault.kind} in {place}", _after(strike)) for strike, place in where]
+    return _grouped((name, seconds) for name, seconds in pairs if seconds is not None)
+
+
+def _grouped(pairs: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, value in pairs:
+        found[name].append(value)
+    return found
+
+
+def _spread(seconds: list[float]) -> str:
+    ordered = sorted(seconds)
+    return f"median {ordered[len(ordered) // 2]:.2f}  worst {ordered[-1]:.2f}  of {len(ordered)}"
+
+
+def _kind(reason: str) -> str:
+    """A reason without names and numbers."""
+    return re.sub(r"[\d.]+", "#", re.split("[;:]", reason)[0])
+
+
+def failed_calls(story: Story) -> list[Call]:
+    """Those that did not bring a mean."""
+    return [call for call in story.calls if not call.ok]
