@@ -38,7 +38,7 @@ from e2e.netns import Network, available
 from equipoise.averaging.balance import balance
 
 PEER = Path(__file__).with_name("bench_peer.py")
-DEFAULT_SYSTEMS = ("ours/int8", "gloo", "hivemind/fp16")
+DEFAULT_SYSTEMS = ("ours/int8/tls", "ours/int8/aead", "gloo", "hivemind/fp16")
 DEFAULT_VALUES = 1 << 24
 
 WARM_ROUNDS = 2

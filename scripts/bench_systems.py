@@ -143,7 +143,7 @@ class Ours:
         from e2e.swarm import DaemonProcess
 
         listen = ["--listen", f"/ip4/{place.host}/tcp/0"]
-        environment = {**os.environ, **self._settings()}
+        environment = {**os.environ, **({"EQUIPOISE_CHANNEL": self._channel} if self._channel else {})}
         home = place.folder / "daemon"
         self.daemon = DaemonProcess(home, environment, [join] if join else [], listen).start()
         self._place = place
@@ -178,15 +178,6 @@ class Ours:
     def close(self) -> None:
         self._client.close()
         self.daemon.stop()
-
-    def _settings(self) -> dict[str, str]:
-        from equipoise.peer.config import KEYS
-
-        if self._channel in ("", "libp2p") and "channel" not in KEYS:
-            return {}
-        if "channel" not in KEYS:
-            raise SystemExit(f"this equipoise knows no channel {self._channel!r}, only libp2p")
-        return {"EQUIPOISE_CHANNEL": self._channel} if self._channel else {}
 
 
 class Gloo:
