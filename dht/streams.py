@@ -46,6 +46,8 @@ class Stream:
         self._loop = asyncio.get_running_loop()
         self._waiters: set[asyncio.Future[None]] = set()
         self._why: str | None = None
+        self._reading: asyncio.Future[None] | None = None
+        self._watched = False
         self.sent = 0
         self.received = 0
 
@@ -68,7 +70,7 @@ class Stream:
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; moves no bytes."""
-        await self._wait(self._loop.add_reader, self._loop.remove_reader, None)
+        await self._wait_to_read(None)
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` from the stream.
@@ -80,7 +82,7 @@ class Stream:
         while done < len(view):
             received = self._attempt(self._socket.recv_into, view[done:])
             if received is None:
-                await self._wait(self._loop.add_reader, self._loop.remove_reader, STALL_SECONDS)
+                await self._wait_to_read(STALL_SECONDS)
                 unyielded = 0
                 continue
             if received == 0:
@@ -102,7 +104,7 @@ class Stream:
         while views:
             sent = self._attempt(self._socket.sendmsg, views)
             if sent is None:
-                await self._wait(self._loop.add_writer, self._loop.remove_writer, STALL_SECONDS)
+                await self._wait_to_write()
             else:
                 self.sent += sent
                 _drop(views, sent)
@@ -117,21 +119,48 @@ class Stream:
         except OSError as error:
             raise StreamClosed(error.strerror or str(error)) from error
 
-    async def _wait(self, add: Callable[..., Any], remove: Callable[[Any], Any], bound: float | None) -> None:
-        if self._why is not None:
-            raise StreamClosed(self._why)
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._waiters.add(waiter)
-        add(self._socket, _wake, waiter)
-        timer = None if bound is None else self._loop.call_later(bound, _stall, waiter, bound)
+    async def _wait_to_read(self, bound: float | None) -> None:
+        """Wait, in one task at a time, until there may be something to read.
+
+        The socket stays watched from one wait to the next: to register it each time would cost as much as reading.
+        """
+        if not self._watched and self._why is None:
+            self._loop.add_reader(self._socket, self._on_readable)
+            self._watched = True
+        self._reading = self._loop.create_future()
         try:
-            await waiter
+            await self._wait(self._reading, bound)
         finally:
-            self._waiters.discard(waiter)
-            if timer is not None:
-                timer.cancel()
+            self._reading = None
+
+    def _on_readable(self) -> None:
+        if self._reading is not None:
+            _wake(self._reading)
+        else:
+            # Whoever reads is busy elsewhere; to stay registered would call this at every turn of the loop.
+            self._loop.remove_reader(self._socket)
+            self._watched = False
+
+    async def _wait_to_write(self) -> None:
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        if self._why is None:
+            self._loop.add_writer(self._socket, _wake, waiter)
+        try:
+            await self._wait(waiter, STALL_SECONDS)
+        finally:
             if self._why is None:
-                remove(self._socket)
+                self._loop.remove_writer(self._socket)
+
+    async def _wait(self, waiter: asyncio.Future[None], bound: float | None) -> None:
+        if self._why is None:
+            self._waiters.add(waiter)
+            timer = None if bound is None else self._loop.call_later(bound, _stall, waiter, bound)
+            try:
+                await waiter
+            finally:
+                self._waiters.discard(waiter)
+                if timer is not None:
+                    timer.cancel()
         if self._why is not None:
             raise StreamClosed(self._why)
 

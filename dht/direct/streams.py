@@ -90,15 +90,12 @@ class PlainStream(Stream):
         self.received += taken
         return taken
 
-    async def _wait_to_read(self, bound: float | None) -> None:
-        await self._wait(self._loop.add_reader, self._loop.remove_reader, bound)
-
     async def _give(self, view: memoryview) -> None:
         """Write all of `view`."""
         while view:
             sent = self._attempt(self._socket.send, view)
             if sent is None:
-                await self._wait(self._loop.add_writer, self._loop.remove_writer, STALL_SECONDS)
+                await self._wait_to_write()
             else:
                 self.sent += sent
                 view = view[sent:]
@@ -126,7 +123,7 @@ class TlsStream(PlainStream):
         await self._give(memoryview(head))
         for start in range(0, len(body), TLS_PIECE_BYTES):
             await self._give(body[start : start + TLS_PIECE_BYTES])
-            if start % YIELD_BYTES == 0:
+            if (start + TLS_PIECE_BYTES) % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
 
 
