@@ -19,6 +19,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import (
     Action,
+    BytesReceived,
     Close,
     ContributionReceived,
     Event,
@@ -129,6 +130,7 @@ class Round:
         self._phases: dict[str, float] = {}
         self._phase_began = self._began
         self._phase = self._machine.phase
+        self._heard_bytes = {member: mesh.received(self._peers[member]) for member in self._others}
         self._sent = 0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -220,7 +222,15 @@ class Round:
         for bulk in self._waiting.pop(member, []):
             self._mesh.post_bulk(self._peers[member], self.id, bulk)
 
+    def _count_bytes(self) -> None:
+        for member, before in self._heard_bytes.items():
+            received = self._mesh.received(self._peers[member])
+            self._heard_bytes[member] = received
+            if received > before:
+                self._tell(BytesReceived(member, received - before))
+
     def _beat(self) -> None:
+        self._count_bytes()
         for member in self._liveness.check(self._loop.time()):
             self._tell(PeerLost(member, "silent: no sign of life"))
         if self._machine.needed:

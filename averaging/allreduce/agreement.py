@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import Tally, Vote, inherited, is_majority, next_ballot
+from equipoise.averaging.allreduce.ballot import Inheritance, Tally, Vote, inherited, is_majority, next_ballot
 from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.messages import Decision
@@ -90,6 +90,21 @@ class Agreement:
         ballot = self.ballot
         return bool(ballot.holders) or (ballot.decision is None and self.decision is not None)
 
+    @property
+    def standing(self) -> wire.Plan | wire.Propose | None:
+        """The last word of the ballot's leader."""
+        ballot = self.ballot
+        if ballot.decision is not None:
+            return wire.Propose(ballot.number, ballot.decision, ballot.holders)
+        return ballot.plan
+
+    @property
+    def step(self) -> tuple[int, int, bool]:
+        """Tells apart the steps of a round: scattering under a plan, gathering what was decided."""
+        ballot = self.ballot
+        sequence = -1 if ballot.plan is None else ballot.plan.sequence
+        return ballot.number, sequence, self.decision is not None
+
     def leader_of(self, ballot: int) -> int:
         """Whose ballot it is."""
         return ballot % self.group.size
@@ -168,13 +183,23 @@ class Agreement:
         promises[sender] = promise
         return True
 
-    def prepared(self) -> tuple[Decision | None, int] | None:
-        """As leader, once a majority has promised: the decision to propose and its holders, or (None, 0) if free."""
+    def prepared(self, unreliable: int, hoped_for: int) -> Inheritance | None:
+        """As leader, once a majority has promised: what the ballot inherits.
+
+        Args:
+            unreliable: Bitmask of the members that a mean had better not be fetched from.
+            hoped_for: Bitmask of those whose promises are worth waiting for: they may free us of what only the
+                unreliable hold.
+        """
         promises = self.ballot.promises
-        if promises is None or not is_majority(sum(1 << member for member in promises), self.group.size):
+        promised = sum(1 << member for member in promises or ())
+        if promises is None or not is_majority(promised, self.group.size):
+            return None
+        found = inherited(promises, self.group.size)
+        if found.binding and not found.holders & ~unreliable and hoped_for & ~promised:
             return None
         self.ballot.promises = None
-        return inherited(promises)
+        return found
 
     def on_plan(self, sender: int, plan: wire.Plan) -> bool:
         """Take in who reduces; returns whether that is news."""
@@ -199,7 +224,11 @@ class Agreement:
     def on_report(self, sender: int, report: wire.Report) -> bool:
         """As leader, take in what an owner holds whole; returns whether it is of this plan."""
         plan = self.ballot.plan
-        if plan is None or (report.ballot, report.sequence) != (plan.ballot, plan.sequence):
+        if (
+            not report.final
+            or plan is None
+            or (report.ballot, report.sequence) != (plan.ballot, plan.sequence)
+        ):
             return False
         # What an owner holds it keeps, so an older report that comes late takes nothing away.
         before = self.ballot.reports.get(sender, 0)
@@ -250,9 +279,8 @@ class Agreement:
             return []
         if ballot.promises is not None:
             return [wire.Prepare(ballot.number)]
-        if ballot.decision is not None:
-            return [wire.Propose(ballot.number, ballot.decision, ballot.holders)]
-        return [] if ballot.plan is None else [ballot.plan]
+        standing = self.standing
+        return [] if standing is None else [standing]
 
     def commit(self) -> wire.Commit | None:
         """What tells others that a decision was chosen."""

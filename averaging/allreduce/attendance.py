@@ -1,11 +1,30 @@
-"""Who takes part in a round at this moment, and for how long nothing has moved."""
+"""Who takes part in a round at this moment, who is waited for, and for how long nothing has moved."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass
+
 from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.allreduce.patience import Patience
 
 STALL_SECONDS = 2.0
 """Without any progress for this long, a step is retried another way. Pauses of healthy processes stay below 1 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Whose delivery the next step waits for.
+
+    Attributes:
+        members: Bitmask of those who have not delivered yet.
+        of: Bitmask of all who deliver in this step.
+        dispensable: Whether those that stall are late: the round can try to go on without them.
+    """
+
+    members: int
+    of: int
+    dispensable: bool = False
 
 
 class Attendance:
@@ -19,7 +38,7 @@ class Attendance:
     Attributes:
         lost: Bitmask of the members that are out of reach now.
         gone: Bitmask of those that have left for good.
-        late: Bitmask of the contributors that are not waited for any more.
+        late: Bitmask of those that are not waited for any more.
         level: Stalls since the last progress.
     """
 
@@ -31,11 +50,12 @@ class Attendance:
         self.level = 0
         self._stall = stall
         self._progress_at = now
+        self._patience = Patience(stall, now)
 
     @property
-    def stalls_at(self) -> float:
-        """When the next stall is due, in monotonic seconds."""
-        return self._progress_at + (self.level + 1) * self._stall
+    def deadline(self) -> float:
+        """When `stall` is to be asked next, in monotonic seconds."""
+        return min(self._progress_at + (self.level + 1) * self._stall, self._patience.ends_at)
 
     @property
     def waited(self) -> float:
@@ -64,14 +84,44 @@ class Attendance:
         self.lost &= ~(1 << member)
         return True
 
+    def begin(self, step: Hashable, now: float) -> None:
+        """The round may have come to another step."""
+        self._patience.begin(step, now)
+
     def progress(self, now: float) -> None:
         """Something moved."""
         self._progress_at = now
         self.level = 0
+        self._patience.open_window(now)
 
-    def stall(self, now: float) -> bool:
-        """Let the level rise if a stall is due; returns whether one was."""
-        if now < self.stalls_at:
+    def arrived(self, sender: int, now: float) -> None:
+        """A part has come: progress, unless its sender has had all the time that there is for it."""
+        if self._patience.spent and self.late >> sender & 1:
+            return
+        self.late &= ~(1 << sender)
+        self.progress(now)
+
+    def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
+        """Bytes have come; returns whether they are of a member that is waited for."""
+        self._patience.count(sender, count)
+        self._patience.look(awaited.members, awaited.of, now)
+        return bool(awaited.members >> sender & 1)
+
+    def stall(self, awaited: Awaited, now: float) -> bool:
+        """Let the level rise if it is time; returns whether it was.
+
+        While some of the awaited still deliver, only those that do not are taken for late.
+        """
+        self._patience.look(awaited.members, awaited.of, now)
+        if now < self.deadline:
+            return False
+        slow = self._patience.delivering(awaited.members, now)
+        if now >= self._patience.ends_at:
+            self._patience.end()
+        if awaited.dispensable:
+            self.late |= awaited.members & ~slow
+        if slow:
+            self.progress(now)
             return False
         self.level += 1
         return True

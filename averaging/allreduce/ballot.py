@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 
@@ -90,16 +91,27 @@ def next_ballot(after: int, member: int, size: int) -> int:
     return ballot if ballot > after else ballot + size
 
 
-def inherited(promises: dict[int, Promise]) -> tuple[Decision | None, int]:
-    """What a new ballot must propose, given promises of a majority.
+class Inheritance(NamedTuple):
+    """What earlier ballots leave to a new one.
 
-    Returns:
-        The decision held in the highest ballot among the promises, which an earlier ballot may have chosen, with the
-        bitmask of those that hold it; or (None, 0): the leader is free.
+    Attributes:
+        decision: The one held in the highest ballot among the promises, if any: its mean exists.
+        holders: Bitmask of those that promised and hold it.
+        binding: Whether it may have been chosen, so that nothing else may be proposed. If those who hold it and those
+            who have not been heard are no majority together, it was not, and as the others have promised, never will.
     """
+
+    decision: Decision | None = None
+    holders: int = 0
+    binding: bool = False
+
+
+def inherited(promises: dict[int, Promise], size: int) -> Inheritance:
+    """What a new ballot of a group of `size` inherits, given promises of a majority."""
     held = [promise for promise in promises.values() if promise.held is not None]
     if not held:
-        return None, 0
+        return Inheritance()
     decision = max(held, key=lambda promise: promise.held_ballot or 0).held
     holders = sum(1 << member for member, promise in promises.items() if promise.held == decision)
-    return decision, holders
+    unheard = size - len(promises)
+    return Inheritance(decision, holders, 2 * (holders.bit_count() + unheard) > size)

@@ -77,6 +77,14 @@ class MeanReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class BytesReceived:
+    """Bytes have come in from `sender`, those of frames under way included; told every heartbeat at most."""
+
+    sender: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class MessageReceived:
     """A control message has arrived."""
 
@@ -115,6 +123,7 @@ Event = (
     ContributionReceived
     | PartReduced
     | MeanReceived
+    | BytesReceived
     | MessageReceived
     | PeerLost
     | PeerReturned

@@ -50,14 +50,16 @@ def next_move(agreement: Agreement, ledger: Ledger, attendance: Attendance) -> M
 
 def _prepare(agreement: Agreement, attendance: Attendance) -> Move | None:
     """Proceed once a majority has promised: propose what may have been chosen, or plan afresh."""
-    prepared = agreement.prepared()
-    if prepared is None:
+    hoped_for = attendance.here if attendance.level == 0 else 0
+    found = agreement.prepared(attendance.late, hoped_for)
+    if found is None:
         return None
-    decision, holders = prepared
     number = agreement.ballot.number
-    if decision is not None:
-        return Tell(wire.Propose(number, decision, holders))
-    return _plan(number, 0, agreement.group.dialable & ~attendance.lost)
+    if found.decision is not None and (found.binding or found.holders & ~attendance.late):
+        return Tell(wire.Propose(number, found.decision, found.holders))
+    owners = agreement.group.dialable & ~attendance.lost
+    # Whoever was late is better not relied on, but better than nobody.
+    return _plan(number, 0, owners & ~attendance.late or owners)
 
 
 def _plan(ballot: int, sequence: int, owners: int, why: str = "") -> Move:
@@ -85,6 +87,8 @@ def _decide(agreement: Agreement, ledger: Ledger, attendance: Attendance, plan: 
     contributors, misfit = choose(reports, group.contributors) if not silent else (0, None)
     if misfit is not None:
         dropped |= 1 << misfit
+    # Whose contribution was late, its share of the mean would be late too.
+    dropped |= ledger.owners & attendance.late & ~contributors if not silent else 0
     if dropped:
         why = f"going on without owners {names_of(group, dropped)}"
         return _plan(plan.ballot, plan.sequence + 1, plan.owners & ~(dropped | lost), why)

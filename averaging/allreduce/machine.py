@@ -29,10 +29,11 @@ from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.agreement import Agreement
-from equipoise.averaging.allreduce.attendance import STALL_SECONDS, Attendance
+from equipoise.averaging.allreduce.attendance import STALL_SECONDS, Attendance, Awaited
 from equipoise.averaging.allreduce.ballot import Vote, members_of
 from equipoise.averaging.allreduce.events import (
     Action,
+    BytesReceived,
     Close,
     ContributionReceived,
     Event,
@@ -53,10 +54,16 @@ from equipoise.averaging.allreduce.events import (
 from equipoise.averaging.allreduce.fetching import Fetching
 from equipoise.averaging.allreduce.leading import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.ledger import Ledger
-from equipoise.averaging.allreduce.waiting import phase_of, waiting_for
+from equipoise.averaging.allreduce.waiting import awaited, phase_of, waiting_for
 
 LINGER_SECONDS = 5.0
 """How long a member answers those who have not learnt the outcome, once all that live hold the mean."""
+
+WORD_SECONDS = 1.0
+"""Between two words to others that we wait for someone who delivers: twice within a stall, so that one may be late."""
+
+PLENTY = 1 << 40
+"""Bytes that a word is worth: whoever waits for someone who delivers is itself not stalled."""
 
 MAX_NOTES = 64
 """Most lines kept on what went wrong in a round."""
@@ -81,6 +88,8 @@ class AllReduce:
         self.ended: Finish | Fail | None = None
         self.notes: list[str] = []
         self._ends_at = now + timeout
+        self._half_time = now + timeout / 2
+        self._word_at = now
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
         self._attendance = Attendance(group, now, stall)
         self._agreement = Agreement(group, me)
@@ -99,7 +108,7 @@ class AllReduce:
             return float("inf")
         if self.ended is not None:
             return self._ends_at
-        return min(self._ends_at, self._attendance.stalls_at)
+        return min(self._ends_at, self._attendance.deadline)
 
     @property
     def needed(self) -> bool:
@@ -148,6 +157,8 @@ class AllReduce:
             case PartReduced(part, contributors, digest):
                 self._ledger.forget_reducing(part, contributors)
                 self._on_mean(self.me, part, contributors, digest, now)
+            case BytesReceived(sender, count):
+                self._on_bytes(sender, count, now)
             case MeanReceived(sender, part, contributors, digest):
                 self._on_mean(sender, part, contributors, digest, now)
             case PeerLost(member, reason):
@@ -176,11 +187,17 @@ class AllReduce:
             case wire.Plan(_, _, owners):
                 if news := agreement.on_plan(sender, message):
                     self._ledger.assign(owners)
+                elif message == agreement.standing:
+                    self._on_word(sender, now)
+            case wire.Report(final=False):
+                self._on_word(sender, now)
             case wire.Report():
                 news = agreement.on_report(sender, message)
             case wire.Propose(_, decision):
                 if news := agreement.on_propose(sender, message):
                     self._ledger.assign(decision.owners)
+                elif message == agreement.standing:
+                    self._on_word(sender, now)
             case wire.Held(ballot, decision, digest):
                 news = self._on_held(sender, Vote(ballot, decision, digest))
             case wire.Commit(ballot, decision, digest, holders):
@@ -196,13 +213,33 @@ class AllReduce:
     def _on_contribution(self, sender: int, part: int, now: float) -> None:
         if self.wants_contribution(sender, part):
             self._ledger.take_contribution(sender, part)
-            self._attendance.late &= ~(1 << sender)
-            self._progress(now)
+            self._attendance.arrived(sender, now)
 
     def _on_mean(self, sender: int, part: int, contributors: int, digest: bytes, now: float) -> None:
         if self.wants_mean(sender, part, contributors):
             self._ledger.take_mean(part, contributors, digest)
-            self._progress(now)
+            self._attendance.arrived(sender, now)
+
+    def _on_bytes(self, sender: int, count: int, now: float) -> None:
+        if self.ended is None and self._attendance.received(sender, count, self._awaited, now):
+            self._pass_word(now)
+
+    def _on_word(self, sender: int, now: float) -> None:
+        """`sender` waits for someone who delivers: so do we, who wait for `sender`, for half of our time at most."""
+        if now < self._half_time and sender != self.me and not self._awaited.dispensable:
+            self._on_bytes(sender, PLENTY, now)
+
+    def _pass_word(self, now: float) -> None:
+        """Tell the leader that we wait, and as leader all others, lest they take us for stalled."""
+        standing = self._agreement.standing
+        if standing is None or now < self._word_at + WORD_SECONDS:
+            return
+        self._word_at = now
+        if self._agreement.leader == self.me:
+            self._broadcast(standing)
+        elif (plan := self._agreement.ballot.plan) is not None:
+            report = wire.Report(plan.ballot, plan.sequence, self._ledger.whole(), final=False)
+            self._send(self._agreement.leader, report)
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
         if isinstance(self.ended, Finish):
@@ -255,13 +292,12 @@ class AllReduce:
                 self._fail(f"timed out {waiting_for(self._agreement, self._ledger)}", now)
             else:
                 self._close()
-        elif self.ended is None and self._attendance.stall(now):
+        elif self.ended is None and self._attendance.stall(self._awaited, now):
             self._on_stalled()
 
     def _on_stalled(self) -> None:
         waited = self._attendance.waited
         self._note(f"no progress for {waited:g} s {waiting_for(self._agreement, self._ledger)}")
-        self._attendance.late |= self.group.contributors & ~self._ledger.whole()
         self._fetching.ask_another()
         self._vote()
         # Whoever has finished answers with the commit, which may have passed us by.
@@ -289,6 +325,7 @@ class AllReduce:
                 step(now)
                 if self.ended is not None:
                     break
+        self._attendance.begin(self._agreement.step, now)
         self._release(now)
         actions, self._actions = self._actions, []
         return actions
@@ -427,6 +464,10 @@ class AllReduce:
         self._released = self._closed = True
 
     # ---- small things ----
+
+    @property
+    def _awaited(self) -> Awaited:
+        return awaited(self._agreement, self._ledger)
 
     def _progress(self, now: float) -> None:
         self._attendance.progress(now)

@@ -69,11 +69,12 @@ class Plan(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """An owner tells the leader whose contributions it holds whole under a plan."""
+    """An owner tells the leader whose contributions it holds whole under a plan; not `final` while more are coming."""
 
     ballot: Ballot
     sequence: Ballot
     whole: Members
+    final: bool = True
 
 
 class Propose(Message, frozen=True):

@@ -1,11 +1,30 @@
-"""Where a round stands and what it waits for, in words: for its notes, and the reason if it times out."""
+"""Where a round stands and whom it waits for; and the same in words, for its notes and the reason if it times out."""
 
 from __future__ import annotations
 
 from equipoise.averaging.allreduce.agreement import Agreement
+from equipoise.averaging.allreduce.attendance import Awaited
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.ledger import Ledger
+
+
+def awaited(agreement: Agreement, ledger: Ledger) -> Awaited:
+    """Whose contribution, mean, vote, report or decision this member waits for."""
+    me, group, ballot, decision = 1 << agreement.me, agreement.group, agreement.ballot, agreement.decision
+    if decision is not None and not ledger.is_whole(decision):
+        missing = ledger.missing_of(group.everyone, decision)
+        owners = {ledger.owner_of[part] for part in missing}
+        return Awaited(sum(1 << owner for owner in owners) & ~me, ledger.owners & ~me, dispensable=True)
+    if decision is not None:
+        return Awaited(group.everyone & ~me & ~agreement.holders(decision), group.everyone & ~me)
+    if lacking := group.contributors & ~ledger.whole():
+        return Awaited(lacking, group.contributors & ~me, dispensable=True)
+    if agreement.leader == agreement.me:
+        reported = sum(1 << owner for owner in ballot.reports)
+        return Awaited(ledger.owners & ~me & ~reported, ledger.owners & ~me)
+    leader = 1 << agreement.leader
+    return Awaited(leader, leader)
 
 
 def names_of(group: Group, members: int) -> str:

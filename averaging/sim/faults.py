@@ -115,4 +115,17 @@ class Poison:
     member: int
 
 
-Fault = Kill | Stop | Cut | Hold | Leave | Corrupt | Poison
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """From now on, a part takes long on some links.
+
+    Attributes:
+        links: (sender, receiver) of each.
+        transfer: Seconds per part.
+    """
+
+    links: tuple[tuple[int, int], ...]
+    transfer: float
+
+
+Fault = Kill | Stop | Cut | Hold | Leave | Corrupt | Poison | Slow

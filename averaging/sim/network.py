@@ -7,9 +7,13 @@ promises. Control frames overtake bulk. Scenarios may weaken the order and the o
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+
+PART_BYTES = 256 * 1024
+"""What a part counts as when bytes are counted: 256 Ki values in int8."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +48,8 @@ class Link:
         self._transfer = _log_uniform(random, *weather.transfer)
         self._free_at = 0.0
         self._last = [0.0, 0.0]
+        self._passing: deque[tuple[float, float]] = deque()
+        self._passed = 0
 
     def arrivals(self, bulk: bool, now: float) -> Iterator[float]:
         """When a frame that is sent now arrives: once, or twice, or never."""
@@ -51,7 +57,9 @@ class Link:
             return
         at = now
         if bulk:
-            at = self._free_at = max(self._free_at, now) + self._transfer
+            begins = max(self._free_at, now)
+            at = self._free_at = begins + self._transfer
+            self._passing.append((begins + self._latency, at + self._latency))
         at += self._latency + self._random.random() * self._weather.jitter
         if not self._weather.reorders:
             at = self._last[bulk] = max(at, self._last[bulk])
@@ -59,9 +67,26 @@ class Link:
         if self._weather.duplicates and self._random.random() < self._weather.duplicates:
             yield at + self._random.random()
 
+    def received(self, now: float) -> int:
+        """Bytes of parts that have come in so far, also of the part that is under way."""
+        if now < self.held_until:
+            return self._passed
+        while self._passing and self._passing[0][1] <= now:
+            self._passing.popleft()
+            self._passed += PART_BYTES
+        if not self._passing:
+            return self._passed
+        begun, ends = self._passing[0]
+        return self._passed + int(PART_BYTES * max(0.0, now - begun) / (ends - begun))
+
+    def slow_down(self, transfer: float) -> None:
+        """From now on a part takes so many seconds."""
+        self._transfer = transfer
+
     def lose(self) -> None:
         """What is under way does not arrive."""
         self.epoch += 1
+        self._passing.clear()
 
     def cut(self) -> None:
         """Carry nothing until as many `heal`s as `cut`s."""

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import Event, Finish, Group, PeerLost, PeerReturned, Woke
+from equipoise.averaging.allreduce.events import (
+    BytesReceived,
+    Event,
+    Finish,
+    Group,
+    PeerLost,
+    PeerReturned,
+    Woke,
+)
 from equipoise.averaging.allreduce.liveness import Liveness
 from equipoise.averaging.sim.member import Frame, Job, Member, Output, Values
 
@@ -62,6 +70,7 @@ class Process:
         self.begun = False
         self._early: list[Frame] = []
         self._unheard: dict[int, list[Output]] = {other: [] for other in others}
+        self._received = dict.fromkeys(others, 0)
 
     @property
     def closed(self) -> bool:
@@ -112,9 +121,18 @@ class Process:
             self._unheard[other] = []
         return self.tell(PeerLost(other, reason), now)
 
-    def beat(self, now: float) -> list[Output]:
-        """Say that it lives, and see who else does."""
+    def beat(self, received: dict[int, int], now: float) -> list[Output]:
+        """Say that it lives, and see who else does.
+
+        Args:
+            received: Bytes of parts that have come in from each other member so far.
+            now: Virtual seconds.
+        """
         outputs: list[Output] = []
+        for other, count in received.items():
+            if count > self._received[other]:
+                outputs += self.tell(BytesReceived(other, count - self._received[other]), now)
+            self._received[other] = count
         for other in self._liveness.check(now + self.start.clock):
             outputs += self.tell(PeerLost(other, "silent: no sign of life"), now)
         return outputs + (self._heartbeats if self.beats else [])

@@ -15,7 +15,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Fail, Finish, Withdrew
 from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS
 from equipoise.averaging.sim.arithmetic import encode
-from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Poison, Stop
+from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Poison, Slow, Stop
 from equipoise.averaging.sim.member import Frame, Job, Output, Violation, check_agreement
 from equipoise.averaging.sim.network import Link
 from equipoise.averaging.sim.process import ROUNDING_SECONDS, Process
@@ -78,6 +78,9 @@ class World:
             for other in range(group.size)
             if one != other and group.dialable & (1 << one | 1 << other)
         }
+        self._incoming: list[list[tuple[int, Link]]] = [[] for _ in self._processes]
+        for (sender, to), link in self._links.items():
+            self._incoming[to].append((sender, link))
         self._wakes = [float("inf")] * group.size
         self._deferred: list[list[tuple[bool, Callable[..., None], tuple[Any, ...]]]] = [
             [] for _ in self._processes
@@ -133,7 +136,9 @@ class World:
     def _beat(self, process: Process) -> None:
         if process.member.closed or self._is_away(process, True, self._beat, process):
             return
-        self._act(process, process.beat(self.now))
+        incoming = self._incoming[process.index]
+        received = {sender: link.received(self.now) for sender, link in incoming}
+        self._act(process, process.beat(received, self.now))
         if process.beats:
             self._later(self.now + HEARTBEAT_SECONDS, self._beat, process)
 
@@ -227,6 +232,9 @@ class World:
                 self._leave(self._processes[member])
             case Corrupt(member, victims):
                 self._corrupted[member] |= victims
+            case Slow(links, transfer):
+                for link in filter(None, map(self._links.get, links)):
+                    link.slow_down(transfer)
             case Poison(member):
                 self._poison(self._processes[member])
         self._calm(0.0)

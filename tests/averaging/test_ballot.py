@@ -46,12 +46,18 @@ def test_the_next_ballot_is_the_lowest_of_ones_own(after: int, size: int, data: 
 
 
 def test_a_ballot_is_free_if_nobody_holds_anything() -> None:
-    assert inherited({0: Promise(5), 1: Promise(5)}) == (None, 0)
+    assert inherited({0: Promise(5), 1: Promise(5)}, 3) == (None, 0, False)
 
 
 def test_the_decision_held_in_the_highest_ballot_is_inherited() -> None:
     promises = {0: Promise(9, 3, ONE), 1: Promise(9, 4, OTHER), 2: Promise(9), 4: Promise(9, 1, OTHER)}
-    assert inherited(promises) == (OTHER, 0b10010)
+    assert inherited(promises, 5) == (OTHER, 0b10010, True)
+
+
+def test_what_too_few_can_hold_binds_nobody() -> None:
+    promises = {0: Promise(9, 3, ONE), 1: Promise(9), 2: Promise(9)}
+    assert inherited(promises, 4) == (ONE, 0b1, False)
+    assert inherited(promises, 5) == (ONE, 0b1, True)
 
 
 @given(

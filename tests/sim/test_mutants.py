@@ -9,7 +9,8 @@ import pytest
 from equipoise.averaging.allreduce import agreement, ballot
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.agreement import Agreement
-from equipoise.averaging.allreduce.ballot import Tally, Vote
+from equipoise.averaging.allreduce.attendance import Attendance
+from equipoise.averaging.allreduce.ballot import Inheritance, Tally, Vote
 from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.sim.explore import Explorer
 from equipoise.averaging.sim.member import Violation
@@ -24,7 +25,14 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def inherits_nothing(patch: pytest.MonkeyPatch) -> None:
     """A new leader decides freely, whatever others hold."""
-    patch.setattr(agreement, "inherited", lambda promises: (None, 0))
+    patch.setattr(agreement, "inherited", lambda promises, size: Inheritance())
+
+
+def what_is_inherited_never_binds(patch: pytest.MonkeyPatch) -> None:
+    """Nobody need fetch from the late what a majority may hold."""
+    plain = agreement.inherited
+    patch.setattr(agreement, "inherited", lambda *args: plain(*args)._replace(binding=False))
+    patch.setattr(Attendance, "late", property(lambda self: -1, lambda self, late: None), raising=False)
 
 
 def promises_hide_what_is_held(patch: pytest.MonkeyPatch) -> None:
@@ -50,6 +58,7 @@ def promises_do_not_bind(patch: pytest.MonkeyPatch) -> None:
     "mutate",
     [
         inherits_nothing,
+        what_is_inherited_never_binds,
         promises_hide_what_is_held,
         one_vote_is_enough,
     ],

@@ -1,0 +1,103 @@
+"""Slow links: who delivers is waited for, who trickles is not, and nobody holds the others until their timeout."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from equipoise.averaging.allreduce.events import Fail, Finish, Group
+from equipoise.averaging.allreduce.patience import GRACE_STALLS, MIN_BYTES_PER_SECOND, SLOWNESS, Patience
+from equipoise.averaging.partition import Part
+from equipoise.averaging.sim.arithmetic import draw_values
+from equipoise.averaging.sim.faults import Slow, When
+from equipoise.averaging.sim.network import PART_BYTES, Weather
+from equipoise.averaging.sim.process import Start
+from equipoise.averaging.sim.scenario import Scenario
+from equipoise.averaging.sim.world import Report, World
+
+MEMBERS = 4
+TIMEOUT = 200.0
+EVERYONE = (1 << MEMBERS) - 1
+VICTIM = 2
+
+TRICKLE = 2 * PART_BYTES / MIN_BYTES_PER_SECOND
+"""Seconds per part at half the least rate."""
+
+
+def scenario(seed: int, transfer: tuple[float, float], slow: Slow | None = None, leader: int = 0) -> Scenario:
+    chance = Random(seed)
+    parts = tuple(Part(at, at + 1, at // 3) for at in range(3 * MEMBERS))
+    group = Group(bytes(16), ("a", "b", "c", "d"), (1.0, 2.0, 3.0, 4.0), EVERYONE, parts, leader)
+    starts = tuple(
+        Start(draw_values(chance, len(parts)), 0.02 * chance.random(), 0.0, TIMEOUT) for _ in range(MEMBERS)
+    )
+    faults = ((When(seconds=0.0), slow),) if slow else ()
+    return Scenario(seed, group, starts, Weather((0.0005, 0.005), transfer), faults, core=EVERYONE)
+
+
+def counted(report: Report) -> set[int]:
+    return {end.decision.contributors for end in report.ends if isinstance(end, Finish)}
+
+
+def outgoing(*senders: int) -> tuple[tuple[int, int], ...]:
+    return tuple((one, other) for one in senders for other in range(MEMBERS) if one != other)
+
+
+@pytest.mark.parametrize("transfer", [(2.5, 3.0), (2.1, 7.0)])
+def test_where_all_links_are_slow_everyone_counts(transfer: tuple[float, float]) -> None:
+    for seed in range(15):
+        report = World(scenario(seed, transfer)).run()
+        assert counted(report) == {EVERYONE}, seed
+
+
+@pytest.mark.parametrize("leader", [0, VICTIM])
+def test_one_that_is_four_times_slower_counts(leader: int) -> None:
+    for seed in range(15):
+        report = World(scenario(seed, (1.0, 1.2), Slow(outgoing(VICTIM), 4.5), leader)).run()
+        assert counted(report) == {EVERYONE}, seed
+
+
+@pytest.mark.parametrize("leader", [0, VICTIM])
+@pytest.mark.parametrize("transfer", [TRICKLE, PART_BYTES / MIN_BYTES_PER_SECOND / 1.5, 2.0])
+def test_one_that_trickles_costs_seconds_and_not_the_round(leader: int, transfer: float) -> None:
+    for seed in range(15):
+        made = scenario(seed, (0.01, 0.02), Slow(outgoing(VICTIM), transfer), leader)
+        report = World(made).run()
+        assert report.seconds < (25.0 if leader == VICTIM else 14.0), seed
+        assert all(isinstance(report.ends[member], Finish) for member in range(MEMBERS)), seed
+
+
+def test_a_trickle_is_a_stall() -> None:
+    patience = Patience(2.0, 0.0)
+    patience.begin("scatter", 0.0)
+    for tick in range(1, 9):
+        patience.count(1, MIN_BYTES_PER_SECOND // 4)
+        patience.count(2, MIN_BYTES_PER_SECOND // 4 - 1)
+        patience.look(0b110, 0b1110, tick / 4)
+    assert patience.delivering(0b110, 2.0) == 0b010
+
+
+def test_patience_is_measured_by_what_half_of_the_others_needed() -> None:
+    patience = Patience(2.0, 0.0)
+    patience.begin("scatter", 100.0)
+    patience.look(0b0110, 0b1110, 103.0)
+    assert patience.ends_at == float("inf")
+    patience.look(0b0100, 0b1110, 105.0)
+    assert patience.ends_at == 105.0 + SLOWNESS * 5.0 + GRACE_STALLS * 2.0
+    patience.begin("gather", 106.0)
+    assert patience.ends_at == float("inf")
+
+
+def test_of_two_one_is_waited_for_as_long_as_it_delivers() -> None:
+    patience = Patience(2.0, 0.0)
+    patience.look(0b10, 0b10, 50.0)
+    assert patience.ends_at == float("inf")
+
+
+def test_two_members_on_a_slow_link_finish() -> None:
+    parts = tuple(Part(at, at + 1, at // 3) for at in range(6))
+    group = Group(bytes(16), ("a", "b"), (1.0, 2.0), 0b11, parts, 0)
+    starts = tuple(Start((float(at),) * 6, 0.0, 0.0, TIMEOUT) for at in range(2))
+    report = World(Scenario(1, group, starts, Weather((0.01, 0.02), (3.0, 9.0)), (), core=0b11)).run()
+    assert not [end for end in report.ends if isinstance(end, Fail)]
