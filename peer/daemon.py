@@ -128,12 +128,16 @@ class Daemon:
         """What is going on, and why."""
         assert self._swarm is not None, "not started"
         assert self._home is not None, "not started"
+        process = psutil.Process()
         return Status(
             name=self._config.name,
             peer_id=self._swarm.peer,
             pid=os.getpid(),
             uptime=time.monotonic() - self._started,
-            memory=psutil.Process().memory_info().rss,
+            memory=process.memory_info().rss,
+            tasks=len(asyncio.all_tasks()),
+            threads=process.num_threads(),
+            files=process.num_fds(),
             clients=self._server.clients,
             swarm=self._standing(self._swarm),
             runs=tuple(session.status() for session in self.service.sessions),

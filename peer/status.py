@@ -73,6 +73,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         pid: Its process.
         uptime: Seconds since it started.
         memory: Resident bytes of its process.
+        tasks: Tasks of its event loop; it grows with runs and peers, and not with rounds.
+        threads: Threads of its process.
+        files: Open descriptors of its process, sockets included.
         clients: How many clients are connected.
         swarm: Where it stands towards the others.
         runs: What it takes part in.
@@ -87,6 +90,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     uptime: float
     memory: int
+    tasks: int
+    threads: int
+    files: int
     clients: int
     swarm: SwarmStatus
     runs: tuple[RunStatus, ...]

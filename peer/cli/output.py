@@ -48,6 +48,7 @@ def print_status(status: Status) -> None:
     for line in _direct(swarm.direct):
         _line(console, "direct", line)
     _line(console, "memory", f"{status.memory / 1e6:.0f} MB")
+    _line(console, "holds", f"{status.tasks} tasks, {status.threads} threads, {status.files} open files")
     _line(console, "kernels", f"{status.kernels.name} ({status.kernels.reason})")
     _line(console, "versions", ", ".join(f"{name} {version}" for name, version in status.versions.items()))
     _line(console, "log", status.log)

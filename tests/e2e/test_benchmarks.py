@@ -1,4 +1,4 @@
-"""The benchmark of rounds measures real daemons beside gloo, and catches whoever averages nothing."""
+"""Benchmarks measure real daemons, and catch whoever averages nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench_round.py"
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 FIELDS = {
     *("exchange_min_ms", "exchange_median_ms", "call_min_ms", "call_median_ms", "beyond_median_ms"),
@@ -17,19 +18,20 @@ FIELDS = {
 }
 
 
+def run(script: str, *options: str) -> tuple[int, Any]:
+    """Exit status of a script, and what it prints as JSON."""
+    command = [sys.executable, str(SCRIPTS / script), *options, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
 @pytest.mark.timeout(180)
 def test_rounds_are_timed_and_results_checked() -> None:
-    options = ["--peers", "2", "--values", "5000", "--rounds", "2", "--json"]
-    systems = ["--systems", "ours/int8/aead/x3", "gloo", "nothing"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *options, *systems],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
-    (result,) = json.loads(done.stdout)
+    systems = ["ours/int8/aead/x3", "gloo", "nothing"]
+    options = ["--peers", "2", "--values", "5000", "--rounds", "2"]
+    status, (result,) = run("bench_round.py", *options, "--systems", *systems)
+    assert status == 1, "one of them averages nothing"
     ours, gloo, nothing = result["systems"]
     assert (result["peers"], result["values"]) == (2, 5000)
     assert ours.keys() >= FIELDS
@@ -38,3 +40,13 @@ def test_rounds_are_timed_and_results_checked() -> None:
     assert gloo["error"] <= 1e-6
     # Every round of it is wrong, the warm ones too.
     assert nothing["wrong"] == 4
+
+
+@pytest.mark.timeout(180)
+def test_a_soak_counts_rounds_and_failures() -> None:
+    _, verdict = run("soak.py", "--rounds", "30", "--values", "5000")
+    assert verdict["rounds"] == 30
+    assert verdict["failed"] == 0
+    assert 0 < verdict["p50_ms"] <= verdict["p99_ms"]
+    # On a busy machine so few rounds may well have a late one.
+    assert not [line for line in verdict["violations"] if not line.startswith("p99")]
