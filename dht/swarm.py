@@ -217,7 +217,8 @@ class Swarm:
 
     async def _on_launched(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
-        self.direct.tell(text.split("/")[2] for text in self.addresses)
+        hosts = [address.split("/")[2] for address in self.addresses if "/p2p-circuit/" not in address]
+        self.direct.tell(hosts, forwarded=bool(self._options.announce))
         await self.transport.attach()
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.create_task(self._rejoin()))

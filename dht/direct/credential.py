@@ -79,8 +79,8 @@ def issue(
     now: float,
     life: float = LIFE_SECONDS,
 ) -> bytes:
-    """Sign a credential; addresses that do not fit are left out, the last ones first."""
-    told = [f"{host} {port}" for host, port in addresses[:MAX_ADDRESSES]]
+    """Sign a credential; addresses that nobody would take are left out, and of those that do not fit the last ones."""
+    told = [f"{host} {port}" for host, port in addresses if _is_host(host)][:MAX_ADDRESSES]
     expires = min(now + life, certificate.expires)
     while True:
         signed = _signed(identity.peer, certificate.der, tuple(told), expires)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter
 from typing import Generic, TypeVar
 
@@ -26,8 +27,9 @@ class Gate(Generic[Guest]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def enter(self, guest: Guest, host: str) -> Guest | None:
-        """Let `guest` of `host` in; return who has to go for it, if anybody."""
+    def enter(self, guest: Guest, address: str) -> Guest | None:
+        """Let `guest` of an IP address in; return who has to go for it, if anybody."""
+        host = _household(address)
         evicted = None
         if len(self._waiting) >= self._limit:
             most = max(self._counts.values())
@@ -44,3 +46,11 @@ class Gate(Generic[Guest]):
             self._counts[host] -= 1
             if not self._counts[host]:
                 del self._counts[host]
+
+
+def _household(address: str) -> str:
+    """Return what one customer has of addresses: of IPv6 ones, 2**64."""
+    if ":" not in address:
+        return address
+    bare = address.partition("%")[0]
+    return str(ipaddress.ip_network((bare, 64), strict=False))

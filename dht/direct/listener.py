@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import socket
@@ -94,30 +93,29 @@ def _listen(address: ListenAddress) -> socket.socket:
     return listening
 
 
-def endpoints(hosts: Iterable[str], bound: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Return where others reach listeners `bound` (host, port) of a machine with `hosts`, in their order.
+def endpoints(
+    hosts: Iterable[str], bound: Sequence[tuple[str, int]], *, forwarded: bool
+) -> list[tuple[str, int]]:
+    """Return where others reach listeners of this machine, best first.
 
-    A listener on all interfaces is reached at every host of its family. Hosts that only this machine reaches are left
-    out if there are others: on the other machine they are another's.
+    Hosts that only this machine reaches are left out if there are others: on another machine they are that machine.
+
+    Args:
+        hosts: IP addresses and names of this machine, best first.
+        bound: What is listened on, (host, port).
+        forwarded: Whether `hosts` are those of a machine that forwards ports here.
     """
-    found = [(host, port) for host in hosts for own, port in bound if _serves(own, host)]
+    found = [(host, port) for host in hosts for own, port in bound if _serves(own, host, forwarded)]
+    found += [(own, port) for own, port in bound if not ipaddress.ip_address(own).is_unspecified]
     far = [one for one in dict.fromkeys(found) if not is_loopback(one[0])]
     return far or list(dict.fromkeys(found))
 
 
-def _serves(own: str, host: str) -> bool:
-    if own == host:
-        return True
-    with contextlib.suppress(ValueError):
-        same_family = ipaddress.ip_address(own).version == ipaddress.ip_address(host).version
-        return same_family and ipaddress.ip_address(own).is_unspecified
-    # A host name was announced: whatever is listened on stands behind it.
-    return not _is_literal(host)
-
-
-def _is_literal(host: str) -> bool:
+def _serves(own: str, host: str, forwarded: bool) -> bool:
     try:
-        ipaddress.ip_address(host)
+        named, listening = ipaddress.ip_address(host), ipaddress.ip_address(own)
     except ValueError:
+        return True  # Whatever is listened on stands behind a name.
+    if named.version != listening.version or named.is_link_local:
         return False
-    return True
+    return forwarded or named == listening or listening.is_unspecified

@@ -30,7 +30,10 @@ def acknowledged(connection: socket.socket) -> int | None:
     """Return how many bytes the other end's kernel has acknowledged; None where that cannot be told."""
     if not hasattr(socket, "TCP_INFO"):
         return None
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except OSError:  # Not TCP.
+        return None
     if len(info) < _INFO_BYTES:
         return None
     count: int = _ACKNOWLEDGED.unpack(info)[0]

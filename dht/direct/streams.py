@@ -114,6 +114,8 @@ class TlsStream(PlainStream):
                 return None
             # Of all that TLS 1.3 knows only a key update makes reading wait for writing; nobody here asks for one.
             raise StreamClosed("it asks for a key update") from None
+        except ssl.SSLEOFError:
+            raise StreamClosed("closed by the other end") from None
         except OSError as error:
             raise StreamClosed(error.strerror or str(error)) from error
 

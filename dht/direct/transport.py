@@ -149,9 +149,14 @@ class DirectTransport:
         self.tell(host for host, _ in self._listener.bound)
         self._spawn(self._sweep())
 
-    def tell(self, hosts: Iterable[str]) -> None:
-        """Tell others that this machine has these hosts, best first."""
-        self._presence.tell(endpoints(hosts, self._listener.bound))
+    def tell(self, hosts: Iterable[str], *, forwarded: bool = False) -> None:
+        """Tell others that this machine is reached at these hosts, best first.
+
+        Args:
+            hosts: IP addresses and names.
+            forwarded: Whether they are those of a machine that forwards ports here.
+        """
+        self._presence.tell(endpoints(hosts, self._listener.bound, forwarded=forwarded))
 
     async def stop(self) -> None:
         """Stop listening, close every channel, end every handler; idempotent."""
@@ -184,9 +189,9 @@ class DirectTransport:
             failures.append(f"no channel within {OPEN_SECONDS:.0f} s")
         except ConnectionError as error:
             failures.append(str(error))
-        raise ConnectionError(
-            f"cannot open a direct channel to {peer}: {'; '.join(failures) or 'it listens nowhere'}"
-        )
+        if not failures:
+            failures.append("it listens nowhere")
+        raise ConnectionError(f"cannot open a direct channel to {peer}: {'; '.join(failures)}")
 
     async def _dial(self, admitted: Admitted, host: str, port: int) -> PlainStream:
         if self._layer == "plain" and not is_loopback(host):
@@ -212,7 +217,10 @@ class DirectTransport:
     ) -> PlainStream:
         if preface.layer == "plain":
             return await handshake.forgo(connection, dialler=dialler)
-        context = admitted.context(self._presence.certificate, server=not dialler)
+        try:
+            context = admitted.context(self._presence.certificate, server=not dialler)
+        except OSError as error:
+            raise Refused("tls failure", f"this peer's own certificate cannot be used: {error}") from None
         expected = admitted.credential.certificate
         return await handshake.secure(connection, context, expected, preface, dialler=dialler)
 
@@ -221,6 +229,7 @@ class DirectTransport:
             connection.close()
             return
         task = self._spawn(self._welcome(connection, host))
+        task.add_done_callback(lambda _: connection.close())
         evicted = self._gate.enter(task, host)
         if evicted is not None:
             self._refusals.note("too many", f"more than {len(self._gate)} connections without a proven peer")
@@ -243,7 +252,6 @@ class DirectTransport:
             return
         finally:
             self._gate.leave(task)
-            connection.close()
         await self._handle(channel)
 
     async def _introduce(self, connection: socket.socket, host: str) -> DirectChannel:

@@ -1,53 +1,17 @@
-"""Pairs of peers with direct transports on loopback, in the test's loop, without libp2p."""
+"""Direct transports for the tests beside this file."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from equipoise.dht.address import ListenAddress
-from equipoise.dht.direct.transport import DirectOptions, DirectTransport
-from equipoise.dht.identity import load_or_create
-
-LOOPBACK = (ListenAddress("/ip4/127.0.0.1/tcp/0", "127.0.0.1", 0),)
-
-
-class Peers:
-    """Makes direct transports; stops them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.all: list[DirectTransport] = []
-
-    def make(self, name: str, layer="aead", listen=LOOPBACK) -> DirectTransport:
-        folder = self._path / f"run-{name}"
-        folder.mkdir()
-        identity = load_or_create(self._path / name)
-        transport = DirectTransport(identity, folder, DirectOptions(listen, layer))
-        transport.serve(None)
-        transport.start()
-        self.all.append(transport)
-        return transport
-
-    def pair(self, layer="aead") -> tuple[DirectTransport, DirectTransport]:
-        """Two that have admitted each other."""
-        first, second = self.make("first", layer), self.make("second", layer)
-        introduce(first, second)
-        return first, second
-
-    async def stop(self) -> None:
-        for transport in self.all:
-            await transport.stop()
-
-
-def introduce(*transports: DirectTransport) -> None:
-    """Have all admit all."""
-    for one in transports:
-        for other in transports:
-            if one is not other:
-                one.admit(other.peer, other.credential)
+from equipoise.dht.direct.transport import DirectTransport
+from fakes.direct import Peers, port_of
 
 
 @pytest.fixture
@@ -55,6 +19,20 @@ async def peers(tmp_path: Path) -> AsyncIterator[Peers]:
     peers = Peers(tmp_path)
     yield peers
     await peers.stop()
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, f"tasks outlived the peers: {left}"
 
 
-Accept = Callable[[], Awaitable[object]]
+@pytest.fixture
+def dial() -> Iterator[Callable]:
+    """Open plain TCP connections to a transport; closed at the end."""
+    with contextlib.ExitStack() as stack:
+
+        async def connect(transport: DirectTransport, source: str = "127.0.0.1") -> socket.socket:
+            connection = stack.enter_context(socket.socket())
+            connection.bind((source, 0))
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, port_of(transport))
+            return connection
+
+        yield connect
