@@ -12,7 +12,7 @@ import logging
 import socket
 import struct
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
@@ -90,8 +90,13 @@ class FramedChannel:
                 f"got {sizes[0]} and {sizes[1]}"
             )
         async with self._sending:
-            with self._named("send to"):
+            try:
                 await self._stream.send(_PREFIX.pack(*sizes), header, body)
+            except StreamClosed as error:
+                raise self._broken("send to", error) from None
+            except BaseException:
+                self._close("a send was abandoned within a frame")
+                raise
 
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
         """Receive one frame into the buffer that `place` gives for its body.
@@ -100,25 +105,36 @@ class FramedChannel:
             ConnectionError: The channel is closed or broken, or a length exceeds its maximum.
             Exception: Whatever `place` raised; the channel is closed.
         """
-        with self._named("receive from", close=False):
+        within = False
+        try:
             await self._stream.wait_readable()
-        with self._named("receive from"):
-            await self._stream.receive_into(memoryview(self._prefix))
-            header_size, body_size = _PREFIX.unpack(self._prefix)
-            if header_size > MAX_HEADER_BYTES or body_size > MAX_BODY_BYTES:
-                raise StreamClosed(
-                    f"it announces a frame of {header_size} + {body_size} bytes, above the maximum"
-                )
-            header = bytearray(header_size)
-            await self._stream.receive_into(memoryview(header))
-            frame = bytes(header)
-            if not body_size:
-                return frame, memoryview(b"")
-            view = place(frame, body_size).cast("B")
-            if len(view) != body_size:
-                raise ValueError(f"expected a buffer of {body_size} bytes for the body, got {len(view)}")
-            await self._stream.receive_into(view)
-            return frame, view
+            within = True
+            return await self._receive(place)
+        except StreamClosed as error:
+            raise self._broken("receive from", error) from None
+        except BaseException:
+            # Bytes of a frame may have moved: nothing after them can be understood.
+            if within:
+                self._close("a receive was abandoned within a frame")
+            raise
+
+    async def _receive(self, place: Place) -> tuple[bytes, memoryview]:
+        await self._stream.receive_into(memoryview(self._prefix))
+        header_size, body_size = _PREFIX.unpack(self._prefix)
+        if header_size > MAX_HEADER_BYTES or body_size > MAX_BODY_BYTES:
+            raise StreamClosed(
+                f"it announces a frame of {header_size} + {body_size} bytes, above the maximum"
+            )
+        header = bytearray(header_size)
+        await self._stream.receive_into(memoryview(header))
+        frame = bytes(header)
+        if not body_size:
+            return frame, memoryview(b"")
+        view = place(frame, body_size).cast("B")
+        if len(view) != body_size:
+            raise ValueError(f"expected a buffer of {body_size} bytes for the body, got {len(view)}")
+        await self._stream.receive_into(view)
+        return frame, view
 
     def close(self) -> None:
         """Close the stream; idempotent."""
@@ -129,24 +145,17 @@ class FramedChannel:
             self._stream.close(why)
             self._closed(self)
 
-    @contextlib.contextmanager
-    def _named(self, what: str, *, close: bool = True) -> Iterator[None]:
-        try:
-            yield
-        except StreamClosed as error:
-            self._close(str(error))
-            raise StreamClosed(f"{what} {self._peer}: {error}") from None
-        except BaseException:
-            # Bytes of a frame may have moved: nothing after them can be understood.
-            if close:
-                self._close(f"a {what.split()[0]} was abandoned within a frame")
-            raise
+    def _broken(self, what: str, error: StreamClosed) -> StreamClosed:
+        self._close(str(error))
+        return StreamClosed(f"{what} {self._peer}: {error}")
 
 
 class Libp2pTransport:
     """Opens and accepts channels through p2pd (`averaging.ports.Transport`)."""
 
-    def __init__(self, peer: str, dialable: bool, link: Link, dialer: Dialer, runtime: Path) -> None:
+    def __init__(
+        self, peer: str, dialable: Callable[[], bool], link: Link, dialer: Dialer, runtime: Path
+    ) -> None:
         self._peer = peer
         self._dialable = dialable
         self._link = link
@@ -167,7 +176,7 @@ class Libp2pTransport:
     @property
     def dialable(self) -> bool:
         """Whether others can open channels to this peer."""
-        return self._dialable
+        return self._dialable()
 
     @property
     def streams(self) -> int:

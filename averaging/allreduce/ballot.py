@@ -43,6 +43,7 @@ class Tally:
         self.size = size
         self._voters: dict[Vote, int] = {}
         self._told: Counter[int] = Counter()
+        self._chosen: Vote | None = None
 
     def __len__(self) -> int:
         return len(self._voters)
@@ -61,6 +62,8 @@ class Tally:
                 return False
             self._told[teller] += 1
         self._voters[vote] = before | voters
+        if self._chosen is None and is_majority(self._voters[vote], self.size):
+            self._chosen = vote
         return True
 
     def voters(self, vote: Vote) -> int:
@@ -77,7 +80,7 @@ class Tally:
 
     def chosen(self) -> Vote | None:
         """The vote that a majority cast, if there is one."""
-        return next((vote for vote, mask in self._voters.items() if is_majority(mask, self.size)), None)
+        return self._chosen
 
 
 def is_majority(mask: int, size: int) -> bool:

@@ -8,12 +8,13 @@ member) and means by part, and has checked sizes and values before it reports th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage
 from equipoise.averaging.partition import Part
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Group:
     """A round as all its members know it from the manifest.
 
@@ -33,17 +34,17 @@ class Group:
     parts: tuple[Part, ...]
     first_leader: int
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of members."""
         return len(self.weights)
 
-    @property
+    @cached_property
     def everyone(self) -> int:
         """Bitmask of all members."""
         return (1 << self.size) - 1
 
-    @property
+    @cached_property
     def contributors(self) -> int:
         """Bitmask of the members with weight > 0; the others observe."""
         return sum(1 << index for index, weight in enumerate(self.weights) if weight > 0)
