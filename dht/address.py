@@ -118,6 +118,11 @@ def parse_listen(text: str) -> ListenAddress:
     return ListenAddress(text, host, port)
 
 
+def is_relayed(text: str) -> bool:
+    """Whether a multiaddr leads through a relay."""
+    return "/p2p-circuit" in text
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is an IP address that only this machine reaches."""
     try:

@@ -43,7 +43,12 @@ class Unreached(ConnectionError):
 
 
 class Dialer:
-    """Knows addresses of peers, and which of them are connected."""
+    """Knows addresses of peers, and which of them are connected.
+
+    Attributes:
+        paths: Multiaddrs at the other ends of p2pd's connections when last asked, by PeerID.
+        failures: Why peers could not be reached when last tried, by PeerID.
+    """
 
     def __init__(self, link: Link, own: str) -> None:
         self._link = link
@@ -52,6 +57,8 @@ class Dialer:
         self._connected: frozenset[str] = frozenset()
         self._asked = float("-inf")
         self._asking = asyncio.Lock()
+        self.paths: dict[str, tuple[str, ...]] = {}
+        self.failures: OrderedDict[str, str] = OrderedDict()
 
     @property
     def connected(self) -> frozenset[str]:
@@ -86,7 +93,8 @@ class Dialer:
         Raises:
             LinkError: p2pd does not answer.
         """
-        self._connected = frozenset(await self._link.connected()) - {self._own}
+        self.paths = await self._link.connections()
+        self._connected = frozenset(self.paths) - {self._own}
         self._asked = asyncio.get_running_loop().time()
         return self._connected
 
@@ -100,12 +108,26 @@ class Dialer:
         async with self._asking:
             if asyncio.get_running_loop().time() - self._asked > FRESH_SECONDS:
                 await self.refresh()
-        if peer in self._connected:
-            return
-        addresses = self._known.get(peer, ())
+        try:
+            if peer not in self._connected:
+                await self._connect_any(self._dialled(peer))
+        except Unreached as error:
+            self.failures[peer] = str(error)
+            self.failures.move_to_end(peer)
+            if len(self.failures) > MAX_KNOWN_PEERS:
+                self.failures.popitem(last=False)
+            raise
+        self.failures.pop(peer, None)
+
+    def _dialled(self, peer: str) -> tuple[Address, ...]:
+        known = self._known.get(peer, ())
+        # Whom this peer relays for, it has a connection to or none.
+        addresses = tuple(one for one in known if f"/p2p/{self._own}/" not in one.text)
         if not addresses:
-            raise Unreached("failed", "no address of it is known")
-        await self._connect_any(addresses)
+            raise Unreached(
+                "failed", "it waits for others to dial it" if known else "no address of it is known"
+            )
+        return addresses
 
     async def _connect_any(self, addresses: Sequence[Address]) -> None:
         attempts = [asyncio.create_task(self.connect(address)) for address in addresses]
@@ -138,8 +160,8 @@ class Dialer:
         self._connected |= {address.peer}
 
 
-async def probe(host: str, port: int) -> None:
-    """Open and close a TCP connection.
+async def probe(host: str, port: int, greeting: bytes = b"") -> None:
+    """Open and close a TCP connection, on which whoever listens must say `greeting` first.
 
     Raises:
         Unreached: Nobody answers; says why.
@@ -147,10 +169,16 @@ async def probe(host: str, port: int) -> None:
     where = f"{host} port {port}"
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            _, writer = await asyncio.open_connection(host, port)
-        writer.close()
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                if await reader.readexactly(len(greeting)) != greeting:
+                    raise Unreached("wrong peer", f"what answers at {where} is not a libp2p peer")
+            finally:
+                writer.close()
     except TimeoutError:
         raise Unreached("timeout", f"nobody answers at {where} within {PROBE_SECONDS:.0f} s") from None
+    except asyncio.IncompleteReadError:
+        raise Unreached("failed", f"what answers at {where} hangs up") from None
     except ConnectionRefusedError:
         raise Unreached("refused", f"nobody listens at {where} (connection refused)") from None
     except socket.gaierror as error:

@@ -21,6 +21,7 @@ from equipoise.dht.node import Node
 from equipoise.dht.outbox import Outbox
 from equipoise.dht.records import (
     MAX_REASON_CHARACTERS,
+    MAX_WHY_CHARACTERS,
     SHARDS,
     Kept,
     Readiness,
@@ -28,7 +29,7 @@ from equipoise.dht.records import (
     seal,
     shard_of,
 )
-from equipoise.dht.state import PROTOCOL_VERSION, State
+from equipoise.dht.state import PROTOCOL_VERSION, ReachState, State
 
 TTL_SECONDS = 15.0
 """How long the dead are listed; three renewals fit, so that two may be lost."""
@@ -43,6 +44,15 @@ WITHDRAW_SECONDS = 1.0
 """How long a farewell may take."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OwnReach:
+    """How others reach this peer: what of it goes into records."""
+
+    dialable: bool
+    state: ReachState
+    reason: str
 
 
 @dataclass
@@ -68,13 +78,15 @@ class RunDirectory:
         on_credential: Called with the PeerID and the unverified credential of every record that is news and has one.
     """
 
-    def __init__(self, identity: Identity, node: Node, dialable: bool, first_sequence: int) -> None:
+    def __init__(
+        self, identity: Identity, node: Node, reach: Callable[[], OwnReach], first_sequence: int
+    ) -> None:
         self.bandwidth = 0.0
         self.credential: Callable[[], bytes] = bytes
         self.on_credential: Callable[[str, bytes], None] = lambda peer, credential: None
         self._identity = identity
         self._node = node
-        self._dialable = dialable
+        self._reach = reach
         self._sequence = itertools.count(first_sequence)
         self._own: dict[str, _Own] = {}
         self._searched: dict[str, float] = {}
@@ -127,6 +139,12 @@ class RunDirectory:
             await self._search(run)
         return [entry.record for entry in self._node.protocol.ledger.current(run, time.monotonic())]
 
+    def renew(self) -> None:
+        """Publish what has changed of this peer itself in every run."""
+        for own in self._own.values():
+            if own.record is not None:
+                self._renew(own)
+
     def refresh(self) -> None:
         """Search and publish again, for there are new peers."""
         for own in self._own.values():
@@ -138,7 +156,7 @@ class RunDirectory:
         await asyncio.gather(*(self.withdraw(run) for run in list(self._own)))
 
     def _record(self, run: str, **values: object) -> Readiness:
-        protocol = self._node.protocol
+        protocol, reach = self._node.protocol, self._reach()
         return Readiness(
             version=PROTOCOL_VERSION,
             peer=self._identity.peer,
@@ -147,7 +165,9 @@ class RunDirectory:
             ttl=TTL_SECONDS,
             issued=protocol.clock.now(),
             bandwidth=self.bandwidth,
-            dialable=self._dialable,
+            dialable=reach.dialable,
+            reach=reach.state,
+            why=reach.reason[:MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
             program=self._program,
             credential=self.credential(),

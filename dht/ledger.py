@@ -86,6 +86,11 @@ class Ledger:
         entries = (self._entries[peer, run] for peer in sorted(self._peers.get(run, ())))
         return [entry for entry in entries if entry.expires > now and entry.record.state != "offline"]
 
+    def newest(self, peer: str) -> Readiness | None:
+        """Return the record of `peer` that arrived last, in whichever run; void ones included."""
+        entries = [self._entries[peer, run] for run in self._runs.get(peer, ())]
+        return max(entries, key=lambda entry: entry.arrived).record if entries else None
+
     def under(self, key: bytes, now: float) -> list[Kept]:
         """Return the unexpired records that belong under `key`, those of authors who have left included."""
         return [

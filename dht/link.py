@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from equipoise.dht.address import is_relayed
 from equipoise.dht.escaping import printable
 from equipoise.dht.streams import Stream, connect_unix, receive_message, send_message
 from equipoise.dht.substrate import P2P, Multiaddr, PeerID, p2pd_pb2
@@ -97,9 +98,13 @@ class Link:
         stream = await _bounded(self._request(request), f"connect to {peer}", seconds)
         stream.close()
 
-    async def connected(self) -> set[str]:
-        """Return the PeerIDs that p2pd has a connection to."""
-        return {str(info.peer_id) for info in await _bounded(self._client().list_peers(), "list peers")}
+    async def connections(self) -> dict[str, tuple[str, ...]]:
+        """Return the multiaddrs of the other ends of p2pd's connections, by PeerID; a relayed one has the relay's."""
+        found: dict[str, tuple[str, ...]] = {}
+        for info in await _bounded(self._client().list_peers(), "list peers"):
+            peer = str(info.peer_id)
+            found[peer] = found.get(peer, ()) + tuple(str(address) for address in info.addrs)
+        return found
 
     async def call(self, peer: str, name: str, request: bytes, seconds: float = REQUEST_SECONDS) -> bytes:
         """Call the unary handler `name` of `peer`.
@@ -153,7 +158,13 @@ class Link:
 
 def inbound_peer(message: bytes) -> str:
     """Return the PeerID in a StreamInfo, which p2pd has authenticated."""
-    return str(PeerID(p2pd_pb2.StreamInfo.FromString(message).peer))
+    return inbound_stream(message)[0]
+
+
+def inbound_stream(message: bytes) -> tuple[str, bool]:
+    """Return the PeerID in a StreamInfo, which p2pd has authenticated, and whether the stream came through a relay."""
+    info = p2pd_pb2.StreamInfo.FromString(message)
+    return str(PeerID(info.peer)), is_relayed(str(Multiaddr(bytes(info.addr))))
 
 
 def _by_name(handler: CallHandler) -> Callable[[bytes, Any], Awaitable[bytes]]:

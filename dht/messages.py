@@ -55,11 +55,13 @@ class Hello(Versioned, frozen=True, kw_only=True):
         serves: Whether the author answers look-ups (False in client mode).
         time: The author's clock, seconds since 1970.
         addresses: Where it listens.
+        relays: Whether it relays for peers that cannot be dialled.
     """
 
     serves: bool
     time: float
     addresses: Addresses = ()
+    relays: bool = False
 
 
 class Neighbour(msgspec.Struct, frozen=True):

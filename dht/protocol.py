@@ -58,6 +58,9 @@ class RecordProtocol:
         addresses: Where this peer listens, told to everyone.
         on_record: Called with the entry of every record that is news.
         on_peer: Called with the PeerID of every peer new to the routing table.
+        on_hello: Called with the PeerID of every peer that answers look-ups, and whether it relays for others.
+        serves: Whether this peer answers look-ups, which one that cannot be dialled does not.
+        relays: Whether it relays for others.
     """
 
     bucket_size = messages.MAX_NEAREST
@@ -73,7 +76,9 @@ class RecordProtocol:
         self.addresses: tuple[str, ...] = ()
         self.on_record: Callable[[Entry], None] = lambda entry: None
         self.on_peer: Callable[[str], None] = lambda peer: None
-        self._serves = serves
+        self.on_hello: Callable[[str, bool], None] = lambda peer, relays: None
+        self.serves = serves
+        self.relays = False
         self._link = link
         self._dialer = dialer
         self._limit = RateLimit()
@@ -192,7 +197,9 @@ class RecordProtocol:
         return messages.Stored(hello=self._hello(), accepted=self.take(request.records))
 
     def _hello(self) -> messages.Hello:
-        return messages.Hello(serves=self._serves, time=time.time(), addresses=self.addresses)
+        return messages.Hello(
+            serves=self.serves, time=time.time(), addresses=self.addresses, relays=self.relays
+        )
 
     def _nearest(self, key: bytes, asker: str) -> tuple[messages.Neighbour, ...]:
         found = self.routing_table.get_nearest_neighbors(
@@ -218,7 +225,9 @@ class RecordProtocol:
         if len(self.acquainted) < MAX_ACQUAINTED:
             self.acquainted.add(peer)
         if not hello.serves:
+            self._forget(peer)
             return
+        self.on_hello(peer, hello.relays)
         node_id, peer_id = node_id_of(peer), PeerID.from_base58(peer)
         new = node_id not in self.routing_table
         self.routing_table.add_or_update_node(node_id, peer_id)
@@ -231,6 +240,9 @@ class RecordProtocol:
         if not self._link.attached:
             return
         self.acquainted.discard(peer)
+        self._forget(peer)
+
+    def _forget(self, peer: str) -> None:
         node_id = node_id_of(peer)
         if node_id in self.routing_table:
             del self.routing_table[node_id]

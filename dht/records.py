@@ -17,7 +17,7 @@ from equipoise.dht import msgpack_guard
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.escaping import printable
 from equipoise.dht.identity import Identity, verify
-from equipoise.dht.state import PROTOCOL_VERSION, State
+from equipoise.dht.state import PROTOCOL_VERSION, ReachState, State
 
 MAX_RECORD_BYTES = 4096
 """A usual record takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
@@ -25,6 +25,7 @@ MAX_TTL_SECONDS = 60.0
 """How long anybody keeps a record after its first arrival, whatever it asks for."""
 MAX_RUN_BYTES = 128
 MAX_REASON_CHARACTERS = 200
+MAX_WHY_CHARACTERS = 160
 MAX_PROGRAM_CHARACTERS = 64
 MAX_SPEC_CHARACTERS = 128
 """Hex of a hash of at most 512 bits."""
@@ -57,6 +58,8 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         accumulated: Weight accumulated towards its next contribution.
         bandwidth: Bytes per second that it can send; 0 if unknown.
         dialable: Whether others can open connections to it.
+        reach: How others reach it, as far as it knows.
+        why: Why it believes that, one line.
         addresses: Where it listens, in the form that `--join` takes.
         ttl: Seconds after its arrival until it is void.
         issued: The author's idea of the swarm's clock, seconds since 1970.
@@ -77,6 +80,8 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     accumulated: float = 0.0
     bandwidth: float = 0.0
     dialable: bool = False
+    reach: ReachState = "unknown"
+    why: str = ""
     addresses: tuple[str, ...] = ()
     program: str = ""
     credential: bytes = b""
@@ -177,6 +182,7 @@ def _check(record: Readiness) -> None:
         raise RecordError(f"expected a run's name of 1 to {MAX_RUN_BYTES} bytes")
     for name, limit in (
         ("reason", MAX_REASON_CHARACTERS),
+        ("why", MAX_WHY_CHARACTERS),
         ("program", MAX_PROGRAM_CHARACTERS),
         ("spec", MAX_SPEC_CHARACTERS),
     ):

@@ -25,6 +25,10 @@ AddressState = Literal[
 ]
 
 
+ReachState = Literal["unknown", "direct", "relayed", "unreachable"]
+"""How a peer is reached: nobody has tried yet, by dialling it, through a relay, or not at all."""
+
+
 class BootstrapStatus(msgspec.Struct, frozen=True):
     """How one address given to `--join` fares.
 
@@ -59,6 +63,40 @@ class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_refusal: str = ""
 
 
+class RelayStatus(msgspec.Struct, frozen=True):
+    """What this daemon relays for others.
+
+    Attributes:
+        bandwidth: Bytes a second at most, all circuits together.
+        reservations: Peers that may be reached through this one.
+        circuits: Connections that go through it now.
+        bytes: What it has relayed.
+        refused: Requests that it has refused.
+    """
+
+    bandwidth: float
+    reservations: int
+    circuits: int
+    bytes: int
+    refused: int
+
+
+class ReachStatus(msgspec.Struct, frozen=True):
+    """How others reach this peer.
+
+    Attributes:
+        state: How.
+        reason: Why, one line.
+        relays: PeerIDs of the relays that others reach it through.
+        relaying: What it relays for others; None if it does not.
+    """
+
+    state: ReachState
+    reason: str
+    relays: tuple[str, ...] = ()
+    relaying: RelayStatus | None = None
+
+
 class SwarmStatus(msgspec.Struct, frozen=True):
     """One snapshot of a swarm's member.
 
@@ -75,6 +113,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         p2pd_log: The last lines that p2pd printed.
         clock_offset: Seconds that the median of the swarm's clocks is ahead of this machine's.
         streams: Number of open streams.
+        reach: How others reach this peer; None for a swarm that cannot tell.
         direct: Direct channels; None for a swarm that has none.
     """
 
@@ -91,3 +130,4 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     clock_offset: float
     streams: int
     direct: DirectStatus | None = None
+    reach: ReachStatus | None = None

@@ -94,6 +94,19 @@ class Stream:
                 await asyncio.sleep(0)
                 unyielded = 0
 
+    async def receive_some(self, view: memoryview) -> int:
+        """Wait, without a bound, for bytes; put those that are there into `view`, and return how many.
+
+        Raises:
+            StreamClosed: The stream ended or broke.
+        """
+        while (received := self._attempt(self._socket.recv_into, view)) is None:
+            await self.wait_readable()
+        if received == 0:
+            raise StreamClosed("closed by the other end")
+        self.received += received
+        return received
+
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Write `buffers` one after the other, without joining them.
 

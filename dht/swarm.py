@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from equipoise.dht.address import ListenAddress, is_loopback, parse_address, parse_listen
+from equipoise.dht.address import ListenAddress, is_loopback, is_relayed, parse_address, parse_listen
 from equipoise.dht.bootstrap import AddressKeeper, rejoin
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.preface import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectOptions, DirectTransport
-from equipoise.dht.directory import RunDirectory
+from equipoise.dht.directory import OwnReach, RunDirectory
+from equipoise.dht.escaping import printable
 from equipoise.dht.identity import Identity, load_or_create
 from equipoise.dht.ledger import Ledger
 from equipoise.dht.link import Link
@@ -21,9 +22,11 @@ from equipoise.dht.memory import MAX_PEERS, Memory
 from equipoise.dht.node import Node
 from equipoise.dht.p2pd import P2pdOptions
 from equipoise.dht.protocol import RecordProtocol
+from equipoise.dht.reach import Reach, ReachOptions
 from equipoise.dht.records import MAX_ADDRESSES
+from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
-from equipoise.dht.state import BootstrapStatus, State, SwarmStatus
+from equipoise.dht.state import BootstrapStatus, ReachStatus, State, SwarmStatus
 from equipoise.dht.supervisor import Supervisor
 from equipoise.dht.transport import Libp2pTransport
 
@@ -44,6 +47,7 @@ class SwarmOptions:
         map_ports: Whether to ask the router for a port mapping.
         direct_listen: Multiaddrs to accept direct channels on; by default any free port of the hosts of `listen`.
         channel: How direct channels carry frames; `plain` does not encrypt, and is refused beyond loopback.
+        relay: What to relay for peers that cannot be dialled; None: nothing.
         guard: How p2pd is kept from outliving this process; see `guardian`.
     """
 
@@ -54,6 +58,7 @@ class SwarmOptions:
     map_ports: bool = False
     direct_listen: Sequence[str] = ()
     channel: Layer = DEFAULT_LAYER
+    relay: RelayRules | None = None
     guard: str = "auto"
 
 
@@ -102,7 +107,11 @@ class Swarm:
             guard=self._options.guard,
         )
         self._supervisor = Supervisor(
-            p2pd, self._link, self._dialer, self._protocol.handlers(), self._on_launched
+            p2pd,
+            self._link,
+            self._dialer,
+            self._protocol.handlers() | self._reach.handlers(),
+            self._on_launched,
         )
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -112,12 +121,22 @@ class Swarm:
         self._dialer = Dialer(self._link, peer)
         self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, Ledger())
         self._node = Node(self._protocol)
-        self.transport = Libp2pTransport(peer, dialable, self._link, self._dialer, self._runtime)
-        self.directory = RunDirectory(self.identity, self._node, dialable, self._memory.first_sequence)
+        self._build_reach("" if dialable else "it was started in client mode")
+        self.transport = Libp2pTransport(peer, self._is_dialable, self._link, self._dialer, self._runtime)
+        self.directory = RunDirectory(self.identity, self._node, self._own_reach, self._memory.first_sequence)
         self._protocol.on_peer = self._on_peer
         self._keepers = [
             AddressKeeper(address, self._node, self._dialer) for address in self._join if address.peer != peer
         ]
+
+    def _build_reach(self, hidden: str) -> None:
+        options = ReachOptions(hidden, self._options.relay, self._options.guard)
+        self._reach = Reach(self._link, self._dialer, self.peer, self._runtime, options)
+        self._reach.on_change = self._on_reach
+        self._reach.candidates = lambda: self._protocol.peers
+        self._reach.listening = lambda: self._listening
+        self._protocol.on_hello = self._reach.meet
+        self._protocol.relays = self._options.relay is not None
 
     def _build_direct(self, listen: Sequence[ListenAddress]) -> None:
         options = self._options
@@ -136,10 +155,26 @@ class Swarm:
 
     @property
     def addresses(self) -> list[str]:
-        """Where others reach this member, in the form that `--join` takes; empty in client mode."""
+        """Where others reach this member, in the form that `--join` takes, the best first."""
+        return self._reach.keeper.addresses + self._listening
+
+    @property
+    def _listening(self) -> list[str]:
         # Addresses that only this machine reaches come last: strangers are told the first few.
         addresses = sorted(self._supervisor.addresses, key=lambda text: is_loopback(text.split("/")[2]))
         return [f"{address}/p2p/{self.peer}" for address in addresses]
+
+    def reach(self, peer: str) -> ReachStatus:
+        """Return how this member reaches `peer`, by what it says of itself and by what came of trying."""
+        if peer == self.peer:
+            return self._reach.status()
+        said = self._protocol.ledger.newest(peer)
+        failure = self._dialer.failures.get(peer)
+        if failure is not None and peer not in self._dialer.connected:
+            return ReachStatus("unreachable", failure)
+        if said is None:
+            return ReachStatus("unknown", "it has said nothing of itself")
+        return ReachStatus(said.reach, printable(said.why))
 
     async def start(self) -> None:
         """Start libp2p and begin to look for the swarm; returns without waiting for peers.
@@ -151,6 +186,7 @@ class Swarm:
         try:
             self.direct.start()
             self.transport.listen()
+            self._reach.listen()
             await self._supervisor.start()
         except BaseException:
             await self.stop()
@@ -169,6 +205,7 @@ class Swarm:
         await self.directory.stop()
         await self.direct.stop()
         await self.transport.stop()
+        await self._reach.stop()
         await self._supervisor.stop()
         await self._node.stop()
         remove_runtime_dir(self._runtime)
@@ -190,6 +227,7 @@ class Swarm:
             clock_offset=self._protocol.clock.offset,
             streams=self.transport.streams,
             direct=self.direct.status(),
+            reach=self._reach.status(),
         )
 
     def _standing(self) -> tuple[State, str]:
@@ -215,11 +253,41 @@ class Swarm:
             return "searching", f"{failed[0].reason}; {failed[0].attempts} failed attempts, trying again"
         return "searching", f"connecting to {tried[0].address}"
 
-    async def _on_launched(self) -> None:
+    def _is_dialable(self) -> bool:
+        """Whether others can open channels to this member, and should have it own shares.
+
+        A member behind relays can own shares, but slowly and at a third party's expense: it says so only while it
+        knows nobody in its runs who can be dialled. Nothing depends on all members seeing that alike: each signs what
+        it says of itself, and whoever cannot be reached after all is lost to its round like any other.
+        """
+        state = self._reach.status().state
+        if state != "relayed":
+            return state in ("direct", "unknown")
+        now = time.monotonic()
+        mates = (
+            entry.record for run in self.directory.runs for entry in self._protocol.ledger.current(run, now)
+        )
+        return not any(mate.dialable and mate.reach != "relayed" and mate.peer != self.peer for mate in mates)
+
+    def _own_reach(self) -> OwnReach:
+        found = self._reach.status()
+        return OwnReach(self._is_dialable(), found.state, found.reason)
+
+    def _on_reach(self) -> None:
+        self._tell_addresses()
+        self._protocol.serves = not self._reach.hidden
+        self.directory.renew()
+
+    def _tell_addresses(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
-        hosts = [address.split("/")[2] for address in self.addresses if "/p2p-circuit/" not in address]
+        listening = [] if self._reach.hidden else self._listening
+        hosts = [address.split("/")[2] for address in listening if not is_relayed(address)]
         self.direct.tell(hosts, forwarded=bool(self._options.announce))
+
+    async def _on_launched(self) -> None:
+        self._tell_addresses()
         await self.transport.attach()
+        await self._reach.attach()
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.create_task(self._rejoin()))
 

@@ -1,0 +1,153 @@
+"""Peers dial each other back on request, which is how one behind a NAT finds out that it is.
+
+Like libp2p's AutoNAT, which p2pd would take a quarter of a minute to ask, and asks of public addresses only. The
+asker names ports and addresses; only its own machine is dialled: the IP address that its connection comes from, and,
+where that is a private one, others of the same private networks. A try is one TCP connection and the greeting
+that libp2p's listeners send; so nobody can be made to dial a third party, or to send it anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Annotated
+
+import msgspec
+
+from equipoise.dht import messages
+from equipoise.dht.address import AddressError, is_relayed, parse_address
+from equipoise.dht.dialer import Unreached, probe
+from equipoise.dht.escaping import printable
+from equipoise.dht.limits import RateLimit
+from equipoise.dht.link import Link
+from equipoise.dht.reachability import Testimony
+
+DIALBACK = "equipoise.dht.dialback"
+DIALBACK_SECONDS = 4.0
+"""A try takes at most 2 s; the rest is for the way there and back."""
+MAX_TARGETS = 6
+MAX_AT_ONCE = 8
+"""Dial-backs under way for others; a further one is told to come again."""
+CALLS_PER_SECOND = 0.5
+BURST = 5.0
+"""A daemon asks three peers, and again after its addresses have changed."""
+MAX_TEXT = 200
+
+GREETING = b"\x13/multistream/1.0.0\n"
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+class Ask(messages.Versioned, frozen=True, kw_only=True):
+    """Try to dial me.
+
+    Attributes:
+        addresses: Where I listen, in the form that `--join` takes.
+    """
+
+    addresses: messages.Addresses
+
+
+class Answer(messages.Versioned, frozen=True, kw_only=True):
+    """What came of it: `reachability.Testimony`; `busy` if nothing was tried."""
+
+    seen: Text = ""
+    reached: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
+    failed: Text = ""
+    busy: bool = False
+
+
+Probe = Callable[[str, int], Awaitable[None]]
+
+
+class DialBack:
+    """Dials back for others, and asks them to."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._limit = RateLimit(CALLS_PER_SECOND, BURST)
+        self._under_way = 0
+
+    async def ask(self, peer: str, addresses: tuple[str, ...]) -> Testimony | None:
+        """Have `peer` dial back; None if it did not try.
+
+        Raises:
+            ConnectionError: It does not answer.
+            messages.MessageError: Its answer is none.
+        """
+        data = await self._link.call(
+            peer, DIALBACK, messages.encode(Ask(addresses=addresses)), DIALBACK_SECONDS
+        )
+        answer = messages.decode(data, Answer)
+        if answer.busy:
+            return None
+        reached = tuple(printable(one, 64) for one in answer.reached)
+        return Testimony(printable(answer.seen, 64), reached, printable(answer.failed, MAX_TEXT))
+
+    async def answer(self, peer: str, data: bytes) -> bytes:
+        """Answer the call of `peer`."""
+        if self._under_way >= MAX_AT_ONCE or not self._limit.allow(peer, time.monotonic()):
+            return messages.encode(Answer(busy=True))
+        ask = messages.decode(data, Ask)
+        self._under_way += 1
+        try:
+            seen = _direct_hosts((await self._link.connections()).get(peer, ()))
+            return messages.encode(await _try_all(seen, targets(seen, ask.addresses), greeted))
+        finally:
+            self._under_way -= 1
+
+
+def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
+    """Return what may be dialled for a peer that is seen at the hosts `seen` and says it listens at `addresses`."""
+    found: dict[tuple[str, int], None] = {}
+    for text in addresses:
+        try:
+            address = parse_address(text)
+        except AddressError:
+            continue
+        if address.relayed:
+            continue
+        found |= dict.fromkeys((host, address.port) for host in seen)
+        if any(_same_private_world(host, address.host) for host in seen):
+            found[address.host, address.port] = None
+    return list(found)[:MAX_TARGETS]
+
+
+async def greeted(host: str, port: int) -> None:
+    """Open a connection on which libp2p must greet.
+
+    Raises:
+        Unreached: Nobody answers, or something else; says why.
+    """
+    await probe(host, port, GREETING)
+
+
+async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe) -> Answer:
+    async def one(host: str, port: int) -> tuple[str, str]:
+        try:
+            await attempt(host, port)
+        except Unreached as error:
+            return "", str(error)
+        return f"{host} port {port}", ""
+
+    results = await asyncio.gather(*(one(host, port) for host, port in where))
+    failures = [why for _, why in results if why]
+    return Answer(
+        seen=", ".join(seen)[:MAX_TEXT],
+        reached=tuple(place for place, _ in results if place),
+        failed=(failures[0] if failures else "it listens nowhere that could be tried")[:MAX_TEXT],
+    )
+
+
+def _direct_hosts(paths: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(path.split("/")[2] for path in paths if not is_relayed(path)))
+
+
+def _same_private_world(seen: str, host: str) -> bool:
+    """Whether both are addresses that the world cannot route: the asker is a neighbour, and may be dialled there."""
+    try:
+        return not any(ipaddress.ip_address(one).is_global for one in (seen, host))
+    except ValueError:
+        return False

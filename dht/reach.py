@@ -1,0 +1,171 @@
+"""How others reach this peer: it has itself dialled, finds relays if that fails, and relays for others if asked to."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from equipoise.dht import messages
+from equipoise.dht.dialback import DIALBACK, DialBack
+from equipoise.dht.dialer import Dialer
+from equipoise.dht.link import CallHandler, Link
+from equipoise.dht.reachability import Reachability
+from equipoise.dht.records import MAX_ADDRESSES
+from equipoise.dht.relay.inbound import Inbound
+from equipoise.dht.relay.keeper import RelayKeeper
+from equipoise.dht.relay.messages import HOP_PROTOCOL
+from equipoise.dht.relay.service import RelayRules, RelayService
+from equipoise.dht.relay.trial import TRIAL_PROTOCOL, Trials
+from equipoise.dht.state import ReachStatus
+
+SURVEY_SECONDS = 2.0
+"""How often it is looked whether somebody should be asked."""
+MAX_HOPS = 256
+"""Requests and circuits through this peer at once; the service has its own bounds on circuits."""
+MAX_TRIALS = 4
+"""Streams of the trial under way; others are closed at once."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReachOptions:
+    """What `Reach` is told.
+
+    Attributes:
+        hidden: Why this peer cannot be dialled, if that is known beforehand.
+        relay: What to relay for others; None: nothing.
+        guard: How the p2pd of a trial is kept from outliving this process; see `guardian`.
+    """
+
+    hidden: str = ""
+    relay: RelayRules | None = None
+    guard: str = "auto"
+
+
+class Reach:
+    """Finds out, and keeps what it found.
+
+    Attributes:
+        on_change: Called when it is another than before.
+        candidates: Tells the PeerIDs of peers that can be asked.
+        listening: Tells where this peer listens itself, in the form that `--join` takes.
+        keeper: The relays in use.
+    """
+
+    def __init__(self, link: Link, dialer: Dialer, own: str, folder: Path, options: ReachOptions) -> None:
+        self.on_change: Callable[[], None] = lambda: None
+        self.candidates: Callable[[], Iterable[str]] = tuple
+        self.listening: Callable[[], Iterable[str]] = tuple
+        self._link = link
+        self._verdict = Reachability(options.hidden)
+        self._dialback = DialBack(link)
+        self._service = RelayService(link, dialer.refresh, options.relay)
+        trials = Trials(folder, options.guard)
+        self._offers: dict[str, None] = {}
+        self.keeper = RelayKeeper(link, dialer, own, trials, lambda: tuple(self._offers))
+        self.keeper.on_change = lambda: self.on_change()
+        self._inbound = (
+            Inbound(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),
+            Inbound(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
+        )
+        self._met = asyncio.Event()
+        self._asking: set[asyncio.Task[None]] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def hidden(self) -> bool:
+        """Whether others cannot dial this peer, as far as is known."""
+        return self._verdict.verdict == "private"
+
+    def handlers(self) -> dict[str, CallHandler]:
+        """Return the unary handlers to register with p2pd."""
+        return {DIALBACK: self._dialback.answer}
+
+    def meet(self, peer: str, relays: bool) -> None:
+        """Take note of a peer that can be asked, and of whether it relays for others."""
+        if relays and peer not in self._offers:
+            self._offers[peer] = None
+            self.keeper.look()
+        elif not relays:
+            self._offers.pop(peer, None)
+        self._met.set()
+
+    def listen(self) -> None:
+        """Start to take streams from p2pd, and to ask."""
+        for inbound in self._inbound:
+            inbound.listen()
+        self._tasks.append(asyncio.create_task(self._survey()))
+        self._follow()
+
+    async def attach(self) -> None:
+        """Have a (new) p2pd send streams here.
+
+        Raises:
+            LinkError: p2pd does not answer.
+        """
+        for inbound in self._inbound:
+            await inbound.attach(self._link)
+        self._verdict.doubt()
+        self._met.set()
+        self.keeper.lose_all()
+
+    async def stop(self) -> None:
+        """End everything; idempotent."""
+        tasks = [*self._tasks, *self._asking, *([self._keeping] if self._keeping else [])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        self._tasks = []
+        for inbound in self._inbound:
+            await inbound.stop()
+
+    def status(self) -> ReachStatus:
+        """Return how others reach this peer, without waiting."""
+        relay = self._service.status()
+        if not self.hidden:
+            state = self._verdict.verdict
+            return ReachStatus("unknown" if state == "unknown" else "direct", self._verdict.reason, (), relay)
+        relays = tuple(self.keeper.held)
+        reason = f"{self._verdict.reason}; {self.keeper.reason}"
+        return ReachStatus("relayed" if relays else "unreachable", reason, relays, relay)
+
+    async def _survey(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._met.clear()
+            if self._link.attached:
+                for peer in self._verdict.whom(self.candidates(), loop.time()):
+                    task = asyncio.create_task(self._ask(peer))
+                    self._asking.add(task)
+                    task.add_done_callback(self._asking.discard)
+            try:
+                async with asyncio.timeout(SURVEY_SECONDS):
+                    await self._met.wait()
+            except TimeoutError:
+                continue
+
+    async def _ask(self, peer: str) -> None:
+        try:
+            testimony = await self._dialback.ask(peer, tuple(self.listening())[:MAX_ADDRESSES])
+        except (ConnectionError, messages.MessageError) as error:
+            _log.debug("%s did not dial back: %s", peer, error)
+            return
+        if testimony is not None and self._verdict.hear(peer, testimony, asyncio.get_running_loop().time()):
+            _log.info("reachability: %s (%s)", self._verdict.verdict, self._verdict.reason)
+            self._follow()
+            self.on_change()
+
+    def _follow(self) -> None:
+        """Look for relays while this peer is hidden."""
+        if self.hidden and self._keeping is None:
+            self._keeping = asyncio.create_task(self.keeper.run())
+        elif not self.hidden and self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+            self.keeper.held.clear()

@@ -1,0 +1,93 @@
+"""Whether others can dial this peer, judged from what those said who tried. Pure: `now` is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+WITNESSES = 3
+"""Peers asked: a neighbour on the same network reaches what the rest of the world does not."""
+TRUSTED_SECONDS = 300.0
+"""An answer is asked for again after so long: routers forget port mappings, machines move."""
+UNANSWERED_SECONDS = 10.0
+"""Whoever gave no answer, or was too busy to try, is asked again after so long."""
+MAX_ASKED = 1024
+
+Verdict = Literal["unknown", "direct", "private"]
+
+
+@dataclass(frozen=True)
+class Testimony:
+    """What one peer found.
+
+    Attributes:
+        seen: IP address that this peer's connection comes from, as the witness sees it.
+        reached: `HOST port PORT` of each address that led here.
+        failed: Why none did, if none did.
+    """
+
+    seen: str
+    reached: tuple[str, ...]
+    failed: str
+
+
+class Reachability:
+    """Collects testimonies.
+
+    Attributes:
+        verdict: `direct`, `private` or, before anybody has tried, `unknown`.
+        reason: Why, in one line.
+    """
+
+    def __init__(self, hidden: str = "") -> None:
+        """`hidden` says why nobody could dial this peer whatever they tried; then nobody is asked."""
+        self._hidden = hidden
+        self._asked: dict[str, float] = {}
+        self._heard: dict[str, tuple[float, Testimony]] = {}
+        self.verdict: Verdict = "private" if hidden else "unknown"
+        self.reason = hidden or "no peer has tried to dial it yet"
+
+    def whom(self, candidates: Iterable[str], now: float) -> list[str]:
+        """Choose the peers to ask now, and count them as asked."""
+        if self._hidden:
+            return []
+        self._heard = {
+            peer: (at, said) for peer, (at, said) in self._heard.items() if at + TRUSTED_SECONDS > now
+        }
+        self._asked = {peer: at for peer, at in self._asked.items() if at + UNANSWERED_SECONDS > now}
+        room = min(WITNESSES - len(self._heard), MAX_ASKED - len(self._asked))
+        chosen = [peer for peer in candidates if peer not in self._heard and peer not in self._asked][
+            : max(0, room)
+        ]
+        self._asked |= dict.fromkeys(chosen, now)
+        return chosen
+
+    def hear(self, peer: str, testimony: Testimony, now: float) -> bool:
+        """Weigh what `peer` found; return whether the verdict is another now.
+
+        Most of those who tried decide. If they are even it is `private`: owning no share costs this peer nothing,
+        being given one that half the group cannot reach costs everybody the round.
+        """
+        self._heard[peer] = now, testimony
+        said = [one for _, one in self._heard.values()]
+        reached = [one for one in said if one.reached]
+        before = self.verdict
+        self.verdict = "direct" if 2 * len(reached) > len(said) else "private"
+        if self.verdict == "direct":
+            self.reason = f"{len(reached)} of {_peers(len(said))} reached it at {reached[-1].reached[0]}"
+        else:
+            failed = next(one for one in reversed(said) if not one.reached)
+            self.reason = (
+                f"{len(said) - len(reached)} of {_peers(len(said))} could not dial it: {failed.failed}"
+            )
+        return self.verdict != before
+
+    def doubt(self) -> None:
+        """Ask everybody again: this peer's addresses are others now, or its network is."""
+        self._heard.clear()
+        self._asked.clear()
+
+
+def _peers(count: int) -> str:
+    return f"{count} peer{'' if count == 1 else 's'}"

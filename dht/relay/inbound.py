@@ -1,0 +1,86 @@
+"""Streams that p2pd hands over, of protocols that this daemon answers beside its channels."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from equipoise.dht.link import Link, inbound_stream
+from equipoise.dht.streams import Stream, StreamClosed, receive_message
+
+PREFACE_SECONDS = 5.0
+"""p2pd says at once who a stream is from."""
+
+Handler = Callable[[str, bool, Stream], Awaitable[None]]
+"""Given the PeerID of the other end (authenticated by libp2p), whether a relay lies between, and the stream, which is
+closed when the handler ends."""
+
+_log = logging.getLogger(__name__)
+
+
+class Inbound:
+    """Listens for the streams of one protocol."""
+
+    def __init__(self, protocol: str, path: Path, most: int, handler: Handler) -> None:
+        """`most` streams are handled at once; further ones are closed."""
+        self._protocol = protocol
+        self._path = path
+        self._most = most
+        self._handler = handler
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def listen(self) -> None:
+        """Start to take streams from p2pd."""
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(self._path))
+        self._listener.listen(self._most)
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    async def attach(self, link: Link) -> None:
+        """Have a (new) p2pd send streams here.
+
+        Raises:
+            LinkError: p2pd does not answer.
+        """
+        await link.listen_streams(self._protocol, self._path)
+
+    async def stop(self) -> None:
+        """Take no more streams, end those that are handled; idempotent."""
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+            self._path.unlink(missing_ok=True)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(BlockingIOError):
+            connection, _ = self._listener.accept()
+            if len(self._tasks) >= self._most:
+                connection.close()
+                return
+            task = asyncio.get_running_loop().create_task(self._handle(Stream(connection)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _handle(self, stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(PREFACE_SECONDS):
+                peer, relayed = inbound_stream(await receive_message(stream))
+            await self._handler(peer, relayed, stream)
+        except (StreamClosed, TimeoutError, ValueError) as error:
+            _log.debug("a stream of %s: %s", self._protocol, error)
+        except Exception:
+            _log.exception("the handler of a stream of %s failed", self._protocol)
+        finally:
+            stream.close()

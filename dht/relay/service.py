@@ -1,0 +1,222 @@
+"""The relay itself: reservations of those who cannot be dialled, and circuits to them, counted and paced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from equipoise.dht import base58
+from equipoise.dht.identity import public_key_of
+from equipoise.dht.link import Link, LinkError
+from equipoise.dht.relay.allowance import Allowance
+from equipoise.dht.relay.messages import (
+    STOP_PROTOCOL,
+    Kind,
+    Limit,
+    Malformed,
+    Message,
+    Status,
+    StopKind,
+    decode_hop,
+    decode_stop,
+    describe,
+    encode_hop,
+    encode_stop,
+)
+from equipoise.dht.state import RelayStatus
+from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
+
+DEFAULT_BANDWIDTH = 12.5e6
+"""Bytes per second, 100 Mbit/s: each comes in once and goes out once; a favour should not take a whole uplink."""
+MAX_RESERVATIONS = 128
+"""go-libp2p's own default."""
+MAX_CIRCUITS = 64
+"""In all; each holds four descriptors here and a chunk of memory."""
+MAX_CIRCUITS_PER_PEER = 16
+"""From or to one peer, go-libp2p's own default."""
+RESERVED_SECONDS = 3600.0
+"""go-libp2p's own default; ours renew every five minutes."""
+ANSWER_SECONDS = 5.0
+"""For each message of the opening."""
+IDLE_SECONDS = 120.0
+"""libp2p's multiplexer sends something every 30 s: a direction silent for so long leads nowhere."""
+CHUNK_BYTES = 64 * 1024
+"""One read, paced as one: at the default rate a circuit waits 5 ms for each other circuit's."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RelayRules:
+    """What this daemon relays.
+
+    Attributes:
+        bandwidth: Bytes a second of all circuits together, both directions.
+        circuit_bytes: What one circuit may carry in each direction before it is cut; 0: anything.
+    """
+
+    bandwidth: float = DEFAULT_BANDWIDTH
+    circuit_bytes: int = 0
+
+
+class RelayService:
+    """Answers `HOP_PROTOCOL` in p2pd's place; without rules it refuses everybody."""
+
+    def __init__(
+        self, link: Link, connected: Callable[[], Awaitable[frozenset[str]]], rules: RelayRules | None
+    ) -> None:
+        """`connected` asks p2pd which peers it has connections to."""
+        self._link = link
+        self._connected = connected
+        self._rules = rules
+        self._allowance = Allowance(rules.bandwidth if rules else 1.0)
+        self._reserved: dict[str, float] = {}
+        self._circuits: Counter[str] = Counter()
+        self._open = 0
+        self._bytes = 0
+        self._refused = 0
+
+    def status(self) -> RelayStatus | None:
+        """Return what it does; None if it does not relay."""
+        if self._rules is None:
+            return None
+        return RelayStatus(self._rules.bandwidth, len(self._reserved), self._open, self._bytes, self._refused)
+
+    async def handle(self, peer: str, relayed: bool, stream: Stream) -> None:
+        """Serve one request of `peer`.
+
+        Raises:
+            StreamClosed: It went away.
+            TimeoutError: It does not say what it wants.
+        """
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                request = decode_hop(await receive_message(stream))
+        except Malformed as error:
+            await self._refuse(peer, stream, Status.MALFORMED_MESSAGE, str(error))
+            return
+        if self._rules is None or relayed:
+            why = "it is relayed itself" if relayed else "this peer does not relay"
+            await self._refuse(peer, stream, Status.PERMISSION_DENIED, why)
+        elif request.kind == Kind.RESERVE:
+            await self._reserve(peer, stream, self._rules)
+        elif request.kind == Kind.CONNECT:
+            await self._connect(peer, request, stream, self._rules)
+        else:
+            await self._refuse(peer, stream, Status.UNEXPECTED_MESSAGE, f"kind {request.kind}")
+
+    async def _reserve(self, peer: str, stream: Stream, rules: RelayRules) -> None:
+        now = asyncio.get_running_loop().time()
+        self._reserved = {one: until for one, until in self._reserved.items() if until > now}
+        if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
+            # Those who have gone made room without saying so.
+            here = await self._connected()
+            self._reserved = {one: until for one, until in self._reserved.items() if one in here}
+        if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
+            await self._refuse(peer, stream, Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
+            return
+        self._reserved[peer] = now + RESERVED_SECONDS
+        _log.info("relaying for %s", peer)
+        # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
+        answer = Message(Kind.STATUS, expires=2**40, limit=_limit(rules), status=Status.OK)
+        await send_message(stream, encode_hop(answer))
+
+    async def _connect(self, peer: str, request: Message, stream: Stream, rules: RelayRules) -> None:
+        target = base58.encode(request.peer[:64])
+        refusal = await self._refusal(peer, target)
+        if refusal is not None:
+            await self._refuse(peer, stream, *refusal)
+            return
+        for end in (peer, target):
+            self._circuits[end] += 1
+        self._open += 1
+        try:
+            await self._carry(peer, target, stream, rules)
+        finally:
+            self._open -= 1
+            for end in (peer, target):
+                self._circuits[end] -= 1
+                if self._circuits[end] <= 0:
+                    del self._circuits[end]
+
+    async def _refusal(self, peer: str, target: str) -> tuple[Status, str] | None:
+        try:
+            public_key_of(target)
+        except ValueError as error:
+            return Status.MALFORMED_MESSAGE, str(error)
+        if (
+            self._open >= MAX_CIRCUITS
+            or max(self._circuits[peer], self._circuits[target]) >= MAX_CIRCUITS_PER_PEER
+        ):
+            return Status.RESOURCE_LIMIT_EXCEEDED, f"{self._open} circuits are open"
+        if self._reserved.get(target, 0.0) < asyncio.get_running_loop().time():
+            return Status.NO_RESERVATION, f"{target} has not asked for it"
+        if target not in await self._connected():
+            del self._reserved[target]
+            return Status.NO_RESERVATION, f"{target} is not connected"
+        return None
+
+    async def _carry(self, peer: str, target: str, stream: Stream, rules: RelayRules) -> None:
+        try:
+            other = await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)
+        except LinkError as error:
+            await self._refuse(peer, stream, Status.CONNECTION_FAILED, str(error))
+            return
+        try:
+            call = Message(StopKind.CONNECT, peer=base58.decode(peer), limit=_limit(rules))
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await send_message(other, encode_stop(call))
+                answer = decode_stop(await receive_message(other))
+            if answer.status != Status.OK:
+                why = f"{target} answers: {describe(answer.status)}"
+                await self._refuse(peer, stream, Status.CONNECTION_FAILED, why)
+                return
+            await send_message(
+                stream, encode_hop(Message(Kind.STATUS, limit=_limit(rules), status=Status.OK))
+            )
+            why = await self._pump_both(stream, other, rules)
+            _log.info("the circuit from %s to %s has ended: %s", peer, target, why)
+        finally:
+            other.close()
+
+    async def _pump_both(self, one: Stream, other: Stream, rules: RelayRules) -> str:
+        pumps = [
+            asyncio.create_task(self._pump(one, other, rules)),
+            asyncio.create_task(self._pump(other, one, rules)),
+        ]
+        try:
+            done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.wait(pumps)
+
+    async def _pump(self, source: Stream, sink: Stream, rules: RelayRules) -> str:
+        """Carry bytes one way until that ends; returns why."""
+        chunk, left = memoryview(bytearray(CHUNK_BYTES)), rules.circuit_bytes or float("inf")
+        try:
+            while left > 0:
+                async with asyncio.timeout(IDLE_SECONDS):
+                    count = await source.receive_some(chunk[: int(min(left, CHUNK_BYTES))])
+                await self._allowance.take(count)
+                await sink.send(chunk[:count])
+                self._bytes += count
+                left -= count
+        except TimeoutError:
+            return f"nothing came for {IDLE_SECONDS:.0f} s"
+        except StreamClosed as error:
+            return str(error)
+        return f"it has carried {rules.circuit_bytes} bytes, the most allowed"
+
+    async def _refuse(self, peer: str, stream: Stream, status: Status, why: str) -> None:
+        self._refused += 1
+        _log.info("no relaying for %s: %s", peer, why)
+        await send_message(stream, encode_hop(Message(Kind.STATUS, status=status)))
+
+
+def _limit(rules: RelayRules) -> Limit:
+    return Limit(bytes=rules.circuit_bytes)

@@ -1,0 +1,119 @@
+"""What a relay is worth: a megabyte through it, from a peer that exists for this only.
+
+Relays may cut a connection after 128 KiB or 2 minutes, whatever they say: p2pd's own does. Nobody can dial itself, so
+a second p2pd with a key of its own plays the peer that wants to reach this one, for as long as the megabyte takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from equipoise.dht.address import Address
+from equipoise.dht.identity import load_or_create
+from equipoise.dht.link import Link
+from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.dht.streams import Stream, StreamClosed
+
+TRIAL_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/trial"
+TRIAL_BYTES = 1024 * 1024
+"""Eight times what p2pd's own relay lets pass."""
+TRIAL_SECONDS = 12.0
+"""p2pd starts in 0.2 s, on a loaded machine in 2 s; a relay slower than 1 Mbit/s is of no use."""
+CHUNK_BYTES = 32 * 1024
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of one.
+
+    Attributes:
+        passed: Whether every byte arrived.
+        seconds: How long the bytes took.
+        reason: The same in words.
+    """
+
+    passed: bool
+    seconds: float
+    reason: str
+
+
+class Trials:
+    """Conducts trials, one at a time, and receives what they send."""
+
+    def __init__(self, folder: Path, guard: str) -> None:
+        """`folder` takes the other p2pd's key and socket for the while; `guard` is `P2pdOptions.guard`."""
+        self._folder = folder
+        self._guard = guard
+        self._expected = ""
+        self._received = 0
+        self._lock = asyncio.Lock()
+
+    async def conduct(self, address: Address) -> Trial:
+        """Send `TRIAL_BYTES` to this peer at `address`, a relayed one."""
+        async with self._lock:
+            folder = Path(tempfile.mkdtemp(prefix="trial-", dir=self._folder))
+            try:
+                async with asyncio.timeout(TRIAL_SECONDS):
+                    return await self._conduct(address, folder)
+            except TimeoutError:
+                return Trial(False, TRIAL_SECONDS, f"{self._passed} within {TRIAL_SECONDS:.0f} s")
+            finally:
+                self._expected = ""
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def receive(self, peer: str, relayed: bool, stream: Stream) -> None:
+        """Take what the trial under way sends; anybody else's stream is closed."""
+        if peer != self._expected or not relayed:
+            return
+        chunk = memoryview(bytearray(CHUNK_BYTES))
+        while self._received < TRIAL_BYTES:
+            self._received += await stream.receive_some(chunk)
+        await stream.send(b"\1")
+        # Closed by whoever tries, who has read the answer then.
+        await stream.wait_readable()
+
+    @property
+    def _passed(self) -> str:
+        return f"{self._received} of {TRIAL_BYTES} bytes passed"
+
+    async def _conduct(self, address: Address, folder: Path) -> Trial:
+        identity = load_or_create(folder)
+        options = P2pdOptions(identity.path, folder / "c", listen=(), guard=self._guard)
+        try:
+            p2pd = await P2pd.start(options)
+        except P2pdError as error:
+            return Trial(False, 0.0, str(error))
+        link = Link(options.control)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            await link.attach({})
+            self._expected, self._received = identity.peer, 0
+            await link.connect(address.peer, address.encode_transport())
+            stream = await link.open_stream(address.peer, TRIAL_PROTOCOL)
+            began = loop.time()
+            await _push(stream)
+        except ConnectionError as error:
+            return Trial(False, loop.time() - began, f"{self._passed}: {error}")
+        finally:
+            await link.detach()
+            await p2pd.stop()
+        seconds = loop.time() - began
+        return Trial(True, seconds, f"{TRIAL_BYTES} bytes passed in {seconds:.2f} s")
+
+
+async def _push(stream: Stream) -> None:
+    chunk, answer = bytes(CHUNK_BYTES), bytearray(1)
+    try:
+        for _ in range(TRIAL_BYTES // CHUNK_BYTES):
+            await stream.send(chunk)
+        await stream.receive_into(memoryview(answer))
+    except StreamClosed as error:
+        raise StreamClosed(f"the relay cut the connection ({error})") from None
+    finally:
+        stream.close()
