@@ -85,13 +85,14 @@ class _Keyed:
         self._cipher = AESGCM(key)
         self._count = 0
 
-    def _nonce(self) -> bytes:
+    def _next(self) -> tuple[AESGCM, bytes]:
+        """Return cipher and nonce of the next record."""
         if self._count and self._count % REKEY_RECORDS == 0:
             self._key = HKDFExpand(SHA256(), KEY_BYTES, _RATCHET).derive(self._key)
             self._cipher = AESGCM(self._key)
         nonce = self._count.to_bytes(NONCE_BYTES, "big")
         self._count += 1
-        return nonce
+        return self._cipher, nonce
 
 
 class Sealer(_Keyed):
@@ -109,7 +110,8 @@ class Sealer(_Keyed):
         prefix = _PREFIX.pack(kind << 24 | size)
         end = PREFIX_BYTES + size + TAG_BYTES
         record[:PREFIX_BYTES] = prefix
-        self._cipher.encrypt_into(self._nonce(), plain, prefix, record[PREFIX_BYTES:end])
+        cipher, nonce = self._next()
+        cipher.encrypt_into(nonce, plain, prefix, record[PREFIX_BYTES:end])
         return end
 
 
@@ -142,11 +144,9 @@ class Opener(_Keyed):
         Raises:
             RecordRefused: It is not authentic.
         """
-        self._check()
+        cipher, nonce = self._next_unless_failed()
         try:
-            self._cipher.decrypt_into(
-                self._nonce(), record[PREFIX_BYTES:], bytes(record[:PREFIX_BYTES]), place
-            )
+            cipher.decrypt_into(nonce, record[PREFIX_BYTES:], bytes(record[:PREFIX_BYTES]), place)
         except InvalidTag:
             raise self._refusal() from None
 
@@ -156,18 +156,18 @@ class Opener(_Keyed):
         Raises:
             RecordRefused: It is not authentic.
         """
-        self._check()
+        cipher, nonce = self._next_unless_failed()
         try:
-            return self._cipher.decrypt(self._nonce(), record[PREFIX_BYTES:], bytes(record[:PREFIX_BYTES]))
+            return cipher.decrypt(nonce, record[PREFIX_BYTES:], bytes(record[:PREFIX_BYTES]))
         except InvalidTag:
             raise self._refusal() from None
 
-    def _check(self) -> None:
+    def _next_unless_failed(self) -> tuple[AESGCM, bytes]:
         if self._failed:
             raise RecordRefused("a record before was refused")
+        return self._next()
 
     def _refusal(self) -> RecordRefused:
         self._failed = True
-        return RecordRefused(
-            f"record {self._count - 1} is not authentic: altered, replayed, reordered or cut short"
-        )
+        number = self._count - 1
+        return RecordRefused(f"record {number} is not authentic: altered, replayed, reordered or cut short")

@@ -1,0 +1,268 @@
+"""Records of our own: what is sealed opens once, in order, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.dht.direct import aead
+from equipoise.dht.direct.aead import BODY, HEAD, Opener, RecordRefused, Sealer, traffic_key
+from equipoise.dht.direct.channel import DirectChannel
+from equipoise.dht.direct.streams import AeadStream
+from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES
+
+KEY = bytes(range(32))
+PEERS = ("12D3KooWdialler", "12D3KooWacceptor")
+MUTANTS = 12_000
+"""Streams of records, each altered in one of `ALTERATIONS`; with those of the other tests some 20,000."""
+
+
+def sealed(sealer: Sealer, kind: int, plain: bytes) -> bytes:
+    record = memoryview(bytearray(aead.MAX_RECORD_BYTES))
+    return bytes(record[: sealer.seal_into(kind, plain, record)])
+
+
+def opened(opener: Opener, record: bytes) -> tuple[int, bytes]:
+    kind, size = opener.parse_prefix(record)
+    if len(record) != aead.PREFIX_BYTES + size + aead.TAG_BYTES:
+        raise RecordRefused("another size")
+    return kind, opener.open(memoryview(record))
+
+
+def test_records_open_in_their_order() -> None:
+    sealer, opener = Sealer(KEY), Opener(KEY)
+    for number in range(10):
+        plain = os.urandom(1 + number * 1000)
+        kind = (HEAD, BODY)[number % 2]
+        assert opened(opener, sealed(sealer, kind, plain)) == (kind, plain)
+
+
+def test_the_same_plaintext_is_never_sealed_alike() -> None:
+    sealer = Sealer(KEY)
+    assert len({sealed(sealer, HEAD, b"same") for _ in range(100)}) == 100
+
+
+def test_keys_differ_by_direction_peer_and_secret() -> None:
+    secrets = (bytes(32), bytes([1]) * 32)
+    keys = {
+        traffic_key(secrets, PEERS, of_dialler=True),
+        traffic_key(secrets, PEERS, of_dialler=False),
+        traffic_key(secrets[::-1], PEERS, of_dialler=True),
+        traffic_key(secrets, PEERS[::-1], of_dialler=True),
+        traffic_key((bytes(32), bytes(32)), PEERS, of_dialler=True),
+    }
+    assert len(keys) == 5
+
+
+def test_keys_are_replaced_after_so_many_records(monkeypatch) -> None:
+    monkeypatch.setattr(aead, "REKEY_RECORDS", 3)
+    sealer, opener, stale = Sealer(KEY), Opener(KEY), Opener(KEY)
+    records = [sealed(sealer, HEAD, bytes([number])) for number in range(10)]
+    assert [opened(opener, record)[1][0] for record in records] == list(range(10))
+    monkeypatch.setattr(aead, "REKEY_RECORDS", 1000)
+    assert [opened(stale, record)[1][0] for record in records[:3]] == [0, 1, 2]
+    with pytest.raises(RecordRefused, match="record 3 is not authentic"):
+        opened(stale, records[3])
+
+
+def test_nothing_opens_after_one_refusal() -> None:
+    sealer, opener = Sealer(KEY), Opener(KEY)
+    first, second = sealed(sealer, HEAD, b"first"), sealed(sealer, HEAD, b"second")
+    with pytest.raises(RecordRefused):
+        opened(opener, second)
+    for record in (first, second):
+        with pytest.raises(RecordRefused, match="before"):
+            opened(opener, record)
+
+
+def test_sizes_are_bounded() -> None:
+    sealer, room = Sealer(KEY), memoryview(bytearray(aead.MAX_RECORD_BYTES + 1))
+    for kind, size in ((HEAD, 0), (BODY, 0), (HEAD, aead.MAX_HEAD_BYTES + 1), (BODY, aead.PIECE_BYTES + 1)):
+        with pytest.raises(ValueError, match="expected 1 to"):
+            sealer.seal_into(kind, bytes(size), room)
+        with pytest.raises(RecordRefused):
+            Opener.parse_prefix((kind << 24 | size).to_bytes(4, "big"))
+    for kind in (0, 3, 255):
+        with pytest.raises(RecordRefused, match="kind"):
+            Opener.parse_prefix((kind << 24 | 1).to_bytes(4, "big"))
+
+
+@given(st.binary(max_size=200), st.data())
+@settings(max_examples=1000)
+def test_no_altered_record_opens(plain: bytes, data: st.DataObject) -> None:
+    record = sealed(Sealer(KEY), HEAD, plain or b"x")
+    altered = bytearray(record)
+    for position in data.draw(st.sets(st.integers(0, len(record) - 1), min_size=1, max_size=4)):
+        altered[position] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(RecordRefused):
+        opened(Opener(KEY), bytes(altered))
+
+
+@given(st.binary(min_size=4, max_size=400))
+@settings(max_examples=1000)
+def test_noise_is_no_record(noise: bytes) -> None:
+    with pytest.raises(RecordRefused):
+        opened(Opener(KEY), noise)
+
+
+def flip(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records))
+    record = bytearray(records[at])
+    record[rng.randrange(len(record))] ^= 1 << rng.randrange(8)
+    return [*records[:at], bytes(record), *records[at + 1 :]]
+
+
+def truncate(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records))
+    return [*records[:at], records[at][: rng.randrange(len(records[at]))]]
+
+
+def cut_within(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records))
+    middle = rng.randrange(len(records[at]))
+    return [*records[:at], records[at][:middle] + records[at][middle + 1 :], *records[at + 1 :]]
+
+
+def replay(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records))
+    return [*records[: at + 1], *records[rng.randrange(at + 1) :]]
+
+
+def reorder(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    first, second = sorted(rng.sample(range(len(records)), 2))
+    moved = list(records)
+    moved[first], moved[second] = moved[second], moved[first]
+    return moved
+
+
+def drop(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records) - 1)
+    return records[:at] + records[at + 1 :]
+
+
+def insert(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records))
+    return [*records[:at], rng.randbytes(rng.randrange(1, 300)), *records[at:]]
+
+
+def oversize(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records))
+    size = rng.randrange(aead.MAX_HEAD_BYTES + 1, 1 << 24)
+    kind = rng.randrange(256)
+    return [*records[:at], (kind << 24 | size).to_bytes(4, "big") + records[at][4:], *records[at + 1 :]]
+
+
+def resize(rng: random.Random, records: list[bytes]) -> list[bytes]:
+    at = rng.randrange(len(records))
+    size = rng.randrange(1, 400)
+    kind = records[at][0]
+    altered = (kind << 24 | size).to_bytes(4, "big") + records[at][4:]
+    return [*records[:at], altered, *records[at + 1 :]] if altered != records[at] else records[:at]
+
+
+ALTERATIONS = (flip, truncate, cut_within, replay, reorder, drop, insert, oversize, resize)
+
+
+def wire(*frames: tuple[bytes, bytes]) -> list[bytes]:
+    """The records of `frames`, cut as `AeadStream.send` cuts them, bodies into small pieces."""
+    sealer, records = Sealer(KEY), []
+    for header, body in frames:
+        prefix = len(header).to_bytes(4, "big") + len(body).to_bytes(4, "big")
+        records.append(sealed(sealer, HEAD, prefix + header))
+        records += [sealed(sealer, BODY, body[at : at + 64]) for at in range(0, len(body), 64)]
+    return records
+
+
+class Victim:
+    """A channel of the real parser, fed by hand."""
+
+    def __init__(self, opener: Opener | None = None) -> None:
+        self.feeder, end = socket.socketpair()
+        self.stream = AeadStream(end, Sealer(KEY), opener or Opener(KEY))
+        self.placed = 0
+        self.channel = DirectChannel("12D3KooWoffender", self.stream, lambda channel: None)
+
+    async def read(self, data: bytes) -> tuple[list[tuple[bytes, bytes]], str]:
+        """The frames that arrive of `data`, and why no more did."""
+        self.feeder.sendall(data)
+        self.feeder.close()
+        frames = []
+        try:
+            while True:
+                header, body = await self.channel.receive(self._place)
+                frames.append((header, bytes(body)))
+        except ConnectionError as error:
+            return frames, str(error)
+
+    def _place(self, header: bytes, size: int) -> memoryview:
+        self.placed += size
+        return memoryview(bytearray(size))
+
+
+FRAMES = [(b"one", b""), (b"two", bytes(range(200))), (b"", bytes(100)), (b"four" * 20, b"")]
+
+
+async def test_the_feeder_speaks_the_protocol() -> None:
+    frames, why = await Victim().read(b"".join(wire(*FRAMES)))
+    assert frames == FRAMES
+    assert "closed by the other end" in why
+
+
+async def test_no_altered_stream_yields_a_frame_that_was_not_sent() -> None:
+    rng, records, reasons = random.Random(3), wire(*FRAMES), Counter()
+    for number in range(MUTANTS):
+        alter = ALTERATIONS[number % len(ALTERATIONS)]
+        victim = Victim()
+        frames, why = await victim.read(b"".join(alter(rng, records)))
+        assert frames == FRAMES[: len(frames)], alter.__name__
+        assert len(frames) < len(FRAMES) or alter in (replay, insert), alter.__name__
+        assert "12D3KooWoffender" in why
+        assert victim.placed <= 300
+        assert victim.stream.closed
+        reasons[why.split(": ", 1)[1].split()[0]] += 1
+    assert len(reasons) > 2, "the mutants die of different things"
+
+
+@pytest.mark.parametrize(
+    ("kind", "plain", "said"),
+    [
+        (HEAD, (MAX_HEADER_BYTES + 1).to_bytes(4, "big") + bytes(4), "above the maximum"),
+        (HEAD, bytes(4) + (MAX_BODY_BYTES + 1).to_bytes(4, "big"), "above the maximum"),
+        (HEAD, b"\xff" * 8, "above the maximum"),
+        (BODY, b"\0" * 9, "a record of 9 bytes where 8 are left"),
+    ],
+)
+async def test_a_member_that_breaks_the_rules_is_dropped(kind: int, plain: bytes, said: str) -> None:
+    victim = Victim()
+    frames, why = await victim.read(sealed(Sealer(KEY), kind, plain))
+    assert not frames
+    assert said in why
+    assert victim.placed == 0
+    assert victim.stream.closed
+
+
+async def test_a_body_record_that_overruns_its_body_is_refused() -> None:
+    sealer = Sealer(KEY)
+    head = sealed(sealer, HEAD, bytes(4) + (100).to_bytes(4, "big"))
+    frames, why = await Victim().read(head + sealed(sealer, BODY, bytes(101)))
+    assert not frames
+    assert "where 100 are left" in why
+
+
+async def test_keys_are_replaced_in_the_middle_of_frames(monkeypatch) -> None:
+    monkeypatch.setattr(aead, "REKEY_RECORDS", 2)
+    victim, body = Victim(), os.urandom(MAX_BODY_BYTES)
+    sender = AeadStream(victim.feeder, Sealer(KEY), Opener(KEY))
+    sending = asyncio.ensure_future(DirectChannel("me", sender, lambda channel: None).send(b"header", body))
+    header, place = await victim.channel.receive(lambda _, size: memoryview(bytearray(size)))
+    await sending
+    assert (header, place) == (b"header", body)
+    victim.channel.close()
+    sender.close()
