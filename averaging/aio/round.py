@@ -226,6 +226,8 @@ class Round:
         for member, before in self._heard_bytes.items():
             received = self._mesh.received(self._peers[member])
             self._heard_bytes[member] = received
+            if self._liveness.received(member, received - before, self._loop.time()):
+                self._tell(PeerReturned(member))
             if received > before:
                 self._tell(BytesReceived(member, received - before))
 
@@ -236,7 +238,8 @@ class Round:
         if self._machine.needed:
             for member in self._others:
                 self._post(member, wire.Heartbeat())
-            self._pulse = self._loop.call_later(HEARTBEAT_SECONDS, self._beat)
+            beat = self._loop.time() + HEARTBEAT_SECONDS
+            self._pulse = self._loop.call_at(min(beat, self._liveness.deadline), self._beat)
 
     def _wake(self) -> None:
         self._wakes_at = math.inf

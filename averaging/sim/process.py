@@ -14,7 +14,7 @@ from equipoise.averaging.allreduce.events import (
     PeerReturned,
     Woke,
 )
-from equipoise.averaging.allreduce.liveness import Liveness
+from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
 from equipoise.averaging.sim.member import Frame, Job, Member, Output, Values
 
 ROUNDING_SECONDS = 1e-6
@@ -130,12 +130,19 @@ class Process:
         """
         outputs: list[Output] = []
         for other, count in received.items():
-            if count > self._received[other]:
-                outputs += self.tell(BytesReceived(other, count - self._received[other]), now)
+            news = count - self._received[other]
             self._received[other] = count
+            if self._liveness.received(other, news, now + self.start.clock):
+                outputs += self.tell(PeerReturned(other), now)
+            if news:
+                outputs += self.tell(BytesReceived(other, news), now)
         for other in self._liveness.check(now + self.start.clock):
             outputs += self.tell(PeerLost(other, "silent: no sign of life"), now)
         return outputs + (self._heartbeats if self.beats else [])
+
+    def next_beat(self, now: float) -> float:
+        """When to beat after now: by the usual pace, or sooner if someone falls silent sooner."""
+        return min(now + HEARTBEAT_SECONDS, self._liveness.deadline - self.start.clock + ROUNDING_SECONDS)
 
     def wake(self, now: float) -> list[Output]:
         """The machine's deadline may have passed."""

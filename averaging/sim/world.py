@@ -13,7 +13,6 @@ from typing import Any
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Fail, Finish, Withdrew
-from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS
 from equipoise.averaging.sim.arithmetic import encode
 from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Poison, Slow, Stop
 from equipoise.averaging.sim.member import Frame, Job, Output, Violation, check_agreement
@@ -140,7 +139,7 @@ class World:
         received = {sender: link.received(self.now) for sender, link in incoming}
         self._act(process, process.beat(received, self.now))
         if process.beats:
-            self._later(self.now + HEARTBEAT_SECONDS, self._beat, process)
+            self._later(process.next_beat(self.now), self._beat, process)
 
     def _wake(self, process: Process) -> None:
         self._wakes[process.index] = float("inf")

@@ -15,8 +15,8 @@ from equipoise.averaging.sim.process import Start
 from equipoise.averaging.sim.scenario import PHASES, Scenario
 from equipoise.averaging.sim.world import Report, World
 
-PROMISED_SECONDS = 5.0
-"""From the fault to the survivors' outcome."""
+PROMISED_SECONDS = 3.0
+"""From the fault to the survivors' outcome: 2 s until silence is noticed, and what the repair takes on these links."""
 
 MEMBERS = 4
 
