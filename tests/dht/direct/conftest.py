@@ -36,3 +36,11 @@ def dial() -> Iterator[Callable]:
             return connection
 
         yield connect
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

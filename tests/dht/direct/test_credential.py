@@ -1,0 +1,187 @@
+"""Credentials: what is genuine is taken, and nothing else, whatever bytes come."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equipoise.dht.direct import credential
+from equipoise.dht.direct.certificate import make_certificate
+from equipoise.dht.direct.credential import MAX_CREDENTIAL_BYTES, issue, parse
+from equipoise.dht.direct.listener import endpoints
+from equipoise.dht.direct.presence import Presence
+from equipoise.dht.direct.refusals import CredentialError
+from equipoise.dht.identity import Identity, load_or_create
+
+NOW = time.time()
+MUTANTS = 3000
+
+
+@pytest.fixture(scope="module")
+def author(tmp_path_factory) -> Identity:
+    return load_or_create(tmp_path_factory.mktemp("author"))
+
+
+@pytest.fixture(scope="module")
+def own(author, tmp_path_factory):
+    return make_certificate(author.peer, tmp_path_factory.mktemp("run"), NOW)
+
+
+@pytest.fixture(scope="module")
+def genuine(author, own) -> bytes:
+    return issue(author, own, [("192.0.2.1", 4000), ("2001:db8::1", 4001)], NOW)
+
+
+def test_what_was_issued_is_taken(author, own, genuine) -> None:
+    found = parse(author.peer, genuine, NOW)
+    assert found.certificate == own.der
+    assert found.addresses == (("192.0.2.1", 4000), ("2001:db8::1", 4001))
+    assert NOW < found.expires <= NOW + credential.LIFE_SECONDS
+    assert len(genuine) < 700
+
+
+def test_the_key_is_for_this_user_only(own) -> None:
+    assert own.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_addresses_that_do_not_fit_or_cannot_be_dialled_are_left_out(author, own) -> None:
+    long = [(f"{'a' * 60}.{'b' * 60}.{'c' * 60}.host{number}", 65535) for number in range(4)]
+    data = issue(author, own, [("fe80::1%eth0", 1), *long], NOW)
+    assert len(data) <= MAX_CREDENTIAL_BYTES
+    assert parse(author.peer, data, NOW).addresses == tuple(
+        long[: len(parse(author.peer, data, NOW).addresses)]
+    )
+    many = issue(author, own, [(f"192.0.2.{number}", 1) for number in range(20)], NOW)
+    assert len(parse(author.peer, many, NOW).addresses) == credential.MAX_ADDRESSES
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"expires": NOW - 1}, "expired"),
+        ({"expires": NOW + 1e9}, "malformed credential"),
+        ({"expires": float("nan")}, "malformed credential"),
+        ({"expires": float("inf")}, "malformed credential"),
+        ({"addresses": ("192.0.2.1 0",)}, "malformed credential"),
+        ({"addresses": ("192.0.2.1 65536",)}, "malformed credential"),
+        ({"addresses": ("192.0.2.1 \u0661",)}, "malformed credential"),
+        ({"addresses": ("192.0.2.1",)}, "malformed credential"),
+        ({"addresses": ("a b 1",)}, "malformed credential"),
+        ({"addresses": (" 1",)}, "malformed credential"),
+        ({"addresses": ("x" * 300 + " 1",)}, "malformed credential"),
+        ({"addresses": ("192.0.2.1 1",) * 5}, "malformed credential"),
+        ({"certificate": b""}, "malformed credential"),
+        ({"certificate": bytes(200)}, "malformed credential"),
+    ],
+)
+def test_signed_nonsense_is_refused(author, own, changes, why) -> None:
+    wire = {"certificate": own.der, "addresses": (), "expires": NOW + 60} | changes
+    with pytest.raises(CredentialError) as caught:
+        parse(author.peer, _signed(author, **wire), NOW)
+    assert caught.value.why == why
+    assert "\n" not in str(caught.value)
+
+
+def test_a_certificate_signed_by_another_key_is_refused(author, own) -> None:
+    altered = own.der[:-1] + bytes([own.der[-1] ^ 1])
+    with pytest.raises(CredentialError, match="not signed with its own key"):
+        parse(author.peer, _signed(author, certificate=altered, addresses=(), expires=NOW + 60), NOW)
+
+
+def test_no_altered_credential_is_taken(author, genuine) -> None:
+    rng = random.Random(7)
+    for _ in range(MUTANTS):
+        altered = bytearray(genuine)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(altered))
+            kind = rng.randrange(4)
+            if kind == 0:
+                altered[at] ^= 1 << rng.randrange(8)
+            elif kind == 1:
+                del altered[at : at + rng.randrange(1, 9)]
+            elif kind == 2:
+                altered[at:at] = rng.randbytes(rng.randrange(1, 9))
+            else:
+                altered = altered[: at + 1]
+        if altered != genuine:
+            with pytest.raises(CredentialError):
+                parse(author.peer, bytes(altered), NOW)
+
+
+def test_no_altered_certificate_breaks_the_parser(author, own) -> None:
+    """Signed by the identity: an attacker may put any bytes into its own credential."""
+    rng = random.Random(8)
+    for _ in range(MUTANTS // 3):
+        altered = bytearray(own.der)
+        for _ in range(rng.randrange(1, 4)):
+            altered[rng.randrange(len(altered))] = rng.randrange(256)
+        if altered != own.der:
+            data = _signed(author, certificate=bytes(altered), addresses=(), expires=NOW + 60)
+            with pytest.raises(CredentialError):
+                parse(author.peer, data, NOW)
+
+
+@given(st.binary(max_size=MAX_CREDENTIAL_BYTES + 10))
+@settings(max_examples=500)
+def test_noise_is_no_credential(noise: bytes) -> None:
+    with pytest.raises(CredentialError):
+        parse("12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN", noise, NOW)
+
+
+def test_a_credential_is_renewed_with_the_same_certificate_then_with_another(
+    author, tmp_path, monkeypatch
+) -> None:
+    days = 0.0
+    monkeypatch.setattr("equipoise.dht.direct.presence.time.time", lambda: NOW + days * 86400)
+    presence = Presence(author, tmp_path)
+    first, certificate = presence.credential, presence.certificate
+    assert presence.credential is first
+    days = 4.0
+    assert presence.credential != first
+    assert presence.certificate is certificate
+    days = 16.0
+    second = presence.credential
+    assert presence.certificate.der == parse(author.peer, second, NOW + days * 86400).certificate
+    assert presence.certificate is not certificate
+    assert list(tmp_path.iterdir()) == [presence.certificate.path], "old keys are not kept"
+
+
+def test_addresses_of_a_credential_follow_the_machine(author, tmp_path) -> None:
+    presence = Presence(author, tmp_path)
+    before = presence.credential
+    presence.tell([("192.0.2.9", 5)])
+    assert presence.credential != before
+    assert parse(author.peer, presence.credential, NOW).addresses == (("192.0.2.9", 5),)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "bound", "forwarded", "found"),
+    [
+        (["10.0.0.2", "127.0.0.1"], [("0.0.0.0", 7)], False, [("10.0.0.2", 7)]),
+        (["127.0.0.1"], [("0.0.0.0", 7)], False, [("127.0.0.1", 7)]),
+        ([], [("127.0.0.1", 7)], False, [("127.0.0.1", 7)]),
+        (["10.0.0.2"], [("10.0.0.3", 7)], False, [("10.0.0.3", 7)]),
+        (["192.0.2.1"], [("10.0.0.3", 7)], True, [("192.0.2.1", 7), ("10.0.0.3", 7)]),
+        (["home.example"], [("0.0.0.0", 7)], False, [("home.example", 7)]),
+        (
+            ["10.0.0.2", "2001:db8::2"],
+            [("0.0.0.0", 7), ("::", 8)],
+            False,
+            [("10.0.0.2", 7), ("2001:db8::2", 8)],
+        ),
+        (["fe80::1", "169.254.3.4"], [("0.0.0.0", 7), ("::", 8)], False, []),
+        (["10.0.0.2"], [], False, []),
+    ],
+)
+def test_where_a_listener_is_reached(hosts, bound, forwarded, found) -> None:
+    assert endpoints(hosts, bound, forwarded=forwarded) == found
+
+
+def _signed(author: Identity, certificate: bytes, addresses: tuple[str, ...], expires: float) -> bytes:
+    signature = author.sign("direct", credential._signed(author.peer, certificate, addresses, expires))
+    return msgspec.msgpack.encode([certificate, addresses, expires, signature])
