@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -63,6 +64,8 @@ async def _serve(daemon: Daemon) -> int:
 
     with _signals(asked, forced=_exit):
         await daemon.start()
+        # Nothing that torch and hivemind brought along is ever freed: not to look at it again saves a pause of 0.1 s.
+        gc.freeze()
         try:
             await daemon.serve()
         finally:

@@ -22,11 +22,14 @@ class BufferPool:
     """Buffers that come back by themselves when the last view of them is gone.
 
     Nothing is ever handed out twice at once: a frame that still waits for a slow peer keeps its buffer out of the pool.
+
+    Attributes:
+        idle_bytes: What is not lent now.
     """
 
     def __init__(self) -> None:
         self._idle: defaultdict[int, list[NDArray[np.uint8]]] = defaultdict(list)
-        self._idle_bytes = 0
+        self.idle_bytes = 0
 
     def take(self, size: int) -> memoryview:
         """A writable buffer of `size` bytes; its content is undefined."""
@@ -34,7 +37,7 @@ class BufferPool:
         idle = self._idle[whole]
         if idle:
             base = idle.pop()
-            self._idle_bytes -= whole
+            self.idle_bytes -= whole
         else:
             base = np.empty(whole, np.uint8)
         lent = base[:size]
@@ -44,9 +47,9 @@ class BufferPool:
     def trim(self) -> None:
         """Let go of all buffers that are not lent."""
         self._idle.clear()
-        self._idle_bytes = 0
+        self.idle_bytes = 0
 
     def _give_back(self, base: NDArray[np.uint8]) -> None:
-        if self._idle_bytes + base.nbytes <= MAX_IDLE_BYTES:
+        if self.idle_bytes + base.nbytes <= MAX_IDLE_BYTES:
             self._idle[base.nbytes].append(base)
-            self._idle_bytes += base.nbytes
+            self.idle_bytes += base.nbytes

@@ -1,0 +1,164 @@
+"""Which channel a frame takes: direct ones where there are any, the transport's where there are none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from equipoise.averaging.aio import mesh as meshes
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.ports import Channel
+from fakes.memory import MemoryTransport, Net
+
+ROUND = b"r" * 16
+
+
+class Ears:
+    """Hears what a mesh hears."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
+        self.losses: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue()
+
+    def place(self, peer: str, header: bytes, size: int) -> memoryview:
+        return memoryview(bytearray(size))
+
+    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
+        self.frames.put_nowait((peer, header, bytes(body)))
+
+    def lost(self, peer: str, reason: str, connected: bool) -> None:
+        self.losses.put_nowait((peer, reason, connected))
+
+
+class Direct(MemoryTransport):
+    """Direct channels in memory; `obstacle` stands in the way of opening one."""
+
+    def __init__(self, net: Net, peer: str) -> None:
+        super().__init__(net, peer, True)
+        net.transports[peer] = self
+        self.obstacle: Callable[[], object] = lambda: None
+        self.admitted: dict[str, bytes] = {}
+        self.credential = b"credential of " + peer.encode()
+        self.opened = 0
+
+    def admit(self, peer: str, credential: bytes) -> None:
+        if credential != b"credential of " + peer.encode():
+            raise ValueError(f"the credential is not {peer}'s")
+        self.admitted[peer] = credential
+
+    def reaches(self, peer: str) -> bool:
+        return peer in self.admitted
+
+    async def open(self, peer: str) -> Channel:
+        self.opened += 1
+        waiting = self.obstacle()
+        if waiting is not None:
+            await waiting  # type: ignore[misc]
+        return await super().open(peer)
+
+
+class Pair:
+    """Peers a and b, linked by both kinds of channels."""
+
+    def __init__(self) -> None:
+        libp2p, direct = Net(), Net()
+        self.streams = {name: libp2p.peer(name)[0] for name in "ab"}
+        self.direct = {name: Direct(direct, name) for name in "ab"}
+        self.ears = {name: Ears() for name in "ab"}
+        self.mesh = {name: Mesh(self.streams[name], self.ears[name], self.direct[name]) for name in "ab"}
+
+    def begin(self, credential: bytes = b"credential of b") -> None:
+        self.mesh["a"].enter(ROUND, {"a": b"", "b": credential})
+
+    async def hear(self, count: int) -> list[bytes]:
+        return [(await self.ears["b"].frames.get())[1] for _ in range(count)]
+
+    async def stop(self) -> None:
+        for one in self.mesh.values():
+            await one.stop()
+
+
+@pytest.fixture
+async def pair():
+    pair = Pair()
+    yield pair
+    await pair.stop()
+
+
+async def test_a_round_goes_through_direct_channels(pair: Pair) -> None:
+    pair.begin()
+    pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
+    pair.mesh["a"].post("b", b"control")
+    assert await pair.hear(2) == [b"control", b"bulk"]
+    assert not pair.streams["a"].channels
+
+
+async def test_without_a_round_nobody_is_admitted(pair: Pair) -> None:
+    pair.mesh["a"].post("b", b"control")
+    assert await pair.hear(1) == [b"control"]
+    assert not pair.direct["a"].admitted
+    assert not pair.direct["a"].channels
+
+
+async def test_libp2p_carries_what_no_direct_channel_can(pair: Pair) -> None:
+    def refuse() -> None:
+        raise ConnectionError("firewall")
+
+    pair.direct["a"].obstacle = refuse
+    pair.begin()
+    pair.mesh["a"].post("b", b"control")
+    assert await pair.hear(1) == [b"control"]
+    pair.begin()
+    assert pair.direct["a"].opened == 1, "it was not tried again at once"
+
+
+async def test_a_dial_that_hangs_holds_frames_up_for_a_moment_only(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meshes, "DIRECT_SECONDS", 0.01)
+    answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    pair.direct["a"].obstacle = lambda: answer
+    pair.begin()
+    pair.mesh["a"].post("b", b"slow")
+    assert await pair.hear(1) == [b"slow"]
+    answer.set_result(None)
+    dialling = pair.mesh["a"]._links["b"].dialling
+    assert dialling is not None
+    await dialling
+    before = pair.direct["a"].channels[0].delivered
+    pair.mesh["a"].post("b", b"fast")
+    assert await pair.hear(1) == [b"fast"]
+    assert pair.direct["a"].channels[0].delivered > before
+
+
+async def test_another_peers_credential_admits_nobody(pair: Pair) -> None:
+    pair.begin(b"credential of c")
+    pair.mesh["a"].post("b", b"control")
+    assert await pair.hear(1) == [b"control"]
+    assert not pair.direct["a"].admitted
+
+
+async def test_a_broken_direct_channel_is_a_loss_that_libp2p_outlives(pair: Pair) -> None:
+    pair.mesh["a"].post("b", b"first")
+    await pair.hear(1)
+    pair.begin()
+    pair.mesh["a"].post("b", b"second")
+    await pair.hear(1)
+    before = pair.mesh["a"].received("b")
+    pair.direct["a"].channels[0].close()
+    peer, _, connected = await pair.ears["a"].losses.get()
+    assert (peer, connected) == ("b", True)
+    assert pair.mesh["a"].received("b") == before
+    pair.mesh["a"].post("b", b"third")
+    assert await pair.hear(1) == [b"third"]
+
+
+async def test_what_a_round_still_wanted_to_send_ends_with_it(pair: Pair) -> None:
+    pair.begin()
+    pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
+    pair.mesh["a"].leave(ROUND)
+    pair.mesh["a"].post("b", b"control")
+    assert await pair.hear(1) == [b"control"]
+    assert pair.ears["b"].frames.empty()
