@@ -64,7 +64,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--leniency", type=float, default=1.0, help="multiplies bounds in seconds, where other programs run"
     )
-    parser.add_argument("--keep", type=Path, help="folder for homes and logs; default: a temporary one")
+    parser.add_argument(
+        "--keep", type=Path, help="folder for homes, logs, and calls.txt; default: a temporary one"
+    )
     parser.add_argument("--verbose", action="store_true", help="name each fault as it strikes")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -80,8 +82,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = args.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        figures = Verdict(campaign(plan, folder, not why_not, args.verbose), args.leniency).figures()
-    again = [sys.argv[0], *sys.argv[1:], *([] if args.seed is not None else ["--seed", str(seed)])]
+        story = campaign(plan, folder, not why_not, args.verbose)
+        figures = Verdict(story, args.leniency).figures()
+        (folder / "calls.txt").write_text("".join(f"{line}\n" for line in story.lines()))
+    again = ["python", *sys.argv, *([] if args.seed is not None else ["--seed", str(seed)])]
     figures["left_out"] = f"{', '.join(left_out)}: {why_not}" if left_out else ""
     figures["again"] = shlex.join(again)
     print(json.dumps(figures) if args.json else table(figures))

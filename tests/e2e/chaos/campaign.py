@@ -38,6 +38,9 @@ HANG_SECONDS = 10.0
 PATIENCE_SECONDS = 3.0
 """A survivor left without a group is met by the others in the next round, rather than waited for."""
 
+TRAP_SECONDS = 1.0
+"""After the others' round; a victim that waits for a group needs them for that."""
+
 RETURN_SECONDS = 60.0
 """A daemon that is not back by then never will be."""
 
@@ -98,6 +101,16 @@ class Story:
     def violations(self) -> list[str]:
         """The promises that were broken."""
         return self.judge.violations
+
+    def lines(self) -> list[str]:
+        """Every fault and call, in the order of their ends."""
+        told = [(strike.at, f"{strike.at:.3f} {strike}, drawn {strike.fault}") for strike in self.strikes]
+        for call in self.calls:
+            made, outcome = call.contribution, call.outcome
+            what = outcome if outcome is not None else call.lost
+            name = f"round {made.round}, member {made.member}, weight {made.weight:.6f} {call.faulted}"
+            told.append((call.ended, f"{call.began:.3f} to {call.ended:.3f} {name}: {what}"))
+        return [line for _, line in sorted(told)]
 
 
 class Stuck(Exception):
@@ -172,13 +185,17 @@ class Campaign:
         calls = self._call(number, ready, chance)
         if strike is not None:
             self.story.strikes.append(strike)
-            strike.calls = [call for member, call in calls.items() if member is not strike.victim]
+            strike.calls = [
+                one.call for one in self.members if one is not strike.victim and one.call is not None
+            ]
             strike.watch(calls[strike.victim])
         self._collect([member for member in ready if strike is None or member is not strike.victim])
         self.story.rounds += 1
         if strike is not None:
+            if not strike.struck.wait(TRAP_SECONDS):
+                strike.now.set()
             strike.struck.wait(self.plan.timeout)
-            self._say(describe(strike))
+            self._say(str(strike))
 
     def _gather(self, wanted: int) -> list[Member]:
         """Those who are free to begin a round, at least `wanted` with those who wait for a group already."""
@@ -261,7 +278,7 @@ class Campaign:
         for strike in self.story.strikes:
             if strike.failure is not None:
                 failure, strike.failure = strike.failure, None
-                raise Stuck(f"{describe(strike)}: {type(failure).__name__}: {failure}")
+                raise Stuck(f"{strike}: {type(failure).__name__}: {failure}")
 
     # ---- the beginning and the end ----
 
@@ -280,7 +297,7 @@ class Campaign:
         """Let everyone come back, and all meet in one round without a fault."""
         for strike in self.story.strikes:
             if not strike.over.wait(RETURN_SECONDS):
-                raise Stuck(f"{describe(strike)}: its victim does not come back")
+                raise Stuck(f"{strike}: its victim does not come back")
         first = WARM_UP + self.plan.rounds
         for number in range(first, first + LAST_ROUNDS):
             self._round(number, None)
@@ -288,10 +305,3 @@ class Campaign:
             if len(last) == len(self.members) == len(last[0].outcome.group if last[0].outcome else ()):
                 return
         raise Stuck(f"everyone is back, but no round holds all in {LAST_ROUNDS} tries")
-
-
-def describe(strike: Strike) -> str:
-    """One line for people."""
-    return (
-        f"round {strike.round}: {strike.fault.kind} of daemon {strike.victim.index} in {strike.phase or '?'}"
-    )

@@ -37,7 +37,7 @@ SLOW_ROUND = (1.0, 3.0)
 """Seconds that one vector's worth of int8 takes on a slow link."""
 
 AFTER = "after"
-"""The victim's call had ended before the trap was due."""
+"""The victim's call had ended before the trap was due, or it was in no round."""
 
 NOTICE_SECONDS = 30.0
 """How long to watch for p2pd's return."""
@@ -90,7 +90,8 @@ def draw(seed: int, number: int, kinds: Sequence[str], members: int, values: int
     kind, phase = deck[place]
     chance = random.Random(f"{seed}/fault/{number}")
     order = tuple(chance.sample(range(members), members))
-    how_far, between = chance.random(), chance.random()
+    # Rounds differ in their events: what is drawn late in a phase would often come after it.
+    how_far, between = chance.random() ** 2, chance.random()
     seconds = chance.uniform(*(AWAY if kind in (KILL, RESTART) else chance.choice((HICCUP, ABSENCE))))
     return Fault(kind, order, phase, how_far, between, seconds, 8 * values / chance.uniform(*SLOW_ROUND))
 
@@ -109,6 +110,8 @@ class Strike:
     Attributes:
         at: When it struck, monotonic.
         phase: Where the victim was; `AFTER` if its call had ended.
+        calls: Of the others, that had not returned when it was set.
+        now: Set by who will not wait for the trap.
         struck: Set once it has; `over` once the victim has recovered.
         observed: Of a p2pd that was killed.
         failure: What went wrong in striking or recovering.
@@ -123,9 +126,25 @@ class Strike:
         self.observed: Observed | None = None
         self.failure: BaseException | None = None
         self.calls: list[Call] = []
+        self.now = threading.Event()
         self.struck = threading.Event()
         self.over = threading.Event()
         self._links = links
+
+    def __str__(self) -> str:
+        return f"round {self.round}: {self.fault.kind} of daemon {self.victim.index} in {self.phase or '?'}"
+
+    @property
+    def survivors_seconds(self) -> float | None:
+        """From the fault to the last outcome of those who were in a round with the victim; None if nobody was."""
+        peer, searching = self.victim.peer_id, self.phase == "matching"
+        ends = [
+            call.ended
+            for call in self.calls
+            if call.ended > self.at > 0
+            and (searching or call.outcome is None or not call.outcome.group or peer in call.outcome.group)
+        ]
+        return max(ends) - self.at if ends else None
 
     def arm(self) -> None:
         """Set the trap, before the round begins."""
@@ -150,20 +169,22 @@ class Strike:
 
     def _await_trap(self, call: Call) -> None:
         page = self.victim.page
-        eventually(lambda: page.sprung or call.done.is_set(), "the trap", call.timeout + 10.0)
+        ends = (call.done, self.now)
+        eventually(lambda: page.sprung or any(end.is_set() for end in ends), "the trap", call.timeout + 10.0)
         if page.sprung is None:
             page.disarm()
         if page.sprung is not None:
             self.at, self.phase = page.sprung
             return
-        # The round went another way, or was over before the trap: it strikes now.
+        # The round went another way, or was over before the trap, or is not to be waited for: it strikes now.
         self.at, self.phase = time.monotonic(), AFTER
         if self.fault.kind in SIGNALS:
             self.victim.daemon.signal(SIGNALS[self.fault.kind])
 
     def _strike(self, call: Call) -> None:
         victim = self.victim
-        call.faulted = self.fault.kind
+        if not call.done.is_set():
+            call.faulted = self.fault.kind
         if self.fault.kind in (KILL, STOP, RESTART, CUT, MUTE):
             victim.available = False
         match self.fault.kind:

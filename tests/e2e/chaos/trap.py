@@ -71,6 +71,7 @@ class Watch:
         self._page = page
         self._counts = [0] * len(PHASES)
         self._before = [EVENTS_AT_FIRST] * len(PHASES)
+        self._trap = -1.0
         self.current: object = None
 
     def begin(self, machine: object) -> None:
@@ -78,6 +79,7 @@ class Watch:
         if self._counts[-1]:
             self._before = self._counts
         self._counts = [0] * len(PHASES)
+        self._trap = self._page.fields[SET]
         self.current = machine
 
     def passing(self, phase: str, actions: list[Any]) -> list[Any]:
@@ -88,7 +90,8 @@ class Watch:
 
     def _due(self, place: int) -> bool:
         fields = self._page.fields
-        if fields[SPRUNG] == fields[SET] or place < fields[PHASE]:
+        # Set after the round began, it is for the next: this one may be lingering.
+        if not fields[SPRUNG] < fields[SET] == self._trap or place < fields[PHASE]:
             return False
         return place > fields[PHASE] or self._counts[place] > fields[HOW_FAR] * self._before[place]
 

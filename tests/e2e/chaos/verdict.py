@@ -78,18 +78,26 @@ class Verdict:
         }
 
     def _spoilt(self) -> list[str]:
-        """Calls that failed though nothing befell their own daemon: one fault must not cost the others their round."""
+        """Calls that failed though their own daemon was well, and so were most of their group."""
         return [
             f"round {call.contribution.round}, member {call.contribution.member}: failed though it was well: "
             f"{call.reason} {list(call.outcome.events) if call.outcome else ''}"
             for call in self._story.calls
-            if not call.ok and not call.faulted
+            if not call.ok and not call.faulted and not self._outnumbered(call)
         ]
+
+    def _outnumbered(self, call: Call) -> bool:
+        """Whether faults left no majority of the call's group."""
+        struck = {
+            strike.victim.peer_id for strike in self._story.strikes if call.began < strike.at < call.ended
+        }
+        group = call.outcome.group if call.outcome is not None else ()
+        return len(group) > 0 and 2 * len(struck & set(group)) >= len(group)
 
     def _late(self) -> list[str]:
         found = []
         for strike in self._story.strikes:
-            seconds = _after(strike)
+            seconds = strike.survivors_seconds
             bound = SURVIVORS_SECONDS * self._leniency
             if strike.fault.kind in (KILL, STOP) and seconds is not None and seconds > bound:
                 found.append(f"{strike}: the last survivor was done after {seconds:.2f} s, not {bound:g} s")
@@ -149,15 +157,9 @@ def _number(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _after(strike: Strike) -> float | None:
-    """Seconds from the fault to the last outcome of those who were in a round then; None if nobody was."""
-    pending = [call.ended for call in strike.calls if call.ended > strike.at > 0]
-    return max(pending) - strike.at if pending else None
-
-
 def _survivors(strikes: Iterable[Strike]) -> dict[str, list[float]]:
     where = [(strike, "matching" if strike.phase == "matching" else "the round") for strike in strikes]
-    pairs = [(f"{strike.fault.kind} in {place}", _after(strike)) for strike, place in where]
+    pairs = [(f"{strike.fault.kind} in {place}", strike.survivors_seconds) for strike, place in where]
     return _grouped((name, seconds) for name, seconds in pairs if seconds is not None)
 
 
@@ -176,8 +178,3 @@ def _spread(seconds: list[float]) -> str:
 def _kind(reason: str) -> str:
     """A reason without names and numbers."""
     return re.sub(r"[\d.]+", "#", re.split("[;:]", reason)[0])
-
-
-def failed_calls(story: Story) -> list[Call]:
-    """Those that did not bring a mean."""
-    return [call for call in story.calls if not call.ok]
