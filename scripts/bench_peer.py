@@ -95,6 +95,11 @@ class Peer:
         off = error(self._system.tensors, self._data / "truth", self._scale)
         return {**found, "error": off, "bound": BOUNDS[codec]}
 
+    def last_words(self) -> str:
+        """The end of what our daemon has written, for whoever asks why something failed."""
+        daemon = getattr(self._system, "daemon", None)
+        return "" if daemon is None else f"; its daemon wrote: {daemon.output[-1000:]}{daemon.errors[-1000:]}"
+
     def memory(self) -> dict[str, float]:
         """Peak resident bytes of all processes of this peer, and of our daemon those that are not shared tensors."""
         me = psutil.Process()
@@ -122,7 +127,7 @@ def main() -> None:
             answer = {"value": getattr(peer, order)(*arguments)}
         except Exception as failure:  # The parent decides what a failure of a peer means.
             traceback.print_exc()
-            answer = {"failure": f"{type(failure).__name__}: {failure}"}
+            answer = {"failure": f"{type(failure).__name__}: {failure}{peer.last_words()}"}
         answers.write(json.dumps(answer) + "\n")
     with contextlib.suppress(Exception):
         peer.close()

@@ -10,6 +10,7 @@ from typing import Any
 from equipoise.averaging.balance import balance
 
 RIVALS = ("gloo", "hivemind")
+MAX_REASONS = 6
 
 
 @dataclass
@@ -25,7 +26,7 @@ class Row:
     phases: list[dict[str, float]] = field(default_factory=list)
     encoded: float = 0.0
     error: float = 0.0
-    wrong: int = 0
+    wrong: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     memory: list[dict[str, float]] = field(default_factory=list)
 
@@ -36,7 +37,7 @@ def summary(row: Row, rows: Sequence[Row], values: int, rates: Sequence[float]) 
         "system": row.name,
         "rounds": len(row.exchange),
         "failed": len(row.failures),
-        "wrong": row.wrong,
+        "wrong": len(row.wrong),
         "error": row.error,
     }
     if row.exchange:
@@ -53,8 +54,11 @@ def summary(row: Row, rows: Sequence[Row], values: int, rates: Sequence[float]) 
         found["phases_median_ms"] = {
             name: 1e3 * statistics.median(one.get(name, 0.0) for one in row.phases) for name in row.phases[0]
         }
-    if row.failures:
-        found["reasons"] = sorted(set(row.failures))[:5]
+    reasons = [f"failed: {one}" for one in dict.fromkeys(row.failures)] + [
+        f"wrong: {one}" for one in row.wrong
+    ]
+    if reasons:
+        found["reasons"] = reasons[:MAX_REASONS]
     return found
 
 
@@ -100,7 +104,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if "phases_median_ms" in row:
             phases = "  ".join(f"{name} {value:.0f}" for name, value in row["phases_median_ms"].items())
             lines.append(f"{row['system']}: medians of the first peer's phases in ms: {phases}")
-        lines += [f"{row['system']} failed: {reason}" for reason in row.get("reasons", ())]
+        lines += [f"{row['system']} {reason}" for reason in row.get("reasons", ())]
     return "\n".join(lines)
 
 

@@ -154,9 +154,11 @@ class Contestant:
             self.row.failures.append(next(one["reason"] for one in said if not one["ok"]))
             return
         self.row.encoded = checked[0]["encoded"]
-        self.row.error = max(self.row.error, *(one["error"] for one in checked))
+        errors = [one["error"] for one in checked]
+        self.row.error = max(self.row.error, *errors)
         # Written so that NaN is wrong too.
-        self.row.wrong += not all(one["error"] <= one["bound"] for one in checked)
+        if not all(error <= checked[0]["bound"] for error in errors):
+            self.row.wrong.append(f"round {number}: off by {', '.join(f'{error:.1e}' for error in errors)}")
         if number < WARM_ROUNDS:
             return
         after = [one["sent"] for one in checked]

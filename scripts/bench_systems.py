@@ -145,7 +145,8 @@ class Ours:
         listen = ["--listen", f"/ip4/{place.host}/tcp/0"]
         environment = {**os.environ, **({"EQUIPOISE_CHANNEL": self._channel} if self._channel else {})}
         home = place.folder / "daemon"
-        self.daemon = DaemonProcess(home, environment, [join] if join else [], listen).start()
+        self.daemon = DaemonProcess(home, environment, [join] if join else [], listen)
+        self.daemon.start()
         self._place = place
         return next(one for one in self.daemon.addresses if place.host in one)
 
