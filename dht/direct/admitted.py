@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from equipoise.dht.direct.certificate import OwnCertificate
 from equipoise.dht.direct.contexts import make_context
 from equipoise.dht.direct.credential import Credential, parse
+from equipoise.dht.direct.preface import fingerprint_of
 from equipoise.dht.direct.refusals import Refused
 
 MAX_ADMITTED = 1024
@@ -25,9 +26,11 @@ class Admitted:
 
     Attributes:
         credential: The latest that it was admitted with.
+        fingerprint: Of the certificate in it.
     """
 
     credential: Credential
+    fingerprint: bytes
     _contexts: dict[tuple[str, bool], ssl.SSLContext] = field(default_factory=dict)
 
     def context(self, own: OwnCertificate, *, server: bool) -> ssl.SSLContext:
@@ -76,7 +79,7 @@ class AdmittedPeers:
         credential = self.verify(peer, data)
         known = self._peers.get(peer)
         if known is None or known.credential.certificate != credential.certificate:
-            self._peers[peer] = Admitted(credential)
+            self._peers[peer] = Admitted(credential, fingerprint_of(credential.certificate))
         else:
             known.credential = credential
         self._peers.move_to_end(peer)
@@ -86,19 +89,12 @@ class AdmittedPeers:
             if not waiter.done():
                 waiter.set_result(None)
 
-    async def expect(self, peer: str, seconds: float) -> Admitted:
-        """Return what is known of `peer`, waiting for its admission: its news may be faster than its group's.
+    def current(self, peer: str) -> Admitted:
+        """Return what is known of `peer`.
 
         Raises:
-            Refused: It is not admitted in time, or its credential has expired.
+            Refused: It was not admitted, or its credential has expired.
         """
-        if peer not in self._peers:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._expecting.setdefault(peer, set()).add(waiter)
-            try:
-                await asyncio.wait({waiter}, timeout=seconds)
-            finally:
-                self._forget(peer, waiter)
         found = self._peers.get(peer)
         if found is None:
             raise Refused("not a member", f"{peer} is in no group with this peer")
@@ -106,8 +102,37 @@ class AdmittedPeers:
             raise Refused("expired", f"the credential of {peer} has expired")
         return found
 
-    def _forget(self, peer: str, waiter: asyncio.Future[None]) -> None:
-        waiters = self._expecting.get(peer, set())
-        waiters.discard(waiter)
-        if not waiters:
-            self._expecting.pop(peer, None)
+    async def expect(self, peer: str, fingerprint: bytes, seconds: float) -> Admitted:
+        """Return what is known of `peer`, waiting until it is admitted with the certificate that it claims to have.
+
+        A peer may be faster than the news that it is a member, or, after a restart, that its certificate is another.
+
+        Raises:
+            Refused: It is not admitted in time, with another certificate, or its credential has expired.
+        """
+        deadline = asyncio.get_running_loop().time() + seconds
+        while not self._knows(peer, fingerprint):
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0 or not await self._news_of(peer, left):
+                break
+        found = self.current(peer)
+        if found.fingerprint != fingerprint:
+            raise Refused("impostor", f"it has another certificate than {peer}")
+        return found
+
+    def _knows(self, peer: str, fingerprint: bytes) -> bool:
+        found = self._peers.get(peer)
+        return found is not None and found.fingerprint == fingerprint
+
+    async def _news_of(self, peer: str, seconds: float) -> bool:
+        """Wait for the next admission of `peer`; False if there is none in time."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expecting.setdefault(peer, set()).add(waiter)
+        try:
+            done, _ = await asyncio.wait({waiter}, timeout=seconds)
+            return bool(done)
+        finally:
+            waiters = self._expecting.get(peer, set())
+            waiters.discard(waiter)
+            if not waiters:
+                self._expecting.pop(peer, None)

@@ -123,7 +123,7 @@ async def _ready(tls: ssl.SSLSocket, operation: Callable[[], _Result]) -> _Resul
 def _tls_refusal(error: ssl.SSLError) -> Refused:
     reason = error.reason or ""
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return Refused("went away", "it ended the connection in the middle of the handshake")
+        return Refused("went away", "it ended the connection within the handshake: it may not know this peer")
     if "SIGNATURE" in reason:
         return Refused("replayed certificate", "it does not hold the key of the certificate it shows")
     return Refused("tls failure", (reason or str(error)).lower().replace("_", " "))

@@ -6,6 +6,7 @@ it. Both messages have one size, so there are no lengths to believe.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -18,8 +19,9 @@ Layer = Literal["tls", "aead", "plain"]
 
 VERSION = 1
 _MAGIC = b"EQPD"
-_PREFACE = struct.Struct("!4sBB32s32s")
+_PREFACE = struct.Struct("!4sBB32s32s32s")
 PREFACE_BYTES = _PREFACE.size
+FINGERPRINT_BYTES = 32
 SECRET_BYTES = 32
 GREETING_BYTES = 1 + SECRET_BYTES
 
@@ -34,16 +36,23 @@ class Preface:
         layer: How it wants frames carried.
         dialler: Its PeerID.
         acceptor: PeerID that it wants to reach.
+        fingerprint: Of the certificate that it will show (`fingerprint_of`).
     """
 
     layer: Layer
     dialler: str
     acceptor: str
+    fingerprint: bytes
 
     def encode(self) -> bytes:
         """Return its `PREFACE_BYTES` bytes."""
         keys = public_key_of(self.dialler), public_key_of(self.acceptor)
-        return _PREFACE.pack(_MAGIC, VERSION, _LAYERS.index(self.layer), *keys)
+        return _PREFACE.pack(_MAGIC, VERSION, _LAYERS.index(self.layer), *keys, self.fingerprint)
+
+
+def fingerprint_of(certificate: bytes) -> bytes:
+    """Return the SHA-256 of a certificate's DER."""
+    return hashlib.sha256(certificate).digest()
 
 
 def parse_preface(data: bytes | bytearray) -> Preface:
@@ -54,14 +63,14 @@ def parse_preface(data: bytes | bytearray) -> Preface:
     """
     if len(data) != PREFACE_BYTES:
         raise Refused("malformed preface", f"expected {PREFACE_BYTES} bytes, got {len(data)}")
-    magic, version, layer, dialler, acceptor = _PREFACE.unpack(data)
+    magic, version, layer, dialler, acceptor, fingerprint = _PREFACE.unpack(data)
     if magic != _MAGIC:
         raise Refused("malformed preface", "it does not begin as a direct channel does")
     if version != VERSION:
         raise Refused("other version", f"expected version {VERSION} of direct channels, got {version}")
     if layer >= len(_LAYERS):
         raise Refused("malformed preface", f"expected a layer below {len(_LAYERS)}, got {layer}")
-    return Preface(_LAYERS[layer], peer_of(dialler), peer_of(acceptor))
+    return Preface(_LAYERS[layer], peer_of(dialler), peer_of(acceptor), fingerprint)
 
 
 def encode_greeting(layer: Layer, secret: bytes) -> bytes:

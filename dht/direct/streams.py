@@ -20,6 +20,8 @@ HEAD_BYTES = 4096
 """Read ahead: a control frame whole, in one call."""
 JOINED_BYTES = 16 * 1024
 """A frame up to this size is joined and sent in one call, one record: copying is cheaper than a second one."""
+READ_COST_BYTES = 64 * 1024
+"""What a read counts for at least before others on the loop get a turn: many small frames take their time too."""
 TLS_PIECE_BYTES = 128 * 1024
 """Handed to OpenSSL at once, which encrypts and writes 16 KiB at a time."""
 
@@ -33,6 +35,7 @@ class PlainStream(Stream):
         super().__init__(connection, buffer_bytes=0)
         self._head = memoryview(bytearray(HEAD_BYTES))
         self._ahead = _NO_BYTES
+        self._unyielded = 0
         self._acknowledged = 0
 
     @property
@@ -45,8 +48,8 @@ class PlainStream(Stream):
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
-        while not self._ahead and not self._read_ahead():
-            await self._wait_to_read(None)
+        if not self._ahead:
+            await self._read_ahead(None)
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` from the stream.
@@ -54,40 +57,38 @@ class PlainStream(Stream):
         Raises:
             StreamClosed: The stream ended, broke, or stalled.
         """
-        done = unyielded = 0
+        done = 0
         while done < len(view):
             if self._ahead:
-                got = min(len(self._ahead), len(view) - done)
-                view[done : done + got] = self._ahead[:got]
-                self._ahead = self._ahead[got:]
-                done += got
+                done += self._drain(view[done:])
             elif len(view) - done < HEAD_BYTES:
-                if not self._read_ahead():
-                    await self._wait_to_read(STALL_SECONDS)
+                await self._read_ahead(STALL_SECONDS)
             else:
-                taken = self._take(view[done:])
-                done += taken
-                unyielded += taken
-                if not taken:
-                    await self._wait_to_read(STALL_SECONDS)
-                    unyielded = 0
-                elif unyielded >= YIELD_BYTES:
-                    await asyncio.sleep(0)
-                    unyielded = 0
+                done += await self._take(view[done:], STALL_SECONDS)
 
-    def _read_ahead(self) -> bool:
-        taken = self._take(self._head)
-        self._ahead = self._head[:taken]
-        return bool(taken)
+    async def _read_ahead(self, bound: float | None) -> None:
+        self._ahead = self._head[: await self._take(self._head, bound)]
 
-    def _take(self, view: memoryview) -> int:
-        """Read what there is; 0 if there is nothing yet."""
-        taken = self._attempt(self._socket.recv_into, view)
-        if taken is None:
-            return 0
+    def _drain(self, view: memoryview) -> int:
+        """Move what was read ahead into `view`; return how much."""
+        got = min(len(self._ahead), len(view))
+        view[:got] = self._ahead[:got]
+        self._ahead = self._ahead[got:]
+        return got
+
+    async def _take(self, view: memoryview, bound: float | None) -> int:
+        """Wait for bytes, put those that are there into `view`, and return how many; cancelled, none are lost."""
+        if self._unyielded >= YIELD_BYTES:
+            # Before and not after: there is no waiting once bytes have been taken.
+            self._unyielded = 0
+            await asyncio.sleep(0)
+        while (taken := self._attempt(self._socket.recv_into, view)) is None:
+            await self._wait_to_read(bound)
+            self._unyielded = 0
         if taken == 0:
             raise StreamClosed("closed by the other end")
         self.received += taken
+        self._unyielded += max(taken, READ_COST_BYTES)
         return taken
 
     async def _give(self, view: memoryview) -> None:
@@ -142,8 +143,8 @@ class AeadStream(PlainStream):
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
-        while not self._ahead and self._start == self._end and not self._read_more(aead.PREFIX_BYTES):
-            await self._wait_to_read(None)
+        if not self._ahead and self._start == self._end:
+            await self._read_more(aead.PREFIX_BYTES, None)
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` with authentic bytes.
@@ -151,17 +152,12 @@ class AeadStream(PlainStream):
         Raises:
             StreamClosed: The stream ended, broke, stalled, or a record was refused.
         """
-        done = unyielded = 0
+        done = 0
         while done < len(view):
-            if not self._ahead:
+            if self._ahead:
+                done += self._drain(view[done:])
+            else:
                 done += await self._open_next(view[done:])
-                if done - unyielded >= YIELD_BYTES:
-                    await asyncio.sleep(0)
-                    unyielded = done
-            got = min(len(self._ahead), len(view) - done)
-            view[done : done + got] = self._ahead[:got]
-            self._ahead = self._ahead[got:]
-            done += got
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Write `buffers` one after the other; all but the last are small."""
@@ -200,18 +196,16 @@ class AeadStream(PlainStream):
     async def _hold(self, total: int) -> None:
         """Have the next `total` bytes of records in the buffer."""
         while self._end - self._start < total:
-            if not self._read_more(total):
-                await self._wait_to_read(STALL_SECONDS)
+            await self._read_more(total, STALL_SECONDS)
 
-    def _read_more(self, total: int) -> bool:
+    async def _read_more(self, total: int, bound: float | None) -> None:
         held = self._end - self._start
         if self._start and self._start + total + HEAD_BYTES > len(self._in):
             # At most what was read ahead of the last record, or one that has just begun: HEAD_BYTES.
             self._in[:held] = self._in[self._start : self._end]
             self._start, self._end = 0, held
-        taken = self._take(self._in[self._end : min(len(self._in), self._start + total + HEAD_BYTES)])
-        self._end += taken
-        return bool(taken)
+        room = self._in[self._end : min(len(self._in), self._start + total + HEAD_BYTES)]
+        self._end += await self._take(room, bound)
 
 
 def _split(buffers: tuple[bytes | bytearray | memoryview, ...]) -> tuple[bytes, memoryview]:

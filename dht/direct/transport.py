@@ -16,7 +16,7 @@ from equipoise.dht.direct.admitted import Admitted, AdmittedPeers
 from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.direct.gate import Gate
 from equipoise.dht.direct.listener import Listener, endpoints
-from equipoise.dht.direct.preface import Layer, Preface
+from equipoise.dht.direct.preface import Layer, Preface, fingerprint_of
 from equipoise.dht.direct.presence import Presence
 from equipoise.dht.direct.refusals import CredentialError, Refusals, Refused
 from equipoise.dht.direct.sockets import tune
@@ -178,7 +178,7 @@ class DirectTransport:
         self._check_room(peer)
         failures = []
         try:
-            admitted = await self._admitted.expect(peer, 0)
+            admitted = self._admitted.current(peer)
             async with asyncio.timeout(OPEN_SECONDS):
                 for host, port in admitted.credential.addresses:
                     try:
@@ -198,7 +198,8 @@ class DirectTransport:
             raise Refused("plain", "channels without encryption are for loopback addresses only")
         async with asyncio.timeout(DIAL_SECONDS):
             connection = await _connect(host, port)
-        preface = Preface(self._layer, self._peer, admitted.credential.peer)
+        own = fingerprint_of(self._presence.certificate.der)
+        preface = Preface(self._layer, self._peer, admitted.credential.peer, own)
         try:
             tune(connection)
             await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
@@ -263,7 +264,7 @@ class DirectTransport:
             self._layer == "plain" and not is_loopback(host)
         ):
             raise Refused("plain", f"{preface.dialler} wants channels as {preface.layer}, not {self._layer}")
-        admitted = await self._admitted.expect(preface.dialler, ADMIT_SECONDS)
+        admitted = await self._admitted.expect(preface.dialler, preface.fingerprint, ADMIT_SECONDS)
         stream = await self._secure(connection, admitted, preface, dialler=False)
         try:
             self._check_room(preface.dialler)

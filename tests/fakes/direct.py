@@ -23,10 +23,11 @@ class Peers:
     def identity(self, name: str) -> Identity:
         return load_or_create(self.path / name)
 
-    def make(self, name: str, layer="aead", listen=LOOPBACK) -> DirectTransport:
-        folder = self.path / f"run-{name}"
-        folder.mkdir()
-        transport = DirectTransport(self.identity(name), folder, DirectOptions(listen, layer))
+    def make(self, name: str, layer="aead", listen=LOOPBACK, folder: str = "") -> DirectTransport:
+        """A transport of the identity `name`, which keeps its key in `folder`."""
+        runtime = self.path / f"run-{folder or name}"
+        runtime.mkdir()
+        transport = DirectTransport(self.identity(name), runtime, DirectOptions(listen, layer))
         transport.serve(self._keep)
         transport.start()
         self.all.append(transport)

@@ -26,7 +26,7 @@ from equipoise.dht.direct import admitted, certificate, handshake, transport
 from equipoise.dht.direct.certificate import OwnCertificate, make_certificate
 from equipoise.dht.direct.contexts import make_context
 from equipoise.dht.direct.credential import issue, parse
-from equipoise.dht.direct.preface import Preface
+from equipoise.dht.direct.preface import Preface, fingerprint_of
 from equipoise.dht.direct.refusals import Refused
 from fakes.direct import port_of, refused
 
@@ -58,6 +58,28 @@ async def test_an_admission_may_come_after_the_connection(peers) -> None:
     second.admit(first.peer, first.credential)
     assert (await opening).peer == second.peer
     assert refused(second) == {}
+
+
+async def test_the_news_of_a_restarted_peer_may_come_after_its_connection(peers) -> None:
+    first, second = peers.pair()
+    await first.stop()
+    again = peers.make("first", folder="again")
+    again.admit(second.peer, second.credential)
+    opening = asyncio.ensure_future(again.open(second.peer))
+    await asyncio.wait({opening}, timeout=0.05)
+    second.admit(again.peer, again.credential)
+    assert (await opening).peer == second.peer
+    assert refused(second) == {}
+
+
+async def test_a_member_with_another_certificate_than_it_told_is_refused(peers, monkeypatch) -> None:
+    monkeypatch.setattr(transport, "ADMIT_SECONDS", 0.05)
+    _, second = peers.pair()
+    other = peers.make("first", folder="other")
+    other.admit(second.peer, second.credential)
+    with pytest.raises(ConnectionError, match=r"may not know this peer|reset"):
+        await other.open(second.peer)
+    assert refused(second) == {"impostor": 1}
 
 
 async def test_an_impostor_that_claims_a_members_name_is_refused(peers, dial, layer) -> None:
@@ -173,7 +195,7 @@ async def test_an_expired_certificate_is_refused(peers, dial, layer) -> None:
     # TLS refuses it as well, should it expire between admission and connection.
     known = target._admitted._peers[member.peer]
     target._admitted._peers[member.peer] = admitted.Admitted(
-        dataclasses.replace(known.credential, certificate=old.der)
+        dataclasses.replace(known.credential, certificate=old.der), fingerprint_of(old.der)
     )
     await turned_away(dial, member.peer, target, old, layer)
     assert refused(target) == {"expired": 2}
@@ -210,9 +232,9 @@ def certificate_of(peer) -> bytes:
 
 
 async def knock(dial, claimed: str, target, own: OwnCertificate, layer):
-    """Dial `target` as an attacker would, with any certificate behind any claim."""
+    """Dial `target` as an attacker would, with any certificate behind a claim that is as good as can be."""
     connection = await dial(target)
-    preface = Preface(layer, claimed, target.peer)
+    preface = Preface(layer, claimed, target.peer, target._admitted.get(claimed).fingerprint)
     await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
     trusted = certificate_of(target)
     context = make_context(own.path, trusted, server=False)

@@ -207,3 +207,42 @@ async def test_unencrypted_channels_stay_on_loopback(peers) -> None:
     with pytest.raises(ConnectionError):
         await secure.open(plain.peer)
     assert plain.status().refused["plain"] == secure.status().refused["plain"] == 1
+
+
+async def test_frames_sent_at_once_after_the_greeting_are_not_swallowed(peers) -> None:
+    """OpenSSL must not read ahead: what follows the greeting on the socket is not TLS."""
+    first, second = peers.pair("aead")
+
+    async def greet(channel) -> None:
+        await channel.send(b"from the acceptor", bytes(20_000))
+        await peers.accepted.put((await channel.receive(anywhere))[0])
+
+    second.serve(greet)
+    for _ in range(50):
+        channel = await first.open(second.peer)
+        await channel.send(b"from the dialler", bytes(20_000))
+        assert (await channel.receive(anywhere))[0] == b"from the acceptor"
+        assert await peers.accepted.get() == b"from the dialler"
+        channel.close()
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+async def test_a_flood_of_small_frames_leaves_others_their_turns(peers, layer) -> None:
+    there, here = await peers.connected(layer)
+    turns, frames = 0, 5_000
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.ensure_future(count())
+    sending = asyncio.gather(*(there.send(b"x" * 100) for _ in range(frames)))
+    turns = 0
+    for _ in range(frames):
+        await here.receive(anywhere)
+    await sending
+    counting.cancel()
+    await asyncio.wait({counting})
+    assert turns > 5

@@ -51,7 +51,7 @@ def test_noise_is_no_preface(noise: bytes) -> None:
 
 def test_prefaces_with_any_byte_altered_are_refused_or_name_another(tmp_path) -> None:
     rng = random.Random(5)
-    genuine = Preface("aead", peer_of(rng.randbytes(32)), peer_of(rng.randbytes(32)))
+    genuine = Preface("aead", peer_of(rng.randbytes(32)), peer_of(rng.randbytes(32)), rng.randbytes(32))
     assert parse_preface(genuine.encode()) == genuine
     for number in range(3000):
         altered = bytearray(genuine.encode())
@@ -79,7 +79,7 @@ async def test_strangers_have_so_much_time_and_no_more(peers, dial, monkeypatch,
     monkeypatch.setattr(transport, "HANDSHAKE_SECONDS", 0.1)
     first, second = peers.pair()
     idle, greeted = await dial(second), await dial(second)
-    greeted.send(Preface("tls", first.peer, second.peer).encode())
+    greeted.send(claim("tls", first, second))
     for connection in (idle, greeted):
         assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
     assert refused(second) == {"timeout": 2}
@@ -122,9 +122,14 @@ async def test_a_member_fed_with_noise_after_its_handshake_is_dropped(peers) -> 
     assert not second.status().channels
 
 
+def claim(layer, member, target) -> bytes:
+    """The preface that the member itself would send."""
+    return Preface(layer, member.peer, target.peer, target._admitted.get(member.peer).fingerprint).encode()
+
+
 def _noise(rng: random.Random, member, target) -> bytes:
     """What a stranger sends: noise, an altered preface, or a member's preface with noise behind it."""
-    preface = bytearray(Preface("aead", member.peer, target.peer).encode())
+    preface = bytearray(claim("aead", member, target))
     kind = rng.randrange(5)
     if kind == 0:
         return rng.randbytes(rng.randrange(PREFACE_BYTES, 400))
