@@ -31,6 +31,7 @@ class Link:
         self.patience = 0.0
         self.retry_at = 0.0
         self.arrived = asyncio.Event()
+        self._moved: dict[Channel, tuple[int, float]] = {}
         self._delivered = 0
         self._received = 0
 
@@ -57,7 +58,20 @@ class Link:
     def remove(self, channel: Channel) -> None:
         """A channel broke; what it carried still counts."""
         (self.direct if channel in self.direct else self.streams).remove(channel)
+        self._moved.pop(channel, None)
         self._delivered += channel.delivered
         self._received += channel.received
         if not self.channels:
             self.arrived.clear()
+
+    def idle(self, now: float, seconds: float) -> list[Channel]:
+        """The channels on which no byte has moved for so long, as far as these calls could see."""
+        found = []
+        for channel in self.channels:
+            moved = channel.delivered + channel.received
+            before, since = self._moved.get(channel, (-1, now))
+            if moved != before:
+                self._moved[channel] = (moved, now)
+            elif now - since >= seconds:
+                found.append(channel)
+        return found

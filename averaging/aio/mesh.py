@@ -31,6 +31,19 @@ MAX_LINKS = 256
 MAX_CHANNELS = 4
 """Open channels with one peer: two if both dialled at once, and as many that the other end has given up already."""
 
+IDLE_SECONDS = 60.0
+"""A channel on which nothing has moved for so long is closed; rounds are seconds apart."""
+
+SWEEP_SECONDS = 10.0
+"""Between two looks for idle channels."""
+
+FAREWELL_SECONDS = 5.0
+"""How long the other end may take to answer a farewell."""
+
+FAREWELL = b"F"
+"""The only frame of the mesh itself: whoever sends it sends nothing more on this channel, and has lost nothing. The
+other end answers with the same, after all that it had sent before, and closes."""
+
 DIRECT_SECONDS = 1.0
 """How long frames wait for a direct channel that is being opened: half of what makes a silent member look dead."""
 
@@ -84,6 +97,7 @@ class Mesh:
         self._tasks: set[asyncio.Task[None]] = set()
         self._delivered_before = 0
         self._scratch = _Scratch()
+        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
         self._stopped = False
         transport.serve(lambda channel: self._accept(channel, False))
         if direct is not None:
@@ -167,6 +181,7 @@ class Mesh:
             await asyncio.wait(writers, timeout=0.5)
         self._stopped = True
         self.meter.stop()
+        self._sweeper.cancel()
         for task in self._tasks:
             task.cancel()
         for link in self._links.values():
@@ -181,9 +196,7 @@ class Mesh:
         link = self._links.pop(peer, None) or Link()
         self._links[peer] = link  # most recently used last
         if len(self._links) > MAX_LINKS:
-            busy = frozenset().union(*self._rounds.values())
-            idle = (name for name, other in self._links.items() if other.writer is None and name not in busy)
-            stale = next(idle, None)
+            stale = next((name for name, other in self._links.items() if self._unused(name, other)), None)
             if stale is not None and stale != peer:
                 self._drop(stale, f"closed: unused for longest of {MAX_LINKS} peers")
         return link
@@ -230,6 +243,36 @@ class Mesh:
         if len(alike) > MAX_CHANNELS:
             self._broke(alike[0], f"closed: {MAX_CHANNELS} newer channels to it are open")
         await self._read(channel)
+
+    # ---- idle channels ----
+
+    def _unused(self, peer: str, link: Link) -> bool:
+        return link.writer is None and not any(peer in members for members in self._rounds.values())
+
+    def _sweep(self) -> None:
+        for peer, link in list(self._links.items()):
+            for channel in link.idle(self._loop.time(), IDLE_SECONDS):
+                if self._unused(peer, link):
+                    link.remove(channel)
+                    self._spawn(self._retire(channel))
+        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    async def _retire(self, channel: Channel) -> None:
+        """Say farewell; what the other end had sent before it heard of it is still read."""
+        try:
+            await channel.send(FAREWELL)
+            await asyncio.sleep(FAREWELL_SECONDS)
+        except ConnectionError as error:
+            log.debug("idle channel with %s: %s", channel.peer, error)
+        finally:
+            channel.close()
+
+    async def _part(self, channel: Channel) -> None:
+        """The other end has said farewell: answer, unless that was its answer."""
+        link = self._links.get(channel.peer)
+        if link is not None and channel in link.channels:
+            link.remove(channel)
+            await channel.send(FAREWELL)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -322,6 +365,9 @@ class Mesh:
                 header, body = await channel.receive(
                     lambda header, size: self._receiver.place(peer, header, size)
                 )
+                if header == FAREWELL:
+                    await self._part(channel)
+                    return
                 self._receiver.frame(peer, header, body)
         except ConnectionError as error:
             self._broke(channel, str(error))

@@ -162,3 +162,23 @@ async def test_what_a_round_still_wanted_to_send_ends_with_it(pair: Pair) -> Non
     pair.mesh["a"].post("b", b"control")
     assert await pair.hear(1) == [b"control"]
     assert pair.ears["b"].frames.empty()
+
+
+async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.begin()
+    pair.mesh["a"].post("b", b"first")
+    await pair.hear(1)
+    monkeypatch.setattr(meshes, "IDLE_SECONDS", 0.0)
+    for _ in range(2):
+        pair.mesh["a"]._sweep()
+    assert pair.mesh["a"].connected("b"), "a round goes on"
+    pair.mesh["a"].leave(ROUND)
+    pair.mesh["a"]._sweep()
+    pair.mesh["b"].post("a", b"on its way meanwhile")
+    assert (await pair.ears["a"].frames.get())[1] == b"on its way meanwhile"
+    pair.mesh["a"].post("b", b"second")
+    assert await pair.hear(1) == [b"second"]
+    assert pair.ears["a"].losses.empty()
+    assert pair.ears["b"].losses.empty()
