@@ -1,11 +1,21 @@
-"""Frames over a direct stream."""
+"""Frames over direct streams, and the bounds on how many are open for how long."""
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.transport import FramedChannel
+
+IDLE_SECONDS = 60.0
+"""Without a byte either way a channel is closed; rounds are seconds apart."""
+SWEEP_SECONDS = 10.0
+MAX_CHANNELS_PER_PEER = 8
+"""Two per direction and run are usual."""
+MAX_CHANNELS = 512
+"""A group has at most 64 members; several groups at once stay below. Each costs a descriptor and up to 0.6 MB."""
 
 
 class DirectChannel(FramedChannel):
@@ -28,3 +38,56 @@ class DirectChannel(FramedChannel):
     def abandon(self, why: str) -> None:
         """Close the stream for a reason that whoever uses it is told."""
         self._close(why)
+
+
+class OpenChannels:
+    """The direct channels that are open."""
+
+    def __init__(self) -> None:
+        self._channels: dict[FramedChannel, tuple[DirectChannel, int, float]] = {}
+        self._per_peer: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def check_room(self, peer: str) -> None:
+        """Check that one more channel with `peer` stays within bounds.
+
+        Raises:
+            ConnectionError: It does not.
+        """
+        if self._per_peer[peer] >= MAX_CHANNELS_PER_PEER:
+            raise ConnectionError(
+                f"{MAX_CHANNELS_PER_PEER} direct channels with {peer} are open already, the maximum"
+            )
+        if len(self._channels) >= MAX_CHANNELS:
+            raise ConnectionError(f"{MAX_CHANNELS} direct channels are open already, the maximum")
+
+    def enter(self, peer: str, stream: PlainStream) -> DirectChannel:
+        """Make a stream a channel, counted until it is closed."""
+        channel = DirectChannel(peer, stream, self._leave)
+        self._channels[channel] = (channel, 0, asyncio.get_running_loop().time())
+        self._per_peer[peer] += 1
+        return channel
+
+    def close(self) -> None:
+        """Close all of them."""
+        for channel in list(self._channels):
+            channel.close()
+
+    async def sweep(self) -> None:
+        """Close channels on which nothing moves, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for channel, moved, since in list(self._channels.values()):
+                if channel.moved != moved:
+                    self._channels[channel] = (channel, channel.moved, loop.time())
+                elif loop.time() - since >= IDLE_SECONDS:
+                    channel.abandon(f"unused for {IDLE_SECONDS:.0f} s")
+
+    def _leave(self, channel: FramedChannel) -> None:
+        del self._channels[channel]
+        self._per_peer[channel.peer] -= 1
+        if self._per_peer[channel.peer] <= 0:
+            del self._per_peer[channel.peer]

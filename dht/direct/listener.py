@@ -111,11 +111,19 @@ def endpoints(
     return far or list(dict.fromkeys(found))
 
 
-def _serves(own: str, host: str, forwarded: bool) -> bool:
+def is_literal(host: str) -> bool:
+    """Whether `host` is an IP address and no name."""
     try:
-        named, listening = ipaddress.ip_address(host), ipaddress.ip_address(own)
+        ipaddress.ip_address(host)
     except ValueError:
+        return False
+    return True
+
+
+def _serves(own: str, host: str, forwarded: bool) -> bool:
+    if not is_literal(host):
         return True  # Whatever is listened on stands behind a name.
+    named, listening = ipaddress.ip_address(host), ipaddress.ip_address(own)
     if named.version != listening.version or named.is_link_local:
         return False
     return forwarded or named == listening or listening.is_unspecified

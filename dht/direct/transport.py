@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.direct import handshake
 from equipoise.dht.direct.admitted import Admitted, AdmittedPeers
-from equipoise.dht.direct.channel import DirectChannel
+from equipoise.dht.direct.channel import DirectChannel, OpenChannels
+from equipoise.dht.direct.dialling import connect, said, shown
 from equipoise.dht.direct.gate import Gate
 from equipoise.dht.direct.listener import Listener, endpoints
 from equipoise.dht.direct.preface import Layer, Preface, fingerprint_of
@@ -27,19 +27,10 @@ from equipoise.dht.transport import FramedChannel
 
 OPEN_SECONDS = 5.0
 """To dial and shake hands, over all of a peer's addresses."""
-DIAL_SECONDS = 1.5
-"""For one address, so that three are tried: packets to an address of another network vanish without an answer."""
 HANDSHAKE_SECONDS = 5.0
 """For whoever dials us, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
 """How long who dials us may wait for its admission: its manifest comes to us a moment later than to it."""
-IDLE_SECONDS = 60.0
-"""Without a byte either way a channel is closed; rounds are seconds apart."""
-SWEEP_SECONDS = 10.0
-MAX_CHANNELS_PER_PEER = 8
-"""Two per direction and run are usual."""
-MAX_CHANNELS = 512
-"""A group has at most 64 members; several groups at once stay below. Each costs a descriptor and up to 0.6 MB."""
 DEFAULT_LAYER: Layer = "aead"
 """Its construction is small and stated in `aead`; it costs less than half of TLS' 16 KiB records."""
 
@@ -82,8 +73,7 @@ class DirectTransport:
         self._refusals = Refusals()
         self._gate: Gate[asyncio.Task[None]] = Gate()
         self._handler: Handler | None = None
-        self._channels: dict[DirectChannel, tuple[int, float]] = {}
-        self._per_peer: Counter[str] = Counter()
+        self._channels = OpenChannels()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -105,7 +95,7 @@ class DirectTransport:
         """Return a snapshot, without waiting."""
         return DirectStatus(
             channel=self._layer,
-            listening=tuple(_shown(one) for one in self._presence.addresses or self._listener.bound),
+            listening=tuple(shown(one) for one in self._presence.addresses or self._listener.bound),
             channels=len(self._channels),
             refused=self._refusals.counts,
             last_refusal=self._refusals.last,
@@ -147,7 +137,7 @@ class DirectTransport:
         """
         self._listener.start()
         self.tell(host for host, _ in self._listener.bound)
-        self._spawn(self._sweep())
+        self._spawn(self._channels.sweep())
 
     def tell(self, hosts: Iterable[str], *, forwarded: bool = False) -> None:
         """Tell others that this machine is reached at these hosts, best first.
@@ -162,8 +152,7 @@ class DirectTransport:
         """Stop listening, close every channel, end every handler; idempotent."""
         self._handler = None
         self._listener.stop()
-        for channel in list(self._channels):
-            channel.close()
+        self._channels.close()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -175,16 +164,16 @@ class DirectTransport:
         Raises:
             ConnectionError: The peer cannot be reached or is not admitted; names it and says why.
         """
-        self._check_room(peer)
+        self._channels.check_room(peer)
         failures = []
         try:
             admitted = self._admitted.current(peer)
             async with asyncio.timeout(OPEN_SECONDS):
                 for host, port in admitted.credential.addresses:
                     try:
-                        return self._enter(peer, await self._dial(admitted, host, port))
-                    except (OSError, TimeoutError) as error:
-                        failures.append(f"{_shown((host, port))}: {_said(error)}")
+                        return self._channels.enter(peer, await self._dial(admitted, host, port))
+                    except OSError as error:
+                        failures.append(f"{shown((host, port))}: {said(error)}")
         except TimeoutError:
             failures.append(f"no channel within {OPEN_SECONDS:.0f} s")
         except ConnectionError as error:
@@ -196,8 +185,7 @@ class DirectTransport:
     async def _dial(self, admitted: Admitted, host: str, port: int) -> PlainStream:
         if self._layer == "plain" and not is_loopback(host):
             raise Refused("plain", "channels without encryption are for loopback addresses only")
-        async with asyncio.timeout(DIAL_SECONDS):
-            connection = await _connect(host, port)
+        connection = await connect(host, port)
         own = fingerprint_of(self._presence.certificate.der)
         preface = Preface(self._layer, self._peer, admitted.credential.peer, own)
         try:
@@ -207,7 +195,7 @@ class DirectTransport:
         except Refused as error:
             if error.why in ("impostor", "expired", "replayed certificate"):
                 self._refusals.note(
-                    error.why, f"{admitted.credential.peer} at {_shown((host, port))}: {error}"
+                    error.why, f"{admitted.credential.peer} at {shown((host, port))}: {error}"
                 )
             raise
         finally:
@@ -249,7 +237,7 @@ class DirectTransport:
             self._refusals.note(error.why, f"{host}: {error}")
             return
         except OSError as error:
-            self._refusals.note("went away", f"{host}: {_said(error)}")
+            self._refusals.note("went away", f"{host}: {said(error)}")
             return
         finally:
             self._gate.leave(task)
@@ -267,11 +255,11 @@ class DirectTransport:
         admitted = await self._admitted.expect(preface.dialler, preface.fingerprint, ADMIT_SECONDS)
         stream = await self._secure(connection, admitted, preface, dialler=False)
         try:
-            self._check_room(preface.dialler)
+            self._channels.check_room(preface.dialler)
         except ConnectionError as error:
             stream.close()
             raise Refused("too many", str(error)) from None
-        return self._enter(preface.dialler, stream)
+        return self._channels.enter(preface.dialler, stream)
 
     async def _handle(self, channel: DirectChannel) -> None:
         handler = self._handler
@@ -285,64 +273,8 @@ class DirectTransport:
         finally:
             channel.close()
 
-    def _check_room(self, peer: str) -> None:
-        if self._per_peer[peer] >= MAX_CHANNELS_PER_PEER:
-            raise ConnectionError(
-                f"{MAX_CHANNELS_PER_PEER} direct channels with {peer} are open already, the maximum"
-            )
-        if len(self._channels) >= MAX_CHANNELS:
-            raise ConnectionError(f"{MAX_CHANNELS} direct channels are open already, the maximum")
-
-    def _enter(self, peer: str, stream: PlainStream) -> DirectChannel:
-        channel = DirectChannel(peer, stream, self._leave)
-        self._channels[channel] = (0, asyncio.get_running_loop().time())
-        self._per_peer[peer] += 1
-        return channel
-
-    def _leave(self, channel: FramedChannel) -> None:
-        assert isinstance(channel, DirectChannel)
-        del self._channels[channel]
-        self._per_peer[channel.peer] -= 1
-        if self._per_peer[channel.peer] <= 0:
-            del self._per_peer[channel.peer]
-
-    async def _sweep(self) -> None:
-        """Close channels on which nothing moves."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            for channel, (moved, since) in list(self._channels.items()):
-                if channel.moved != moved:
-                    self._channels[channel] = (channel.moved, loop.time())
-                elif loop.time() - since >= IDLE_SECONDS:
-                    channel.abandon(f"unused for {IDLE_SECONDS:.0f} s")
-
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def _connect(host: str, port: int) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    family, kind, protocol, _, address = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
-    connection = socket.socket(family, kind, protocol)
-    try:
-        connection.setblocking(False)
-        await loop.sock_connect(connection, address)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def _said(error: BaseException) -> str:
-    if isinstance(error, TimeoutError) and not str(error):
-        return f"no answer within {DIAL_SECONDS:.1f} s"
-    return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
-
-
-def _shown(address: tuple[str, int]) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -9,7 +9,7 @@ import pytest
 
 from equipoise.averaging import ports
 from equipoise.dht import records
-from equipoise.dht.direct import aead, credential, streams, transport
+from equipoise.dht.direct import aead, channel, credential, streams, transport
 from fakes.direct import introduce
 
 LAYERS = ("plain", "tls", "aead")
@@ -181,15 +181,15 @@ async def test_who_listens_nowhere_dials_and_is_not_dialled(peers) -> None:
 
 async def test_channels_per_peer_are_bounded(peers) -> None:
     first, second = peers.pair()
-    for _ in range(transport.MAX_CHANNELS_PER_PEER):
+    for _ in range(channel.MAX_CHANNELS_PER_PEER):
         await first.open(second.peer)
     with pytest.raises(ConnectionError, match="maximum"):
         await first.open(second.peer)
 
 
 async def test_unused_channels_are_closed(peers, monkeypatch) -> None:
-    monkeypatch.setattr(transport, "SWEEP_SECONDS", 0.01)
-    monkeypatch.setattr(transport, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(channel, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(channel, "IDLE_SECONDS", 0.05)
     there, here = await peers.connected()
     with pytest.raises(ConnectionError, match=f"{there.peer}: unused|{there.peer}: closed by the other"):
         await there.receive(anywhere)

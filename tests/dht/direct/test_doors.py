@@ -113,7 +113,7 @@ async def test_a_member_fed_with_noise_after_its_handshake_is_dropped(peers) -> 
     for number in range(50):
         await first.open(second.peer)
         channel = await peers.accepted.get()
-        (own,) = first._channels
+        (own,) = first._channels._channels
         own._direct._socket.send(random.Random(number).randbytes(1 + number * 20))
         own.close()
         with pytest.raises(ConnectionError, match=f"receive from {first.peer}"):
