@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 from equipoise.averaging.aio.sendqueue import SendQueue
 from equipoise.averaging.ports import Channel
@@ -31,6 +32,7 @@ class Link:
         self.patience = 0.0
         self.retry_at = 0.0
         self.arrived = asyncio.Event()
+        self._written: dict[Channel, float] = {}
         self._moved: dict[Channel, tuple[int, float]] = {}
         self._delivered = 0
         self._received = 0
@@ -59,10 +61,20 @@ class Link:
         """A channel broke; what it carried still counts."""
         (self.direct if channel in self.direct else self.streams).remove(channel)
         self._moved.pop(channel, None)
+        self._written.pop(channel, None)
         self._delivered += channel.delivered
         self._received += channel.received
         if not self.channels:
             self.arrived.clear()
+
+    def wrote(self, channel: Channel, now: float) -> None:
+        """A frame is being written to a channel."""
+        self._written[channel] = now
+
+    def spare(self, channel: Channel, now: float, seconds: float) -> bool:
+        """Whether another channel is written to, and this one has not been for so long: no frame is lost with it."""
+        preferred = self.channels[-1]
+        return channel is not preferred and now - self._written.get(channel, -math.inf) >= seconds
 
     def idle(self, now: float, seconds: float) -> list[Channel]:
         """The channels on which no byte has moved for so long, as far as these calls could see."""

@@ -31,6 +31,9 @@ MAX_LINKS = 256
 MAX_CHANNELS = 4
 """Open channels with one peer: two if both dialled at once, and as many that the other end has given up already."""
 
+SETTLED_SECONDS = 2.0
+"""What was written so long ago has arrived, or the channel would have been found broken."""
+
 IDLE_SECONDS = 60.0
 """A channel on which nothing has moved for so long is closed; rounds are seconds apart."""
 
@@ -307,6 +310,7 @@ class Mesh:
         channel = link.direct[-1] if link.direct else await self._reach(peer, link)
         if channel is None:
             return
+        link.wrote(channel, self._loop.time())
         control = link.queue.control
         header = control.popleft() if control else None
         try:
@@ -388,8 +392,12 @@ class Mesh:
         if len(link.channels) == 1:
             self._drop(peer, reason)
             return
+        spare = link.spare(channel, self._loop.time(), SETTLED_SECONDS)
         link.remove(channel)
         channel.close()
+        if spare:
+            log.debug("spare channel with %s: %s", peer, reason)
+            return
         link.queue.drop_bulk()  # Its rounds send what they must again when they hear of the peer.
         self._report(peer, reason)
 

@@ -182,3 +182,28 @@ async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
     assert await pair.hear(1) == [b"second"]
     assert pair.ears["a"].losses.empty()
     assert pair.ears["b"].losses.empty()
+
+
+async def test_a_stream_that_ends_beside_a_direct_channel_is_no_loss(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.mesh["a"].post("b", b"first")
+    await pair.hear(1)
+    pair.begin()
+    pair.mesh["a"].post("b", b"second")
+    await pair.hear(1)
+    monkeypatch.setattr(meshes, "SETTLED_SECONDS", 0.0)
+    pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
+    pair.streams["a"].channels[0].close()
+    assert await pair.hear(1) == [b"bulk"]
+    assert pair.ears["a"].losses.empty()
+
+
+async def test_a_stream_that_ends_with_a_frame_perhaps_in_it_is_a_loss(pair: Pair) -> None:
+    pair.mesh["a"].post("b", b"first")
+    await pair.hear(1)
+    pair.begin()
+    pair.mesh["a"].post("b", b"second")
+    await pair.hear(1)
+    pair.streams["a"].channels[0].close()
+    assert (await pair.ears["a"].losses.get())[2]
