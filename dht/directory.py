@@ -165,13 +165,12 @@ class RunDirectory:
             ttl=TTL_SECONDS,
             issued=protocol.clock.now(),
             bandwidth=self.bandwidth,
-            dialable=reach.dialable,
             reach=reach.state,
             why=reach.reason[:MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
             program=self._program,
             credential=self.credential(),
-            **values,  # type: ignore[arg-type]
+            **{"dialable": reach.dialable, **values},  # type: ignore[arg-type]
         )
 
     def _enter(self, run: str) -> _Own:
@@ -211,10 +210,11 @@ class RunDirectory:
 
     def _renew(self, own: _Own) -> None:
         assert own.record is not None
-        values = {
-            name: getattr(own.record, name) for name in ("state", "spec", "round", "accumulated", "reason")
-        }
-        record = self._record(own.run, **values)
+        names = ["state", "spec", "round", "accumulated", "reason"]
+        if own.record.ready:
+            # The join that this peer has signed says so too: others must not see the two differ.
+            names.append("dialable")
+        record = self._record(own.run, **{name: getattr(own.record, name) for name in names})
         self._publish(own, record, seal(record, self._identity))
 
     async def _keep_searched(self, own: _Own) -> None:
@@ -242,6 +242,8 @@ class RunDirectory:
             self.on_credential(peer, entry.record.credential)
         if own is not None and own.data and entry.newcomer and peer != self._identity.peer:
             own.outbox.publish(own.data, [peer])
+            if own.record is not None and own.record.dialable != self._reach().dialable:
+                self._renew(own)
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:

@@ -246,7 +246,7 @@ class RecordProtocol:
         node_id = node_id_of(peer)
         if node_id in self.routing_table:
             del self.routing_table[node_id]
-            _log.info("lost %s", peer)
+            _log.info("%s answers no look-ups any more", peer)
 
 
 def _page(records: list[Kept]) -> tuple[Kept, ...]:

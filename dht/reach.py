@@ -13,14 +13,17 @@ from equipoise.dht.dialback import DIALBACK, DialBack
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.link import CallHandler, Link
 from equipoise.dht.reachability import Reachability
-from equipoise.dht.records import MAX_ADDRESSES
+from equipoise.dht.records import MAX_ADDRESSES, Readiness
 from equipoise.dht.relay.inbound import Inbound
 from equipoise.dht.relay.keeper import RelayKeeper
 from equipoise.dht.relay.messages import HOP_PROTOCOL
 from equipoise.dht.relay.service import RelayRules, RelayService
+from equipoise.dht.relay.standin import stands_in
 from equipoise.dht.relay.trial import TRIAL_PROTOCOL, Trials
 from equipoise.dht.state import ReachStatus
 
+SUSPECT_SECONDS = 0.5
+"""Where a dial-back leads anywhere, its answer comes sooner."""
 SURVEY_SECONDS = 2.0
 """How often it is looked whether somebody should be asked."""
 MAX_HOPS = 256
@@ -53,6 +56,7 @@ class Reach:
         on_change: Called when it is another than before.
         candidates: Tells the PeerIDs of peers that can be asked.
         listening: Tells where this peer listens itself, in the form that `--join` takes.
+        mates: Tells the records of all others in this peer's runs.
         keeper: The relays in use.
     """
 
@@ -60,6 +64,7 @@ class Reach:
         self.on_change: Callable[[], None] = lambda: None
         self.candidates: Callable[[], Iterable[str]] = tuple
         self.listening: Callable[[], Iterable[str]] = tuple
+        self.mates: Callable[[], Iterable[Readiness]] = tuple
         self._link = link
         self._verdict = Reachability(options.hidden)
         self._dialback = DialBack(link)
@@ -82,6 +87,11 @@ class Reach:
         """Whether others cannot dial this peer, as far as is known."""
         return self._verdict.verdict == "private"
 
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to this peer, and it may own shares."""
+        return not self.hidden or (bool(self.keeper.held) and stands_in(self.mates()))
+
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""
         return {DIALBACK: self._dialback.answer}
@@ -100,7 +110,8 @@ class Reach:
         for inbound in self._inbound:
             inbound.listen()
         self._tasks.append(asyncio.create_task(self._survey()))
-        self._follow()
+        if self.hidden:
+            self._follow()
 
     async def attach(self) -> None:
         """Have a (new) p2pd send streams here.
@@ -132,7 +143,7 @@ class Reach:
             state = self._verdict.verdict
             return ReachStatus("unknown" if state == "unknown" else "direct", self._verdict.reason, (), relay)
         relays = tuple(self.keeper.held)
-        reason = f"{self._verdict.reason}; {self.keeper.reason}"
+        reason = f"{self.keeper.reason}; not dialled: {self._verdict.reason}"
         return ReachStatus("relayed" if relays else "unreachable", reason, relays, relay)
 
     async def _survey(self) -> None:
@@ -151,21 +162,26 @@ class Reach:
                 continue
 
     async def _ask(self, peer: str) -> None:
+        # A dial that somebody drops takes 2 s to fail: relays are looked for meanwhile.
+        suspicion = asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._follow)
         try:
             testimony = await self._dialback.ask(peer, tuple(self.listening())[:MAX_ADDRESSES])
         except (ConnectionError, messages.MessageError) as error:
             _log.debug("%s did not dial back: %s", peer, error)
             return
+        finally:
+            suspicion.cancel()
         if testimony is not None and self._verdict.hear(peer, testimony, asyncio.get_running_loop().time()):
             _log.info("reachability: %s (%s)", self._verdict.verdict, self._verdict.reason)
             self._follow()
             self.on_change()
 
     def _follow(self) -> None:
-        """Look for relays while this peer is hidden."""
-        if self.hidden and self._keeping is None:
+        """Look for relays unless this peer is known to be dialled."""
+        direct = self._verdict.verdict == "direct"
+        if not direct and self._keeping is None:
             self._keeping = asyncio.create_task(self.keeper.run())
-        elif not self.hidden and self._keeping is not None:
+        elif direct and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
             self.keeper.held.clear()

@@ -78,9 +78,7 @@ class Reachability:
             self.reason = f"{len(reached)} of {_peers(len(said))} reached it at {reached[-1].reached[0]}"
         else:
             failed = next(one for one in reversed(said) if not one.reached)
-            self.reason = (
-                f"{len(said) - len(reached)} of {_peers(len(said))} could not dial it: {failed.failed}"
-            )
+            self.reason = f"{len(said) - len(reached)} of {_peers(len(said))} failed, {failed.failed}"
         return self.verdict != before
 
     def doubt(self) -> None:

@@ -23,7 +23,7 @@ from equipoise.dht.node import Node
 from equipoise.dht.p2pd import P2pdOptions
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.reach import Reach, ReachOptions
-from equipoise.dht.records import MAX_ADDRESSES
+from equipoise.dht.records import MAX_ADDRESSES, Readiness
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
 from equipoise.dht.state import BootstrapStatus, ReachStatus, State, SwarmStatus
@@ -122,7 +122,9 @@ class Swarm:
         self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, Ledger())
         self._node = Node(self._protocol)
         self._build_reach("" if dialable else "it was started in client mode")
-        self.transport = Libp2pTransport(peer, self._is_dialable, self._link, self._dialer, self._runtime)
+        self.transport = Libp2pTransport(
+            peer, lambda: self._reach.dialable, self._link, self._dialer, self._runtime
+        )
         self.directory = RunDirectory(self.identity, self._node, self._own_reach, self._memory.first_sequence)
         self._protocol.on_peer = self._on_peer
         self._keepers = [
@@ -135,6 +137,7 @@ class Swarm:
         self._reach.on_change = self._on_reach
         self._reach.candidates = lambda: self._protocol.peers
         self._reach.listening = lambda: self._listening
+        self._reach.mates = self._mates
         self._protocol.on_hello = self._reach.meet
         self._protocol.relays = self._options.relay is not None
 
@@ -233,7 +236,8 @@ class Swarm:
     def _standing(self) -> tuple[State, str]:
         if self._supervisor.reason:
             return "offline", self._supervisor.reason
-        count = len(self._protocol.peers)
+        # Those who cannot be dialled are in no routing table.
+        count = len({*self._protocol.peers, *(self._protocol.acquainted & self._dialer.connected)})
         if not count:
             return self._why_alone()
         met = f"{count} other peer{'s' if count > 1 else ''} in the swarm"
@@ -253,30 +257,26 @@ class Swarm:
             return "searching", f"{failed[0].reason}; {failed[0].attempts} failed attempts, trying again"
         return "searching", f"connecting to {tried[0].address}"
 
-    def _is_dialable(self) -> bool:
-        """Whether others can open channels to this member, and should have it own shares.
-
-        A member behind relays can own shares, but slowly and at a third party's expense: it says so only while it
-        knows nobody in its runs who can be dialled. Nothing depends on all members seeing that alike: each signs what
-        it says of itself, and whoever cannot be reached after all is lost to its round like any other.
-        """
-        state = self._reach.status().state
-        if state != "relayed":
-            return state in ("direct", "unknown")
-        now = time.monotonic()
-        mates = (
-            entry.record for run in self.directory.runs for entry in self._protocol.ledger.current(run, now)
-        )
-        return not any(mate.dialable and mate.reach != "relayed" and mate.peer != self.peer for mate in mates)
-
     def _own_reach(self) -> OwnReach:
         found = self._reach.status()
-        return OwnReach(self._is_dialable(), found.state, found.reason)
+        return OwnReach(self._reach.dialable, found.state, found.reason)
+
+    def _mates(self) -> list[Readiness]:
+        now = time.monotonic()
+        entries = (entry for run in self.directory.runs for entry in self._protocol.ledger.current(run, now))
+        return [entry.record for entry in entries if entry.record.peer != self.peer]
 
     def _on_reach(self) -> None:
         self._tell_addresses()
         self._protocol.serves = not self._reach.hidden
         self.directory.renew()
+        # Others pass on where this member is: they should not go on telling what is no longer so.
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(self._tell_acquaintances()))
+
+    async def _tell_acquaintances(self) -> None:
+        connected = sorted(self._protocol.acquainted & self._dialer.connected)
+        await rejoin(self._node, self._dialer, connected[:MAX_PEERS])
 
     def _tell_addresses(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])

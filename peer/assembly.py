@@ -9,6 +9,7 @@ from equipoise.averaging.aio.hub import Hub
 from equipoise.dht.direct.preface import Layer
 from equipoise.dht.identity import Identity, IdentityError, verify
 from equipoise.dht.p2pd import ListenError, P2pdError
+from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.swarm import DEFAULT_LISTEN, Swarm, SwarmOptions
 from equipoise.peer.config import Config
 from equipoise.peer.errors import EquipoiseError
@@ -44,6 +45,7 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
         client_mode=config.client_mode,
         direct_listen=config.direct_listen,
         channel=cast(Layer, config.channel),
+        relay=RelayRules(config.relay_bandwidth) if config.relay else None,
     )
     try:
         swarm = Swarm(Path(config.home), options)

@@ -26,6 +26,9 @@ MAX_FILE_BYTES = 64 * 1024
 MAX_ADDRESSES = 64
 """More bootstrap addresses than that only slow down the start."""
 
+RATES = ("bandwidth", "relay_bandwidth")
+"""Keys whose values are bytes per second."""
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 CHANNELS = ("aead", "tls")
@@ -48,6 +51,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         direct_listen: Multiaddresses for the direct channels of rounds; by default a free port of each `listen`'s host.
         channel: How direct channels encrypt: one of `CHANNELS`.
         client_mode: Whether this machine cannot be dialled: it then contributes and receives, and owns no share.
+        relay: Whether to relay for peers that cannot be dialled.
+        relay_bandwidth: Bytes per second that are relayed at most.
         log_level: Least severe of what is logged.
         bandwidth: What this machine can send, in bytes per second; 0 if unknown.
     """
@@ -59,6 +64,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     direct_listen: Addresses = ()
     channel: str = CHANNELS[0]
     client_mode: bool = False
+    relay: bool = False
+    relay_bandwidth: Annotated[float, msgspec.Meta(gt=0)] = 12.5e6
     log_level: str = "info"
     bandwidth: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
@@ -139,6 +146,10 @@ def load(
     ]:
         settings[key] = Setting(key, _checked(key, value, origin), origin)
     config = Config(**{key: setting.value for key, setting in settings.items()})
+    if config.relay and config.client_mode:
+        raise ConfigError(
+            "a daemon in client mode cannot relay: nobody can dial it", "leave out --relay or --client-mode"
+        )
     malformed = _malformed(config, settings, tolerant=not flags.get("join"))
     if "channel" in settings:
         _check_channel(config, settings["channel"].origin)
@@ -200,7 +211,7 @@ def _parse(key: str, text: str, name: str) -> Any:
         if text.strip().lower() not in words:
             raise ConfigError(f"environment {name}: expected true or false, got {text[:64]!r}")
         return words[text.strip().lower()]
-    if key == "bandwidth":
+    if key in RATES:
         try:
             return float(text)
         except ValueError:
@@ -220,7 +231,7 @@ def _checked(key: str, value: Any, origin: str) -> Any:
         raise ConfigError(f"{origin}: {key}: expected {' or '.join(CHANNELS)}", f"got {value[:64]!r}")
     if key == "name" and not value.isprintable():
         raise ConfigError(f"{origin}: {key}: expected printable characters", f"got {value!r}")
-    if key == "bandwidth" and not math.isfinite(value):
+    if key in RATES and not math.isfinite(value):
         raise ConfigError(f"{origin}: {key}: expected a finite number of bytes per second", f"got {value}")
     return value
 

@@ -10,7 +10,7 @@ import torch
 from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
-from equipoise.dht.state import SwarmStatus
+from equipoise.dht.state import ReachStatus, SwarmStatus
 
 
 class Standing(Protocol):
@@ -86,6 +86,9 @@ class Swarm(Protocol):
 
     def status(self) -> SwarmStatus:
         """Where it stands, and why."""
+
+    def reach(self, peer: str) -> ReachStatus:
+        """How this daemon reaches `peer`, and why."""
 
     async def stop(self) -> None:
         """Leave, and end whatever was started."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import DTYPES, MAX_NAME_CHARS, MAX_TENSORS, Schema, TensorSpec
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer.errors import Refused
@@ -94,20 +95,23 @@ class Service:
             )
 
     async def _peers_of(self, spec: RunSpec) -> list[PeerRow]:
-        return [
-            PeerRow(
-                run=spec.name,
-                peer=found.peer,
-                me=found.peer == self._swarm.peer,
-                ready=found.ready,
-                round=found.round,
-                dialable=found.dialable,
-                bandwidth=found.bandwidth,
-                accumulated=found.accumulated,
-                same_spec=found.spec == spec.hash,
-            )
-            for found in await self._swarm.directory.peers(spec.name)
-        ]
+        return [self._row(spec, found) for found in await self._swarm.directory.peers(spec.name)]
+
+    def _row(self, spec: RunSpec, found: Candidate) -> PeerRow:
+        reach = self._swarm.reach(found.peer)
+        return PeerRow(
+            run=spec.name,
+            peer=found.peer,
+            me=found.peer == self._swarm.peer,
+            ready=found.ready,
+            round=found.round,
+            dialable=found.dialable,
+            bandwidth=found.bandwidth,
+            accumulated=found.accumulated,
+            same_spec=found.spec == spec.hash,
+            reach=reach.state,
+            why=reach.reason,
+        )
 
 
 def run_specs(request: JoinRun) -> dict[str, RunSpec]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from equipoise.averaging.outcome import Outcome, RunState
-from equipoise.dht.state import SwarmStatus
+from equipoise.dht.state import ReachState, SwarmStatus
 from equipoise.peer.config import Setting
 
 
@@ -51,7 +51,21 @@ class Kernels(msgspec.Struct, frozen=True):
 
 
 class PeerRow(msgspec.Struct, frozen=True):
-    """One peer of a run, as the directory tells."""
+    """One peer of a run, as the directory tells.
+
+    Attributes:
+        run: The run's name.
+        peer: Its PeerID.
+        me: Whether it is this daemon.
+        ready: Whether it waits for a group now.
+        round: Number of its next round.
+        dialable: Whether others can open channels to it, and it may own shares.
+        bandwidth: Bytes per second that it says it can send.
+        accumulated: Weight accumulated towards its next step.
+        same_spec: Whether its options are this daemon's; otherwise they do not meet.
+        reach: How this daemon reaches it.
+        why: Why that is so, one line: its own word, or what came of trying.
+    """
 
     run: str
     peer: str
@@ -62,6 +76,8 @@ class PeerRow(msgspec.Struct, frozen=True):
     bandwidth: float
     accumulated: float
     same_spec: bool
+    reach: ReachState
+    why: str
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

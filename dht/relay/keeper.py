@@ -108,9 +108,11 @@ class RelayKeeper:
     def reason(self) -> str:
         """What relays there are, or why there is none, in one line."""
         if self.held:
-            return "; ".join(f"relay {relay}: {held.trial.reason}" for relay, held in self.held.items())
+            return ", ".join(
+                f"relay {_short(relay)}: {held.trial.reason}" for relay, held in self.held.items()
+            )
         if self.refused:
-            return "; ".join(f"relay {relay}: {refused.reason}" for relay, refused in self.refused.items())
+            return ", ".join(f"relay {_short(relay)}: {one.reason}" for relay, one in self.refused.items())
         return "no peer that it has met relays for others (--relay)"
 
     def look(self) -> None:
@@ -221,3 +223,8 @@ class RelayKeeper:
         if answer.kind != Kind.STATUS or answer.status != Status.OK:
             raise RelayError(f"it gives no place: {describe(answer.status)}")
         return answer.limit
+
+
+def _short(peer: str) -> str:
+    """The end of a PeerID; the beginnings are alike."""
+    return f"..{peer[-8:]}"

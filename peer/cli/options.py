@@ -58,6 +58,17 @@ def daemon_options(command: Command) -> Command:
             "--client-mode/--no-client-mode", default=None, help="This machine cannot be dialled by others."
         ),
         click.option(
+            "--relay/--no-relay",
+            default=None,
+            help="Relay for peers that cannot be dialled; this machine must be one that can.",
+        ),
+        click.option(
+            "--relay-bandwidth",
+            type=float,
+            metavar="BYTES",
+            help="What is relayed at most, in bytes per second.  [default: 12500000]",
+        ),
+        click.option(
             "--bandwidth",
             type=float,
             metavar="BYTES",

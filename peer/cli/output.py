@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.dht.state import DirectStatus
+from equipoise.dht.state import DirectStatus, ReachStatus
 from equipoise.peer.config import Setting
 from equipoise.peer.logs import escaped
 from equipoise.peer.status import PeerRow, RunStatus, Status
@@ -44,6 +44,8 @@ def print_status(status: Status) -> None:
         _line(console, "address", address)
     for row in swarm.bootstrap:
         _line(console, "joins through", f"{row.address} ({row.state}: {row.reason})")
+    for line in _reach(swarm.reach):
+        _line(console, "reached", line)
     _line(console, "connected", f"{len(swarm.connected)} peers, {status.clients} clients")
     for line in _direct(swarm.direct):
         _line(console, "direct", line)
@@ -75,11 +77,12 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
             "other options" if not row.same_spec else "ready" if row.ready else "computing",
             str(row.round),
             f"{row.accumulated:g}",
-            "" if row.dialable else "cannot be dialled",
+            row.reach,
+            row.why,
         )
         for row in peers
     ]
-    Console().print(_table(("run", "peer", "state", "round", "accumulated", ""), rows))
+    Console().print(_table(("run", "peer", "state", "round", "accumulated", "reached", "why"), rows))
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
@@ -102,6 +105,19 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
     ]
     titles = ("run", "round", "", "contributors", "took", "sent and received", "digest", "why")
     Console().print(_table(titles, rows))
+
+
+def _reach(reach: ReachStatus | None) -> Iterable[str]:
+    if reach is None:
+        return
+    yield f"{reach.state}: {reach.reason}"
+    relaying = reach.relaying
+    if relaying is not None:
+        yield (
+            f"relays for {relaying.reservations} peers, {relaying.circuits} connections now, "
+            f"{relaying.bytes / 1e6:.1f} MB so far, at most {relaying.bandwidth / 1e6:g} MB/s; "
+            f"{relaying.refused} requests refused"
+        )
 
 
 def _direct(direct: DirectStatus | None) -> Iterator[str]:

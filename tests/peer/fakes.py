@@ -14,7 +14,7 @@ import torch
 
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
-from equipoise.dht.state import SwarmStatus
+from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
 from equipoise.peer.ports import Hub, Swarm
 
@@ -132,6 +132,9 @@ class FakeSwarm:
             clock_offset=0.0,
             streams=0,
         )
+
+    def reach(self, peer: str) -> ReachStatus:
+        return ReachStatus("direct", "as the test says")
 
     async def stop(self) -> None:
         self.stopped = True

@@ -49,6 +49,8 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
         "direct_listen": "default",
         "channel": "default",
         "client_mode": f"file {tmp_path / 'config.toml'}",
+        "relay": "default",
+        "relay_bandwidth": "default",
         "log_level": "environment EQUIPOISE_LOG_LEVEL",
         "bandwidth": f"file {tmp_path / 'config.toml'}",
     }
@@ -57,6 +59,18 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
 def test_home_from_the_environment_or_the_platform(tmp_path: Path) -> None:
     assert load({}, {"EQUIPOISE_HOME": str(tmp_path)}).config.home == str(tmp_path)
     assert load({"home": None}, {"EQUIPOISE_HOME": ""}).config.home == str(default_home())
+
+
+def test_a_relay_must_be_one_that_others_can_dial(tmp_path: Path) -> None:
+    environ = {"EQUIPOISE_RELAY": "yes", "EQUIPOISE_RELAY_BANDWIDTH": "1e6"}
+    config = load({"home": tmp_path}, environ).config
+    assert (config.relay, config.relay_bandwidth) == (True, 1e6)
+
+    with pytest.raises(ConfigError, match="client mode cannot relay"):
+        load({"home": tmp_path, "client_mode": True}, environ)
+    for rate in ("0", "-1", "nan", "inf"):
+        with pytest.raises(ConfigError, match="relay_bandwidth"):
+            load({"home": tmp_path}, {"EQUIPOISE_RELAY_BANDWIDTH": rate})
 
 
 def test_lists_in_the_environment(tmp_path: Path) -> None:
