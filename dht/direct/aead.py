@@ -47,6 +47,7 @@ MAX_HEAD_BYTES = 160 * 1024
 """A frame's header of at most 128 KiB with its prefix, or a small frame whole."""
 PREFIX_BYTES = 4
 TAG_BYTES = 16
+MAX_HEAD_RECORD_BYTES = PREFIX_BYTES + MAX_HEAD_BYTES + TAG_BYTES
 MAX_RECORD_BYTES = PREFIX_BYTES + PIECE_BYTES + TAG_BYTES
 REKEY_RECORDS = 4096
 """See the module: less than 2^27 blocks under one key."""
