@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from bench_load import Bystanders, cpu_seconds
 from bench_report import Row, summary, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -195,16 +196,6 @@ class Contestant:
         return answers
 
 
-def cpu_seconds(family: Sequence[psutil.Process]) -> float:
-    """User and system time of all these processes so far."""
-    total = 0.0
-    for process in family:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            used = process.cpu_times()
-            total += used.user + used.system
-    return total
-
-
 def write_data(folder: Path, peers: int, values: int) -> None:
     """Every peer's contribution, N(0, 1) from its seed, and their mean in float64."""
     total = np.zeros(values)
@@ -236,8 +227,8 @@ def places(
         yield ["127.0.0.1"] * peers, lambda index: [], True
 
 
-def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> list[Row]:
-    """Run all systems in turns."""
+def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> tuple[list[Row], float]:
+    """Run all systems in turns; returns also how many cores others kept busy."""
     # The data lies in memory, lest a disk disturb.
     memory = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
     with contextlib.ExitStack() as stack:
@@ -258,12 +249,14 @@ def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> li
             stack.callback(contestant.end)
             contestant.meet()
             contestants.append(contestant)
+        bystanders = Bystanders()
         for number in range(WARM_ROUNDS + options.rounds):
             turn = number % len(contestants)
             for contestant in contestants[turn:] + contestants[:turn]:
                 if not contestant.out:
                     contestant.round(number)
-    return [contestant.row for contestant in contestants]
+        others = bystanders.cores()
+    return [contestant.row for contestant in contestants], others
 
 
 def count(text: str) -> int:
@@ -314,11 +307,13 @@ def main() -> int:
     results = []
     for peers in options.peers:
         rates = options.shape * peers if len(options.shape) == 1 else options.shape
-        rows = bench(options, peers, rates)
+        rows, others = bench(options, peers, rates)
         summaries = [summary(row, rows, options.values, rates) for row in rows]
-        results.append({"peers": peers, "values": options.values, "shape": rates, "systems": summaries})
+        conditions = {"peers": peers, "values": options.values, "shape": rates, "others_cores": others}
+        results.append({**conditions, "systems": summaries})
         if not options.json:
-            print(f"{peers} peers, {options.values} values, links {rates or 'loopback'}")
+            links = f"links of {rates} Mbit/s" if rates else "loopback"
+            print(f"{peers} peers, {options.values} values, {links}; others kept {others:.2f} cores busy")
             print(table(summaries), flush=True)
     if options.json:
         print(json.dumps(results))

@@ -24,6 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from bench_load import Bystanders
 from bench_round import count
 
 from e2e.fleet import Fleet, normal
@@ -66,12 +67,14 @@ class Course:
         phases: Of each round, as its slowest daemon tells.
         usages: What each daemon held, look by look.
         failures: One line each.
+        others: How many cores other programs kept busy meanwhile.
     """
 
     seconds: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     usages: list[list[dict[str, int]]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    others: float = 0.0
 
 
 def usage(fleet: Fleet) -> list[dict[str, int]]:
@@ -122,6 +125,7 @@ def soak(options: argparse.Namespace) -> Course:
         try:
             daemons = swarm.daemons(options.peers, args=LISTEN)
             with Fleet(daemons, normal(options.peers, options.values), codec=options.codec) as fleet:
+                bystanders = Bystanders()
                 for number in range(options.rounds):
                     average(fleet, number, bound, course)
                     if number in looks:
@@ -130,6 +134,7 @@ def soak(options: argparse.Namespace) -> Course:
                         print(
                             f"{number + 1} rounds, {len(course.failures)} failed", file=sys.stderr, flush=True
                         )
+                course.others = bystanders.cores()
         finally:
             left = swarm.close()
             course.failures += [f"left behind: {line}" for line in left]
@@ -185,6 +190,7 @@ def judge(course: Course, options: argparse.Namespace) -> dict[str, Any]:
         "codec": options.codec,
         "rounds": len(course.seconds),
         "failed": len(course.failures),
+        "others_cores": round(course.others, 2),
         **ranks,
         "daemons": rows,
         "slowest": slowest,
@@ -193,7 +199,12 @@ def judge(course: Course, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(verdict: dict[str, Any]) -> None:
-    print("  ".join(f"{key} {verdict[key]}" for key in ("peers", "values", "codec", "rounds", "failed")))
+    print(
+        "  ".join(
+            f"{key} {verdict[key]}"
+            for key in ("peers", "values", "codec", "rounds", "failed", "others_cores")
+        )
+    )
     print("  ".join(f"{key} {value:.1f}" for key, value in verdict.items() if key.endswith("_ms")))
     for member, row in enumerate(verdict["daemons"]):
         held = ", ".join(f"{key} {early:.0f} -> {late:.0f}" for key, (early, late) in row.items())
