@@ -49,6 +49,7 @@ class Attendance:
         self.late = 0
         self.level = 0
         self._stall = stall
+        self._lost_at = now
         self._progress_at = now
         self._patience = Patience(stall, now)
 
@@ -67,9 +68,23 @@ class Attendance:
         """Bitmask of the members that can be reached."""
         return self.group.everyone & ~self.lost
 
-    def lose(self, member: int) -> bool:
+    @property
+    def hoped_for(self) -> int:
+        """Bitmask of the members that may still take part: until a stall has passed, a broken connection says little.
+
+        It may be opened again at once, or be one of several. In a group of two, each would else be the round's end.
+        """
+        return self.group.everyone & ~(self.lost if self.level else self.gone)
+
+    @property
+    def given_up_at(self) -> float:
+        """When the members that are lost now have been for a stall at least, in monotonic seconds."""
+        return self._lost_at + self._stall
+
+    def lose(self, member: int, now: float) -> bool:
         """A member is out of reach; returns whether that is news."""
         news = not self.lost >> member & 1
+        self._lost_at = now if news else self._lost_at
         self.lost |= 1 << member
         return news
 

@@ -59,13 +59,7 @@ def _prepare(agreement: Agreement, attendance: Attendance) -> Move | None:
         return Tell(wire.Propose(number, found.decision, found.holders))
     owners = agreement.group.dialable & ~attendance.lost
     # Whoever was late is better not relied on, but better than nobody.
-    return _plan(number, 0, owners & ~attendance.late or owners)
-
-
-def _plan(ballot: int, sequence: int, owners: int, why: str = "") -> Move:
-    if owners:
-        return Tell(wire.Plan(ballot, sequence, owners), why)
-    return Despair("no member that can be dialled is left to reduce")
+    return Tell(wire.Plan(number, 0, owners & ~attendance.late or owners))
 
 
 def _watch(agreement: Agreement, ledger: Ledger, attendance: Attendance, decision: Decision) -> Move | None:
@@ -91,12 +85,15 @@ def _decide(agreement: Agreement, ledger: Ledger, attendance: Attendance, plan: 
     dropped |= ledger.owners & attendance.late & ~contributors if not silent else 0
     if dropped:
         why = f"going on without owners {names_of(group, dropped)}"
-        return _plan(plan.ballot, plan.sequence + 1, plan.owners & ~(dropped | lost), why)
+        # If nobody is left, all that there are get another chance: the leader itself is one of them.
+        able = group.dialable & ~lost
+        owners = plan.owners & able & ~dropped or able & ~dropped or able
+        return Tell(wire.Plan(plan.ballot, plan.sequence + 1, owners), why)
     if contributors.bit_count() >= MIN_CONTRIBUTORS:
         missing = group.contributors & ~contributors
         why = f"deciding without the contributions of {names_of(group, missing)}" if missing else ""
         return Tell(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), why)
-    if (contributors | group.contributors & ~lost).bit_count() < MIN_CONTRIBUTORS:
+    if (contributors | group.contributors & attendance.hoped_for).bit_count() < MIN_CONTRIBUTORS:
         whole = names_of(group, contributors)
         return Despair(f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {whole}")
     return None

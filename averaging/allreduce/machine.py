@@ -30,7 +30,7 @@ from __future__ import annotations
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.attendance import STALL_SECONDS, Attendance, Awaited
-from equipoise.averaging.allreduce.ballot import Vote, members_of
+from equipoise.averaging.allreduce.ballot import Vote, is_majority, members_of
 from equipoise.averaging.allreduce.events import (
     Action,
     BytesReceived,
@@ -52,6 +52,7 @@ from equipoise.averaging.allreduce.events import (
     Woke,
 )
 from equipoise.averaging.allreduce.fetching import Fetching
+from equipoise.averaging.allreduce.following import due_report, word_of_patience
 from equipoise.averaging.allreduce.leading import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.allreduce.waiting import awaited, phase_of, waiting_for
@@ -88,6 +89,7 @@ class AllReduce:
         self.ended: Finish | Fail | None = None
         self.notes: list[str] = []
         self._ends_at = now + timeout
+        self._releases_at = float("inf")
         self._half_time = now + timeout / 2
         self._word_at = now
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
@@ -107,7 +109,7 @@ class AllReduce:
         if self._closed:
             return float("inf")
         if self.ended is not None:
-            return self._ends_at
+            return min(self._ends_at, self._releases_at)
         return min(self._ends_at, self._attendance.deadline)
 
     @property
@@ -162,7 +164,7 @@ class AllReduce:
             case MeanReceived(sender, part, contributors, digest):
                 self._on_mean(sender, part, contributors, digest, now)
             case PeerLost(member, reason):
-                self._on_lost(member, reason)
+                self._on_lost(member, reason, now)
             case PeerReturned(member):
                 self._on_returned(member)
             case Withdrew(reason):
@@ -206,7 +208,7 @@ class AllReduce:
                 self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
                 self._attendance.leave(sender)
-                self._on_lost(sender, f"left the round: {reason}")
+                self._on_lost(sender, f"left the round: {reason}", now)
         if news:
             self._progress(now)
 
@@ -230,16 +232,11 @@ class AllReduce:
             self._on_bytes(sender, PLENTY, now)
 
     def _pass_word(self, now: float) -> None:
-        """Tell the leader that we wait, and as leader all others, lest they take us for stalled."""
-        standing = self._agreement.standing
-        if standing is None or now < self._word_at + WORD_SECONDS:
-            return
-        self._word_at = now
-        if self._agreement.leader == self.me:
-            self._broadcast(standing)
-        elif (plan := self._agreement.ballot.plan) is not None:
-            report = wire.Report(plan.ballot, plan.sequence, self._ledger.whole(), final=False)
-            self._send(self._agreement.leader, report)
+        word = word_of_patience(self._agreement, self._ledger)
+        if word is not None and now >= self._word_at + WORD_SECONDS:
+            self._word_at = now
+            leader = self._agreement.leader
+            self._broadcast(word, -1 if leader == self.me else 1 << leader)
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
         if isinstance(self.ended, Finish):
@@ -260,8 +257,8 @@ class AllReduce:
             self._send_commit(1 << sender)
         return self._agreement.on_votes(sender, vote, 1 << sender)
 
-    def _on_lost(self, member: int, reason: str) -> None:
-        if member == self.me or not self._attendance.lose(member):
+    def _on_lost(self, member: int, reason: str, now: float) -> None:
+        if member == self.me or not self._attendance.lose(member, now):
             return
         self._ledger.lose(member)
         if isinstance(self.ended, Finish):
@@ -292,7 +289,8 @@ class AllReduce:
                 self._fail(f"timed out {waiting_for(self._agreement, self._ledger)}", now)
             else:
                 self._close()
-        elif self.ended is None and self._attendance.stall(self._awaited, now):
+            return
+        if self.ended is None and self._attendance.stall(self._awaited, now):
             self._on_stalled()
 
     def _on_stalled(self) -> None:
@@ -331,13 +329,14 @@ class AllReduce:
         return actions
 
     def _require_majority(self, now: float) -> None:
-        alive = self._attendance.here.bit_count()
-        if 2 * alive <= self.group.size:
+        left = self._attendance.hoped_for
+        if not is_majority(left, self.group.size):
             why = "; ".join(self.notes[-2:])
-            self._fail(f"{alive} of {self.group.size} members left, a majority is needed: {why}", now)
+            few = f"{left.bit_count()} of {self.group.size}"
+            self._fail(f"{few} members left, a majority is needed: {why}", now)
 
     def _take_lead(self, now: float) -> None:
-        if not self._attendance.lost >> self._agreement.leader & 1:
+        if not self._attendance.lost >> self._agreement.leader & 1 or self._alone:
             return
         successor = self._agreement.refused(self._attendance.lost)
         if successor is not None:
@@ -351,18 +350,11 @@ class AllReduce:
         self._broadcast(prepare)
 
     def _report(self, now: float) -> None:
-        """As owner, once every contribution is here or not to be expected: tell the leader which are whole."""
-        ballot = self._agreement.ballot
-        if ballot.plan is None or ballot.decision is not None or not self._ledger.owners >> self.me & 1:
-            return
-        whole = self._ledger.whole()
-        if self.group.contributors & ~(whole | self._attendance.lost | self._attendance.late):
-            return
-        if report := self._agreement.report(ballot.plan, whole):
+        if report := due_report(self._agreement, self._ledger, self._attendance):
             self._tell(report, now, 1 << self._agreement.leader)
 
     def _lead(self, now: float) -> None:
-        if self._agreement.leader != self.me:
+        if self._agreement.leader != self.me or self._alone:
             return
         match next_move(self._agreement, self._ledger, self._attendance):
             case Tell(message, why):
@@ -450,20 +442,31 @@ class AllReduce:
             self._close()
 
     def _release(self, now: float) -> None:
-        """Let go of the buffers once every other member holds the mean or is gone."""
-        held = self._agreement.held
+        """Let go of the buffers once every other member holds the mean, or is gone, or was lost for a stall."""
+        held, attendance = self._agreement.held, self._attendance
+        self._releases_at = float("inf")
         if self.ended is None or self._released or held is None:
             return
-        if not self._peers & ~(self._attendance.lost | self._agreement.holders(held[1])):
-            self._released = True
-            self._ends_at = now + LINGER_SECONDS
-            self._actions.append(Release())
+        lacking = self._peers & ~(attendance.gone | self._agreement.holders(held[1]))
+        if lacking & ~attendance.lost:
+            return
+        if lacking and now < attendance.given_up_at:
+            self._releases_at = attendance.given_up_at
+            return
+        self._released = True
+        self._ends_at = now + LINGER_SECONDS
+        self._actions.append(Release())
 
     def _close(self) -> None:
         self._actions += [Close()] if self._released else [Release(), Close()]
         self._released = self._closed = True
 
     # ---- small things ----
+
+    @property
+    def _alone(self) -> bool:
+        """Whether so few can be reached that nothing can be decided: whatever is tried, they have to come back."""
+        return not is_majority(self._attendance.here, self.group.size)
 
     @property
     def _awaited(self) -> Awaited:

@@ -106,11 +106,15 @@ def crashes_and_orders(size: int) -> list[Search]:
 def further_faults(size: int) -> list[Search]:
     """The same groups with connections that break, frames that come twice, and pauses; minutes for three members."""
     searches = []
+    if size == 3:
+        searches.append(Search(WEIGHTS[:3], dialable=0b001, blips=1, any_order=True, must_succeed=True))
     for owner in range(size):
         plain = Search(WEIGHTS[:size], owner)
         if size == 2:
             everything = replace(plain, crashes=1, cuts=1, blips=1, duplicates=1, early=1)
-            searches += [everything, replace(everything, any_order=True)]
+            searches += [everything, replace(everything, any_order=True, duplicates=0)]
+            back = replace(plain, blips=3, must_succeed=True)
+            searches += [back, replace(back, any_order=True), replace(back, duplicates=1)]
             continue
         searches += [
             replace(plain, cuts=1, must_succeed=True),

@@ -155,6 +155,7 @@ def test_who_is_not_next_in_line_waits_for_who_is() -> None:
     table = Table(C)
     assert sent(table.lose(A), wire.Prepare) == []
     assert sent(table.lose(B), wire.Prepare) == []
+    table.stall()
     assert isinstance(table.machine.ended, Fail)
 
 
@@ -214,11 +215,32 @@ def test_an_owner_that_does_not_report_is_replaced_after_two_stalls() -> None:
 
 def test_half_of_the_group_is_no_majority() -> None:
     table = Table(A, weights=(1, 1, 1, 1))
-    table.lose(B)
-    (end,) = ends(table.lose(C))
+    assert not ends(table.lose(B, C))
+    (end,) = ends(table.stall())
     assert isinstance(end, Fail)
     assert end.reason.startswith("2 of 4 members left, a majority is needed: ")
     assert "c lost in phase scatter: connection broke" in end.reason
+
+
+def test_a_lost_majority_may_come_back_within_a_stall() -> None:
+    table = Table(A, weights=(1, 1))
+    table.lose(B)
+    table.contributes(B)
+    assert recipients(table.tell(PeerReturned(B)), wire.Propose) == [B]
+
+
+def test_of_two_the_one_that_left_is_not_waited_for() -> None:
+    table = Table(A, weights=(1, 1))
+    (end,) = ends(table.says(B, wire.GiveUp("cancelled")))
+    assert end.reason.startswith("1 of 2 members left")
+
+
+def test_who_is_alone_neither_plans_nor_opens_ballots() -> None:
+    leader, follower = Table(A, weights=(1, 1)), Table(B, weights=(1, 1))
+    assert not sent(leader.lose(B), wire.Plan)
+    assert not sent(follower.lose(A), wire.Prepare)
+    assert leader.machine._agreement.standing == wire.Plan(0, 0, 0b11)
+    assert follower.machine._agreement.ballot.number == 0
 
 
 # ---- who takes part otherwise ----
