@@ -8,8 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 import torch
 
+from equipoise.compression import first_non_finite
+
 MAX_TENSORS = 100_000
 """Far above any model of today; bounds what a hostile schema can make us allocate."""
+
+CHECKED_VALUES = 512 * 1024
+"""Values looked at together for being finite: few enough to be in the cache still, many enough for small tensors."""
 
 MAX_NAME_CHARS = 512
 """Module paths of deep models reach about 150 characters."""
@@ -105,9 +110,17 @@ class Schema(msgspec.Struct, frozen=True):
         Raises:
             SchemaError: A tensor holds NaN or Inf (also one that overflows fp32); `out` is then undefined.
         """
+        checked = 0
         for spec, where in self.slices():
-            out[where].copy_(tensors[spec.name].detach().reshape(-1))
-        self._require_finite(out)
+            flat = tensors[spec.name].detach().reshape(-1)
+            # Checked while it is in the cache, a piece or several tensors at a time.
+            for start in range(0, spec.size, CHECKED_VALUES):
+                stop = min(start + CHECKED_VALUES, spec.size)
+                out[where.start + start : where.start + stop].copy_(flat[start:stop])
+                if where.start + stop - checked >= CHECKED_VALUES:
+                    self._require_finite(out, checked, where.start + stop)
+                    checked = where.start + stop
+        self._require_finite(out, checked, self.size)
 
     def unflatten(self, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the flat vector, f32 [D], into checked tensors in place."""
@@ -115,18 +128,18 @@ class Schema(msgspec.Struct, frozen=True):
             for spec, where in self.slices():
                 tensors[spec.name].copy_(flat[where].view(spec.shape))
 
-    def _require_finite(self, flat: torch.Tensor) -> None:
-        # The sum of squares would overflow on large values; x - x is 0 exactly where x is finite.
-        if _finite(flat):
-            return
-        for spec, where in self.slices():
-            bad = (~torch.isfinite(flat[where])).nonzero()
-            if len(bad):
-                value = float(flat[where][bad[0]])
-                raise SchemaError(
-                    f"tensor {spec.name!r} holds {value} at flat index {int(bad[0])} ({len(bad)} such values): "
-                    f"expected finite values within fp32's range"
-                )
+    def locate(self, index: int) -> tuple[str, int]:
+        """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""
+        return next((spec.name, index - where.start) for spec, where in self.slices() if index < where.stop)
+
+    def _require_finite(self, flat: torch.Tensor, start: int, stop: int) -> None:
+        bad = first_non_finite(flat[start:stop])
+        if bad is not None:
+            name, at = self.locate(start + bad)
+            raise SchemaError(
+                f"tensor {name!r} holds {float(flat[start + bad])} at flat index {at}: "
+                f"expected finite values within fp32's range"
+            )
 
 
 def tensors_by_name(tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -134,11 +147,6 @@ def tensors_by_name(tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
     if isinstance(tensors, Mapping):
         return dict(tensors)
     return {str(index): tensor for index, tensor in enumerate(tensors)}
-
-
-def _finite(flat: torch.Tensor) -> bool:
-    low, high = flat.amin() if len(flat) else flat.sum(), flat.amax() if len(flat) else flat.sum()
-    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:

@@ -12,8 +12,10 @@ class NonFiniteError(CodecError):
 
     Attributes:
         index: Position of the first such value, so that a caller who knows the schema can name the tensor.
+        value: The value.
     """
 
     def __init__(self, index: int, count: int, value: float) -> None:
         super().__init__(f"value {index} of {count} is {value}; only finite values can be encoded")
         self.index = index
+        self.value = value

@@ -47,7 +47,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.partition import partition
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.spec import RunSpec
-from equipoise.compression import Codec, CodecError
+from equipoise.compression import Codec, CodecError, NonFiniteError
 
 ROUND_FRAME = b"R"
 """First byte of the header of every frame of a round; the round's id and a message follow."""
@@ -249,7 +249,7 @@ class Round:
         try:
             self._perform(self._machine.handle(event, self._loop.time()))
         except CodecError as error:
-            self._perform(self._machine.handle(Withdrew(f"our own values: {error}"), self._loop.time()))
+            self._perform(self._machine.handle(Withdrew(self._own_fault(error)), self._loop.time()))
 
     # ---- from the machine to the world ----
 
@@ -299,8 +299,14 @@ class Round:
         try:
             return self._framed(wire.Contribution(part), self._store.encode(part))
         except CodecError as error:
-            self.withdraw(f"our own values: {error}")
+            self.withdraw(self._own_fault(error))
             return None
+
+    def _own_fault(self, error: CodecError) -> str:
+        if isinstance(error, NonFiniteError):
+            name, index = self._task.spec.schema.locate(error.index)
+            return f"our own tensor {name!r} is not finite at flat index {index}: {error.value}"
+        return f"our own values: {error}"
 
     def _mean(self, part: int, contributors: int) -> Bulk:
         return _later(self, lambda round: round._make_mean(part, contributors))

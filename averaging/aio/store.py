@@ -10,7 +10,7 @@ from blake3 import blake3
 from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
-from equipoise.compression import Codec
+from equipoise.compression import Codec, NonFiniteError
 
 
 class Store:
@@ -115,7 +115,11 @@ class Store:
 
     def _encode(self, part: int, payload: memoryview) -> None:
         where = self._group.parts[part]
-        self.clamped += self._codec.encode(self._contribution[where.start : where.stop], payload).clamped
+        try:
+            report = self._codec.encode(self._contribution[where.start : where.stop], payload)
+        except NonFiniteError as error:
+            raise NonFiniteError(where.start + error.index, len(self._contribution), error.value) from None
+        self.clamped += report.clamped
 
     def _values(self, part: int) -> torch.Tensor:
         """This part of the result, f32 [values of the part]."""

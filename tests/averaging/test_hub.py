@@ -179,13 +179,34 @@ async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: 
         )
 
 
+async def test_values_that_are_not_finite_fail_the_round_of_who_has_them_only(cluster: Cluster) -> None:
+    names = ["a", "b", "poisoned"]
+    for name in names:
+        cluster.add(name)
+    spec = spec_of(2000)
+    runs = {name: await cluster.hubs[name].join(spec) for name in names}
+    await cluster.net.acquainted(spec.name, names)
+    values = {name: torch.ones(2000) for name in names}
+    values["poisoned"][1300] = float("nan")
+    outcomes = dict(
+        zip(
+            names,
+            await asyncio.gather(
+                *(runs[name].average(values[name], torch.zeros(2000), 1.0, 20.0) for name in names)
+            ),
+            strict=True,
+        )
+    )
+    assert not outcomes["poisoned"].ok
+    assert "our own tensor 'w' is not finite at flat index 1300: nan" in outcomes["poisoned"].reason
+    for name in ("a", "b"):
+        assert outcomes[name].ok, outcomes[name].reason
+        assert set(outcomes[name].contributors) == {"a", "b"}
+
+
 async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) -> None:
     cluster.add("a")
     run = await cluster.hubs["a"].join(spec_of(10))
-    poisoned = torch.ones(10)
-    poisoned[3] = float("nan")
-    with pytest.raises(ValueError, match="tensor 'w' is not finite at flat index 3"):
-        await run.average(poisoned, torch.zeros(10), 1.0, 1.0)
     with pytest.raises(ValueError, match="weight"):
         await run.average(torch.ones(10), torch.zeros(10), float("nan"), 1.0)
     with pytest.raises(ValueError, match="contribution as float32"):

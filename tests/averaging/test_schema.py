@@ -61,7 +61,7 @@ def test_check_names_a_missing_tensor() -> None:
 def test_what_fp32_cannot_hold_is_refused_by_name(value: float) -> None:
     poisoned = tensors()
     poisoned["bias"][1] = value
-    with pytest.raises(SchemaError, match=r"tensor 'bias' holds .* at flat index 1 \(1 such values\)"):
+    with pytest.raises(SchemaError, match=r"tensor 'bias' holds .* at flat index 1: "):
         Schema.of(tensors()).flatten(poisoned, torch.empty(9))
 
 
