@@ -1,0 +1,173 @@
+"""Peers behind NATs, on real networks: they are reached, and average exactly or say why not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from e2e.fleet import Fleet, normal
+from e2e.netns import Host, Network, available
+from e2e.swarm import CLI, DaemonProcess, Swarm, eventually
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(available() != "", reason=available() or "available"),
+]
+
+LISTEN = ["--listen", "/ip4/0.0.0.0/tcp/4001"]
+VALUES = 200_000
+ROUNDS = 20
+
+CUTTING = """
+from equipoise.dht.relay import service
+from equipoise.peer.cli import main
+
+# Cuts every circuit after 128 KiB, and says nothing of it.
+service._limit = lambda rules: service.Limit()
+service.RelayRules.__init__.__defaults__ = (12.5e6, 128 * 1024)
+main()
+"""
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    """A public host, two behind NATs of their own, and another public one."""
+    with Network(hosts=4, nat=[1, 2]) as network:
+        yield network
+
+
+Start = Callable[..., DaemonProcess]
+
+
+@pytest.fixture
+def start(network: Network, swarm: Swarm) -> Start:
+    """Starts a daemon on a host."""
+
+    def start(host: Host, join: Sequence[str] = (), args: Sequence[str] = ()) -> DaemonProcess:
+        return swarm.daemon(join=join, args=[*LISTEN, *args], prefix=host.command([]))
+
+    return start
+
+
+def public_address(daemon: DaemonProcess, host: Host) -> str:
+    return next(address for address in daemon.addresses if f"/{host.address}/" in address)
+
+
+def reach(daemon: DaemonProcess) -> Any:
+    return daemon.json("status")["swarm"]["reach"]
+
+
+def settled(daemon: DaemonProcess, state: str) -> str:
+    """Wait until the daemon says that it is reached this way; return why."""
+    eventually(lambda: reach(daemon)["state"] == state, f"{daemon.home.name} to be {state}")
+    return str(reach(daemon)["reason"])
+
+
+def average(fleet: Fleet, rounds: int) -> None:
+    """Rounds of everybody, each checked against the float64 mean, each from new tensors."""
+    for number in range(rounds):
+        for value, tensor in zip(fleet.values, fleet.tensors, strict=True):
+            value.copy_(torch.randn(VALUES, generator=torch.Generator().manual_seed(number)) + value)
+            tensor.copy_(value)
+        outcomes = [pending.result() for pending in fleet.start([1.0 + i for i in range(len(fleet.runs))])]
+        assert all(len(outcome.contributors) == len(fleet.runs) for outcome in outcomes), outcomes
+        fleet.check(dict(enumerate(outcomes)), 1e-6)
+
+
+def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, start: Start) -> None:
+    public = start(network.hosts[0], args=["--relay"])
+    address = public_address(public, network.hosts[0])
+    hidden = [start(host, [address]) for host in network.hosts[1:3]]
+    for daemon in hidden:
+        assert "1 MB passed" in settled(daemon, "relayed")
+    assert "reached it at" in settled(public, "direct")
+
+    with Fleet([public, *hidden], normal(3, VALUES), codec="fp32") as fleet:
+        average(fleet, ROUNDS)
+        rows = {row["peer"]: row for row in public.json("peers")}
+    assert sorted(row["reach"] for row in rows.values()) == ["direct", "relayed", "relayed"]
+    assert all(row["why"] for row in rows.values())
+    # The public member owns all shares: what went through the relay are trials, and a few words.
+    assert reach(public)["relaying"]["bytes"] < 3.0e6
+
+
+def test_two_behind_nats_alone_average_through_a_relay_that_is_no_member(
+    network: Network, start: Start
+) -> None:
+    relay = start(network.hosts[0], args=["--relay", "--relay-bandwidth", "4e6"])
+    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
+    for daemon in hidden:
+        settled(daemon, "relayed")
+
+    with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
+        before, began = reach(relay)["relaying"]["bytes"], time.monotonic()
+        average(fleet, ROUNDS)
+        rate = (reach(relay)["relaying"]["bytes"] - before) / (time.monotonic() - began)
+    print(f"relayed {rate / 1e6:.2f} MB/s of 4 allowed")
+    assert rate < 4.4e6
+
+
+def test_a_relay_that_cuts_is_not_used_and_said_to_be(
+    network: Network, start: Start, swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("e2e.swarm.CLI", (CLI[0], "-c", CUTTING))
+    public = start(network.hosts[0], args=["--relay"])
+    monkeypatch.undo()
+    hidden = [start(host, [public_address(public, network.hosts[0])]) for host in network.hosts[1:3]]
+    for daemon in hidden:
+        eventually(lambda daemon=daemon: "cut the connection" in reach(daemon)["reason"], "its trial to fail")
+        assert reach(daemon)["state"] == "unreachable"
+        print(reach(daemon)["reason"])
+
+    with Fleet([public, *hidden], normal(3, VALUES), codec="fp32") as fleet:
+        average(fleet, ROUNDS)
+    with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
+        outcomes = [pending.result() for pending in fleet.start([1.0, 1.0], timeout=10.0)]
+        print(outcomes[0].reason)
+        assert not any(outcome.ok for outcome in outcomes)
+        assert all(torch.equal(*pair) for pair in zip(fleet.values, fleet.tensors, strict=True))
+
+
+def test_one_behind_a_nat_is_reachable_within_five_seconds(network: Network, start: Start) -> None:
+    relay = start(network.hosts[0], args=["--relay"])
+    began = time.monotonic()
+    hidden = start(network.hosts[1], [public_address(relay, network.hosts[0])])
+    up = time.monotonic()
+    relayed = eventually(lambda: _relayed(hidden), "its relayed address")
+    seconds = time.monotonic() - began
+    print(f"reachable {seconds:.1f} s after its process began, {time.monotonic() - up:.1f} s after it was up")
+
+    stranger = start(network.hosts[3], [relayed])
+    status = eventually(lambda: _joined(stranger), "another to join through it")
+    assert status["bootstrap"][0]["address"] == relayed
+    assert seconds < 15.0, "5 s on a machine of its own"
+
+
+def test_a_lost_relay_is_replaced(network: Network, start: Start) -> None:
+    first, last = network.hosts[0], network.hosts[3]
+    relays = [start(first, args=["--relay"])]
+    relays.append(start(last, [public_address(relays[0], first)], ["--relay"]))
+    hidden = start(
+        network.hosts[1],
+        [public_address(relay, host) for relay, host in zip(relays, (first, last), strict=True)],
+    )
+    eventually(lambda: len(reach(hidden)["relays"]) == 2, "two relays in use")
+    relays[0].kill()
+    eventually(lambda: len(reach(hidden)["relays"]) == 1, "the dead one to be given up")
+    assert reach(hidden)["state"] == "relayed"
+    relays[0].start()
+    eventually(lambda: len(reach(hidden)["relays"]) == 2, "two relays in use again", 60.0)
+
+
+def _relayed(daemon: DaemonProcess) -> str:
+    return next((address for address in daemon.addresses if "/p2p-circuit/" in address), "")
+
+
+def _joined(daemon: DaemonProcess) -> Any:
+    status = daemon.json("status")["swarm"]
+    return status if status["state"] == "joined" and status["bootstrap"][0]["state"] == "connected" else None
