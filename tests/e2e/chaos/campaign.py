@@ -178,8 +178,9 @@ class Campaign:
         chance = random.Random(f"{self.plan.seed}/round/{number}")
         ready = self._gather(self.plan.peers if chance.random() < FULL_CHANCE or not number else FEWEST)
         strike = None
-        if fault is not None:
-            victim = next(self.members[index] for index in fault.order if self.members[index] in ready)
+        victims = [] if fault is None else [self.members[index] for index in fault.order]
+        victim = next((one for one in victims if one in ready and not self._lasting(one)), None)
+        if fault is not None and victim is not None:
             strike = Strike(fault, number, victim, self._network)
             strike.arm()
         calls = self._call(number, ready, chance)

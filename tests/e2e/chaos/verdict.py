@@ -20,6 +20,9 @@ BACK_SECONDS = 10.0
 NOTICE_SECONDS = 2.0
 """From the death of p2pd to the daemon's knowing it."""
 
+EXCHANGING = ("scatter", "decide", "gather", "commit")
+"""Phases in which what is sent goes over direct channels."""
+
 MORE_DESCRIPTORS = 16
 """Connections to peers come and go; a leak of one descriptor a round would be a hundred."""
 
@@ -40,7 +43,8 @@ class Verdict:
         self._leniency = leniency
         self.survivors = _survivors(story.strikes)
         self.back = _grouped(story.back)
-        self.broken = [*story.violations, *self._spoilt(), *self._late(), *self._leaks(), *story.left]
+        spoilt = [*self._spoilt(), *self._without_p2pd()]
+        self.broken = [*story.violations, *spoilt, *self._late(), *self._leaks(), *story.left]
 
     def figures(self) -> dict[str, Any]:
         """Everything, for `--json`."""
@@ -93,6 +97,20 @@ class Verdict:
         }
         group = call.outcome.group if call.outcome is not None else ()
         return len(group) > 0 and 2 * len(struck & set(group)) >= len(group)
+
+    def _without_p2pd(self) -> list[str]:
+        """Groups in the midst of whose exchange a p2pd was killed, and that lost somebody or something for it."""
+        found = []
+        for strike in self._story.strikes:
+            if strike.fault.kind != P2PD or strike.phase not in EXCHANGING:
+                continue
+            for call in self._story.calls:
+                outcome, made = call.outcome, call.contribution
+                if outcome is None or not call.began < strike.at < call.ended:
+                    continue
+                if strike.victim.peer_id in outcome.group and outcome.events:
+                    found.append(f"{strike}: disturbed member {made.member}: {list(outcome.events)}")
+        return found
 
     def _late(self) -> list[str]:
         found = []
