@@ -9,7 +9,8 @@ on the wire are theirs; with `--shape` each peer has a namespace and a link of t
     scripts/bench_round.py --peers 4 --shape 50mbit,200mbit,200mbit,200mbit --systems ours/int8/aead
 
 Times of a round are the greatest over its peers. `exchange` is from the group formed to the mean decoded, `call` is the
-whole call. hivemind's exchange is its all-reduce, after its matchmaking; gloo has no matchmaking.
+whole call. hivemind's exchange is its all-reduce, after its matchmaking; gloo has no matchmaking. Exits 1 if a result
+is no mean, or a round of ours failed.
 """
 
 from __future__ import annotations
@@ -131,9 +132,14 @@ class Contestant:
         ]
 
     def meet(self) -> None:
-        first = self._ask(self.peers[:1], "open", "")
-        others = self._ask(self.peers[1:], "open", first[0])
-        self._ask(self.peers, "meet", first + others)
+        """Start, and wait until all peers know each other; a system that cannot is out, and the others go on."""
+        try:
+            first = self._ask(self.peers[:1], "open", "")
+            others = self._ask(self.peers[1:], "open", first[0])
+            self._ask(self.peers, "meet", first + others)
+        except Broken as failure:
+            self.row.failures.append(str(failure))
+            self.out = True
 
     def round(self, number: int) -> None:
         """One round of all peers; those before `WARM_ROUNDS` are checked, and not counted."""
@@ -317,7 +323,8 @@ def main() -> int:
             print(table(summaries), flush=True)
     if options.json:
         print(json.dumps(results))
-    return int(any(row["wrong"] for result in results for row in result["systems"]))
+    rows = [row for result in results for row in result["systems"]]
+    return int(any(row["wrong"] or (row["failed"] and row["system"].startswith("ours")) for row in rows))
 
 
 if __name__ == "__main__":
