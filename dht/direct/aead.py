@@ -21,10 +21,10 @@ rekeyings costs nothing, and a key that leaks from memory does not open what was
 End of stream: there is no authenticated farewell. A connection that is cut between frames looks closed; within one, the
 receiver misses bytes and fails. Rounds do not take silence for consent, so that is enough.
 
-What to attack: that both sides really stop and start reading at the same byte when they leave TLS (OpenSSL must not
-read ahead; `handshake` checks); two records under one nonce after an error or a cancelled send (the channel closes on
-both); sizes believed before they are authenticated (only against fixed buffers); the info strings of the two
-directions.
+What to attack: that both sides stop and start reading at the same byte when they leave TLS (`tls.TlsSession.leave`
+hands over what was read and not yet decrypted); two records under one nonce after an error or a cancelled send (the
+channel closes on both); sizes believed before they are authenticated (only against fixed buffers); the info strings of
+the two directions.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""Frames over direct streams, and the bounds on how many are open for how long."""
+"""Frames over direct streams, and the bounds on how many are open; who uses them closes those that are idle."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.transport import FramedChannel
 
-IDLE_SECONDS = 60.0
-"""Without a byte either way a channel is closed; rounds are seconds apart."""
-SWEEP_SECONDS = 10.0
 MAX_CHANNELS_PER_PEER = 8
 """Two per direction and run are usual."""
 MAX_CHANNELS = 512
@@ -30,21 +26,12 @@ class DirectChannel(FramedChannel):
         """Bytes that the other end's kernel has acknowledged so far; where that cannot be told, that left here."""
         return self._direct.delivered
 
-    @property
-    def moved(self) -> int:
-        """Bytes sent and received so far."""
-        return self._direct.sent + self._direct.received
-
-    def abandon(self, why: str) -> None:
-        """Close the stream for a reason that whoever uses it is told."""
-        self._close(why)
-
 
 class OpenChannels:
     """The direct channels that are open."""
 
     def __init__(self) -> None:
-        self._channels: dict[FramedChannel, tuple[DirectChannel, int, float]] = {}
+        self._channels: set[FramedChannel] = set()
         self._per_peer: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -66,7 +53,7 @@ class OpenChannels:
     def enter(self, peer: str, stream: PlainStream) -> DirectChannel:
         """Make a stream a channel, counted until it is closed."""
         channel = DirectChannel(peer, stream, self._leave)
-        self._channels[channel] = (channel, 0, asyncio.get_running_loop().time())
+        self._channels.add(channel)
         self._per_peer[peer] += 1
         return channel
 
@@ -75,19 +62,8 @@ class OpenChannels:
         for channel in list(self._channels):
             channel.close()
 
-    async def sweep(self) -> None:
-        """Close channels on which nothing moves, for ever."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(SWEEP_SECONDS)
-            for channel, moved, since in list(self._channels.values()):
-                if channel.moved != moved:
-                    self._channels[channel] = (channel, channel.moved, loop.time())
-                elif loop.time() - since >= IDLE_SECONDS:
-                    channel.abandon(f"unused for {IDLE_SECONDS:.0f} s")
-
     def _leave(self, channel: FramedChannel) -> None:
-        del self._channels[channel]
+        self._channels.discard(channel)
         self._per_peer[channel.peer] -= 1
         if self._per_peer[channel.peer] <= 0:
             del self._per_peer[channel.peer]

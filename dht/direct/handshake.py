@@ -11,9 +11,6 @@ import asyncio
 import secrets
 import socket
 import ssl
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.preface import (
@@ -26,13 +23,12 @@ from equipoise.dht.direct.preface import (
     parse_preface,
 )
 from equipoise.dht.direct.refusals import Refused, Why
-from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
+from equipoise.dht.direct.streams import HEAD_BYTES, AeadStream, PlainStream, TlsStream
+from equipoise.dht.direct.tls import TlsSession, tls_fault
 from equipoise.dht.streams import StreamClosed
 
 _EXPIRED = {9, 10}
 """X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED."""
-
-_Result = TypeVar("_Result")
 
 
 async def receive_preface(connection: socket.socket) -> Preface:
@@ -69,91 +65,82 @@ async def secure(
     Raises:
         Refused: The other side is not who it must be, refuses this side, or ends the connection.
     """
+    connection = socket.socket(fileno=connection.detach())
     try:
-        tls = context.wrap_socket(connection, server_side=not dialler, do_handshake_on_connect=False)
-    except OSError as error:
-        connection.close()
-        raise Refused("went away", error.strerror or str(error)) from None
-    try:
-        await _ready(tls, tls.do_handshake)
-        if tls.getpeercert(binary_form=True) != expected:
+        tls = TlsSession(context, server=not dialler)
+        await _shake_hands(connection, tls)
+        if tls.certificate != expected:
             raise Refused("impostor", "it holds a certificate that another one vouches for, not its own")
         own = secrets.token_bytes(SECRET_BYTES)
-        await _send(tls, encode_greeting(preface.layer, own))
-        theirs = parse_greeting(await _receive(tls, GREETING_BYTES), preface.layer)
-        return _stream(tls, preface, (own, theirs), dialler)
+        await _write(connection, tls.seal(encode_greeting(preface.layer, own)))
+        theirs = parse_greeting(await _receive(connection, tls, GREETING_BYTES), preface.layer)
+        return _stream(connection, tls, preface, (own, theirs), dialler)
+    except ssl.SSLError as error:
+        connection.close()
+        raise _refusal(error) from None
     except BaseException:
-        tls.close()
+        connection.close()
         raise
 
 
-def _stream(tls: ssl.SSLSocket, preface: Preface, secrets: tuple[bytes, bytes], dialler: bool) -> PlainStream:
+def _stream(
+    connection: socket.socket, tls: TlsSession, preface: Preface, secrets: tuple[bytes, bytes], dialler: bool
+) -> PlainStream:
     if preface.layer == "tls":
-        return TlsStream(tls)
-    if tls.pending():
-        raise Refused("tls failure", "it sent more than its greeting")
+        return TlsStream(connection, tls)
     peers = (preface.dialler, preface.acceptor)
     ordered = secrets if dialler else secrets[::-1]
     key = aead.traffic_key(ordered, peers, of_dialler=dialler)
     their_key = aead.traffic_key(ordered, peers, of_dialler=not dialler)
-    # OpenSSL reads no byte past the record it needs: what follows on the socket is the other side's first own record.
-    raw = socket.socket(fileno=tls.detach())
-    return AeadStream(raw, aead.Sealer(key), aead.Opener(their_key))
+    return AeadStream(connection, aead.Sealer(key), aead.Opener(their_key), tls.leave())
 
 
-async def _ready(tls: ssl.SSLSocket, operation: Callable[[], _Result]) -> _Result:
-    """Repeat `operation` until the socket has let it through."""
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            return operation()
-        except ssl.SSLWantReadError:
-            await _wait(tls, loop.add_reader, loop.remove_reader)
-        except ssl.SSLWantWriteError:
-            await _wait(tls, loop.add_writer, loop.remove_writer)
-        except ssl.SSLCertVerificationError as error:
-            why: Why = "expired" if error.verify_code in _EXPIRED else "impostor"
-            raise Refused(why, f"its certificate is not taken: {error.verify_message}") from None
-        except ssl.SSLError as error:
-            raise _tls_refusal(error) from None
-        except OSError as error:
-            raise Refused("went away", error.strerror or str(error)) from None
+async def _shake_hands(connection: socket.socket, tls: TlsSession) -> None:
+    while not tls.shake_hands():
+        await _write(connection, tls.drain())
+        await _read(connection, tls)
+    await _write(connection, tls.drain())
 
 
-def _tls_refusal(error: ssl.SSLError) -> Refused:
-    reason = error.reason or ""
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return Refused("went away", "it ended the connection within the handshake: it may not know this peer")
-    if "SIGNATURE" in reason:
-        return Refused("replayed certificate", "it does not hold the key of the certificate it shows")
-    return Refused("tls failure", (reason or str(error)).lower().replace("_", " "))
+async def _receive(connection: socket.socket, tls: TlsSession, size: int) -> bytes:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        opened = tls.open_into(view)
+        if not opened:
+            await _read(connection, tls)
+        view = view[opened:]
+    return bytes(data)
 
 
-async def _wait(
-    tls: ssl.SSLSocket, add: Callable[..., object], remove: Callable[[ssl.SSLSocket], object]
-) -> None:
-    woken = asyncio.Event()
-    add(tls, woken.set)
+async def _read(connection: socket.socket, tls: TlsSession) -> None:
     try:
-        await woken.wait()
-    finally:
-        remove(tls)
+        # So few that what follows TLS fits the buffer of the layer that it is for.
+        data = await asyncio.get_running_loop().sock_recv(connection, HEAD_BYTES)
+    except OSError as error:
+        raise Refused("went away", error.strerror or str(error)) from None
+    if data:
+        tls.feed(data)
+    else:
+        tls.end()
 
 
-async def _send(tls: ssl.SSLSocket, data: bytes) -> None:
-    while data:
-        sent = await _ready(tls, partial(tls.send, data))
-        data = data[sent:]
+async def _write(connection: socket.socket, data: bytes) -> None:
+    try:
+        await asyncio.get_running_loop().sock_sendall(connection, data)
+    except OSError as error:
+        raise Refused("went away", error.strerror or str(error)) from None
 
 
-async def _receive(tls: ssl.SSLSocket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        got = await _ready(tls, partial(tls.recv, size - len(data)))
-        if not got:
-            raise Refused("went away", "it ended the connection instead of greeting: it refuses this peer")
-        data += got
-    return data
+def _refusal(error: ssl.SSLError) -> Refused:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why: Why = "expired" if error.verify_code in _EXPIRED else "impostor"
+        return Refused(why, f"its certificate is not taken: {error.verify_message}")
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return Refused("went away", "it ended the connection instead of greeting: it refuses this peer")
+    if "SIGNATURE" in (error.reason or ""):
+        return Refused("replayed certificate", "it does not hold the key of the certificate it shows")
+    return Refused("tls failure", tls_fault(error))
 
 
 async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:

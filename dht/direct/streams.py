@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable
-from typing import Any
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.sockets import acknowledged
+from equipoise.dht.direct.tls import TlsSession, tls_fault
 from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Stream, StreamClosed
 
 HEAD_BYTES = 4096
@@ -23,7 +22,9 @@ JOINED_BYTES = 16 * 1024
 READ_COST_BYTES = 64 * 1024
 """What a read counts for at least before others on the loop get a turn: many small frames take their time too."""
 TLS_PIECE_BYTES = 128 * 1024
-"""Handed to OpenSSL at once, which encrypts and writes 16 KiB at a time."""
+"""Encrypted at once, as eight records: larger copies no longer fit the cache."""
+TLS_READ_BYTES = 256 * 1024
+"""Read from the socket at once."""
 
 _NO_BYTES = memoryview(b"")
 
@@ -103,43 +104,51 @@ class PlainStream(Stream):
 
 
 class TlsStream(PlainStream):
-    """Through OpenSSL, on the socket itself; to be used in one thread only."""
+    """Through OpenSSL, between memory and the socket: two calls of the system per 16 KiB record would cost as much."""
 
-    def _attempt(self, operation: Callable[[Any], int], argument: Any) -> int | None:
-        if self._why is not None:
-            raise StreamClosed(self._why)
-        try:
-            return operation(argument)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-            if isinstance(error, ssl.SSLWantReadError) == (operation == self._socket.recv_into):
-                return None
-            # Of all that TLS 1.3 knows only a key update makes reading wait for writing; nobody here asks for one.
-            raise StreamClosed("it asks for a key update") from None
-        except ssl.SSLEOFError:
-            raise StreamClosed("closed by the other end") from None
-        except OSError as error:
-            raise StreamClosed(error.strerror or str(error)) from error
+    def __init__(self, connection: socket.socket, tls: TlsSession) -> None:
+        super().__init__(connection)
+        self._tls = tls
+        self._raw = memoryview(bytearray(TLS_READ_BYTES))
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Write `buffers` one after the other; all but the last are small."""
         head, body = _split(buffers)
-        await self._give(memoryview(head))
+        await self._give_sealed(memoryview(head))
         for start in range(0, len(body), TLS_PIECE_BYTES):
-            await self._give(body[start : start + TLS_PIECE_BYTES])
+            await self._give_sealed(body[start : start + TLS_PIECE_BYTES])
             if (start + TLS_PIECE_BYTES) % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
+
+    async def _give_sealed(self, plain: memoryview) -> None:
+        if self._why is not None:
+            raise StreamClosed(self._why)
+        await self._give(memoryview(self._tls.seal(plain)))
+
+    async def _take(self, view: memoryview, bound: float | None) -> int:
+        try:
+            while not (opened := self._tls.open_into(view)):
+                taken = await super()._take(self._raw, bound)
+                self._tls.feed(self._raw[:taken])
+        except ssl.SSLError as error:
+            raise StreamClosed(tls_fault(error)) from None
+        return opened
 
 
 class AeadStream(PlainStream):
     """Through records of `aead`."""
 
-    def __init__(self, connection: socket.socket, sealer: aead.Sealer, opener: aead.Opener) -> None:
+    def __init__(
+        self, connection: socket.socket, sealer: aead.Sealer, opener: aead.Opener, ahead: bytes = b""
+    ) -> None:
+        """Begin with the bytes `ahead` of the first record, which were read already; fewer than `HEAD_BYTES`."""
         super().__init__(connection)
         self._sealer = sealer
         self._opener = opener
         self._out = memoryview(bytearray(aead.MAX_HEAD_RECORD_BYTES + aead.MAX_RECORD_BYTES))
         self._in = memoryview(bytearray(aead.MAX_RECORD_BYTES + HEAD_BYTES))
-        self._start = self._end = 0
+        self._start, self._end = 0, len(ahead)
+        self._in[: len(ahead)] = ahead
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""

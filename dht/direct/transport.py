@@ -137,7 +137,6 @@ class DirectTransport:
         """
         self._listener.start()
         self.tell(host for host, _ in self._listener.bound)
-        self._spawn(self._channels.sweep())
 
     def tell(self, hosts: Iterable[str], *, forwarded: bool = False) -> None:
         """Tell others that this machine is reached at these hosts, best first.

@@ -187,16 +187,6 @@ async def test_channels_per_peer_are_bounded(peers) -> None:
         await first.open(second.peer)
 
 
-async def test_unused_channels_are_closed(peers, monkeypatch) -> None:
-    monkeypatch.setattr(channel, "SWEEP_SECONDS", 0.01)
-    monkeypatch.setattr(channel, "IDLE_SECONDS", 0.05)
-    there, here = await peers.connected()
-    with pytest.raises(ConnectionError, match=f"{there.peer}: unused|{there.peer}: closed by the other"):
-        await there.receive(anywhere)
-    with pytest.raises(ConnectionError):
-        await here.receive(anywhere)
-
-
 async def test_unencrypted_channels_stay_on_loopback(peers) -> None:
     with pytest.raises(ValueError, match="loopback"):
         peers.make("open", "plain", (transport.ListenAddress("/ip4/0.0.0.0/tcp/0", "0.0.0.0", 0),))
