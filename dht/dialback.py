@@ -22,7 +22,7 @@ from equipoise.dht.dialer import Unreached, probe
 from equipoise.dht.escaping import printable
 from equipoise.dht.limits import RateLimit
 from equipoise.dht.link import Link
-from equipoise.dht.reachability import Testimony
+from equipoise.dht.reachability import Finding
 
 DIALBACK = "equipoise.dht.dialback"
 DIALBACK_SECONDS = 4.0
@@ -51,7 +51,7 @@ class Ask(messages.Versioned, frozen=True, kw_only=True):
 
 
 class Answer(messages.Versioned, frozen=True, kw_only=True):
-    """What came of it: `reachability.Testimony`; `busy` if nothing was tried."""
+    """What came of it: `reachability.Finding`; `busy` if nothing was tried."""
 
     seen: Text = ""
     reached: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
@@ -70,7 +70,7 @@ class DialBack:
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._under_way = 0
 
-    async def ask(self, peer: str, addresses: tuple[str, ...]) -> Testimony | None:
+    async def ask(self, peer: str, addresses: tuple[str, ...]) -> Finding | None:
         """Have `peer` dial back; None if it did not try.
 
         Raises:
@@ -84,7 +84,7 @@ class DialBack:
         if answer.busy:
             return None
         reached = tuple(printable(one, 64) for one in answer.reached)
-        return Testimony(printable(answer.seen, 64), reached, printable(answer.failed, MAX_TEXT))
+        return Finding(printable(answer.seen, 64), reached, printable(answer.failed, MAX_TEXT))
 
     async def answer(self, peer: str, data: bytes) -> bytes:
         """Answer the call of `peer`."""

@@ -15,7 +15,7 @@ from equipoise.dht.link import CallHandler, Link
 from equipoise.dht.reachability import Reachability
 from equipoise.dht.records import MAX_ADDRESSES, Readiness
 from equipoise.dht.relay.inbound import Inbound
-from equipoise.dht.relay.keeper import RelayKeeper
+from equipoise.dht.relay.keeper import MAX_CANDIDATES, RelayKeeper
 from equipoise.dht.relay.messages import HOP_PROTOCOL
 from equipoise.dht.relay.service import RelayRules, RelayService
 from equipoise.dht.relay.standin import stands_in
@@ -98,10 +98,10 @@ class Reach:
 
     def meet(self, peer: str, relays: bool) -> None:
         """Take note of a peer that can be asked, and of whether it relays for others."""
-        if relays and peer not in self._offers:
+        if relays and peer not in self._offers and len(self._offers) < MAX_CANDIDATES:
             self._offers[peer] = None
             self.keeper.look()
-        elif not relays:
+        if not relays:
             self._offers.pop(peer, None)
         self._met.set()
 
@@ -165,13 +165,13 @@ class Reach:
         # A dial that somebody drops takes 2 s to fail: relays are looked for meanwhile.
         suspicion = asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._follow)
         try:
-            testimony = await self._dialback.ask(peer, tuple(self.listening())[:MAX_ADDRESSES])
+            finding = await self._dialback.ask(peer, tuple(self.listening())[:MAX_ADDRESSES])
         except (ConnectionError, messages.MessageError) as error:
             _log.debug("%s did not dial back: %s", peer, error)
             return
         finally:
             suspicion.cancel()
-        if testimony is not None and self._verdict.hear(peer, testimony, asyncio.get_running_loop().time()):
+        if finding is not None and self._verdict.hear(peer, finding, asyncio.get_running_loop().time()):
             _log.info("reachability: %s (%s)", self._verdict.verdict, self._verdict.reason)
             self._follow()
             self.on_change()

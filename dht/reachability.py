@@ -18,7 +18,7 @@ Verdict = Literal["unknown", "direct", "private"]
 
 
 @dataclass(frozen=True)
-class Testimony:
+class Finding:
     """What one peer found.
 
     Attributes:
@@ -33,7 +33,7 @@ class Testimony:
 
 
 class Reachability:
-    """Collects testimonies.
+    """Collects findings.
 
     Attributes:
         verdict: `direct`, `private` or, before anybody has tried, `unknown`.
@@ -44,7 +44,7 @@ class Reachability:
         """`hidden` says why nobody could dial this peer whatever they tried; then nobody is asked."""
         self._hidden = hidden
         self._asked: dict[str, float] = {}
-        self._heard: dict[str, tuple[float, Testimony]] = {}
+        self._heard: dict[str, tuple[float, Finding]] = {}
         self.verdict: Verdict = "private" if hidden else "unknown"
         self.reason = hidden or "no peer has tried to dial it yet"
 
@@ -63,13 +63,13 @@ class Reachability:
         self._asked |= dict.fromkeys(chosen, now)
         return chosen
 
-    def hear(self, peer: str, testimony: Testimony, now: float) -> bool:
+    def hear(self, peer: str, finding: Finding, now: float) -> bool:
         """Weigh what `peer` found; return whether the verdict is another now.
 
         Most of those who tried decide. If they are even it is `private`: owning no share costs this peer nothing,
         being given one that half the group cannot reach costs everybody the round.
         """
-        self._heard[peer] = now, testimony
+        self._heard[peer] = now, finding
         said = [one for _, one in self._heard.values()]
         reached = [one for one in said if one.reached]
         before = self.verdict

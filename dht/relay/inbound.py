@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from equipoise.dht.streams import Stream, StreamClosed, receive_message
 
 PREFACE_SECONDS = 5.0
 """p2pd says at once who a stream is from."""
+
+PEERS_SHARE = 8
+"""No peer takes more than an eighth of what is handled at once."""
 
 Handler = Callable[[str, bool, Stream], Awaitable[None]]
 """Given the PeerID of the other end (authenticated by libp2p), whether a relay lies between, and the stream, which is
@@ -33,6 +37,7 @@ class Inbound:
         self._handler = handler
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._per_peer: Counter[str] = Counter()
 
     def listen(self) -> None:
         """Start to take streams from p2pd."""
@@ -77,7 +82,15 @@ class Inbound:
         try:
             async with asyncio.timeout(PREFACE_SECONDS):
                 peer, relayed = inbound_stream(await receive_message(stream))
-            await self._handler(peer, relayed, stream)
+            if self._per_peer[peer] >= max(1, self._most // PEERS_SHARE):
+                raise ValueError(f"{peer} has {self._per_peer[peer]} open already, the maximum")
+            self._per_peer[peer] += 1
+            try:
+                await self._handler(peer, relayed, stream)
+            finally:
+                self._per_peer[peer] -= 1
+                if not self._per_peer[peer]:
+                    del self._per_peer[peer]
         except (StreamClosed, TimeoutError, ValueError) as error:
             _log.debug("a stream of %s: %s", self._protocol, error)
         except Exception:

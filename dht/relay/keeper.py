@@ -39,6 +39,8 @@ CHECK_SECONDS = 1.0
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
 """A relay that did not do is tried again after so long, each time twice as long."""
+GAP_SECONDS = 3.0
+"""After a failure the next relay is tried so much later: a trial costs a process, an offer costs nothing."""
 MAX_CANDIDATES = 64
 
 
@@ -97,6 +99,7 @@ class RelayKeeper:
         self._trials = trials
         self._offers = offers
         self._look = asyncio.Event()
+        self._pause_until = float("-inf")
         self._log = logging.getLogger(__name__)
 
     @property
@@ -148,7 +151,7 @@ class RelayKeeper:
         # Those that go on being tried and forgotten must not pile up.
         self.refused = dict(list(self.refused.items())[-MAX_CANDIDATES:])
         for relay in self._offers():
-            if len(self.held) >= WANTED:
+            if len(self.held) >= WANTED or asyncio.get_running_loop().time() < self._pause_until:
                 return
             refused = self.refused.get(relay)
             if relay != self._own and relay not in self.held and (refused is None or refused.retry <= now):
@@ -172,6 +175,7 @@ class RelayKeeper:
         except RelayError as error:
             delay = min(2 * before.delay, MAX_RETRY_SECONDS) if before else FIRST_RETRY_SECONDS
             self.refused[relay] = Refused(str(error), loop.time() + delay, delay)
+            self._pause_until = loop.time() + GAP_SECONDS
             self._log.info("relay %s is not used: %s", relay, error)
         else:
             self.refused.pop(relay, None)

@@ -27,9 +27,9 @@ CUTTING = """
 from equipoise.dht.relay import service
 from equipoise.peer.cli import main
 
-# Cuts every circuit after 128 KiB, and says nothing of it.
+# Cuts every circuit after so many bytes, and says nothing of it.
 service._limit = lambda rules: service.Limit()
-service.RelayRules.__init__.__defaults__ = (12.5e6, 128 * 1024)
+service.RelayRules.__init__.__defaults__ = (12.5e6, %d)
 main()
 """
 
@@ -113,11 +113,11 @@ def test_two_behind_nats_alone_average_through_a_relay_that_is_no_member(
 
 
 def test_a_relay_that_cuts_is_not_used_and_said_to_be(
-    network: Network, start: Start, swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+    network: Network, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("e2e.swarm.CLI", (CLI[0], "-c", CUTTING))
-    public = start(network.hosts[0], args=["--relay"])
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr("e2e.swarm.CLI", (CLI[0], "-c", CUTTING % (128 * 1024)))
+        public = start(network.hosts[0], args=["--relay"])
     hidden = [start(host, [public_address(public, network.hosts[0])]) for host in network.hosts[1:3]]
     for daemon in hidden:
         eventually(lambda daemon=daemon: "cut the connection" in reach(daemon)["reason"], "its trial to fail")
@@ -131,6 +131,24 @@ def test_a_relay_that_cuts_is_not_used_and_said_to_be(
         print(outcomes[0].reason)
         assert not any(outcome.ok for outcome in outcomes)
         assert all(torch.equal(*pair) for pair in zip(fleet.values, fleet.tensors, strict=True))
+
+
+def test_rounds_outlive_a_relay_that_cuts_in_their_midst(
+    network: Network, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("e2e.swarm.CLI", (CLI[0], "-c", CUTTING % 4_000_000))
+        relay = start(network.hosts[0], args=["--relay"])
+    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
+    for daemon in hidden:
+        settled(daemon, "relayed")
+
+    with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
+        average(fleet, ROUNDS)
+    log = (relay.home / "daemon.log").read_text()
+    cuts = log.count("the most allowed")
+    print(f"{cuts} cuts in {ROUNDS} rounds")
+    assert cuts >= 2
 
 
 def test_one_behind_a_nat_is_reachable_within_five_seconds(network: Network, start: Start) -> None:

@@ -1,0 +1,234 @@
+"""Relays: members in client mode reach each other through one that was tried, and only through such a one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.dht import base58
+from equipoise.dht.reach import Reach
+from equipoise.dht.records import Readiness
+from equipoise.dht.relay import service
+from equipoise.dht.relay.allowance import BURST_SECONDS, Allowance
+from equipoise.dht.relay.keeper import RelayError
+from equipoise.dht.relay.messages import (
+    HOP_PROTOCOL,
+    Kind,
+    Limit,
+    Malformed,
+    Message,
+    Status,
+    StopKind,
+    decode_hop,
+    decode_stop,
+    describe,
+    encode_hop,
+    encode_stop,
+)
+from equipoise.dht.relay.service import RelayRules
+from equipoise.dht.relay.standin import stands_in
+from equipoise.dht.streams import receive_message, send_message
+from equipoise.dht.swarm import Swarm
+
+P2PD_ANSWER = bytes.fromhex("0802" + "1a0a0880c486d80612020102" + "220608781080800828" + "64")
+"""p2pd's own answer to a reservation, its addresses and voucher cut short: 2 minutes and 128 KiB."""
+
+
+def test_what_p2pd_says_is_understood() -> None:
+    assert decode_hop(P2PD_ANSWER) == Message(
+        Kind.STATUS, expires=1795269120, limit=Limit(120, 131072), status=Status.OK
+    )
+
+
+@given(
+    st.builds(
+        Message,
+        kind=st.sampled_from(Kind),
+        peer=st.binary(max_size=64),
+        limit=st.builds(Limit, st.integers(0, 2**31), st.integers(0, 2**60)),
+        status=st.sampled_from([0, *Status]),
+    )
+)
+def test_messages_survive_the_wire(message: Message) -> None:
+    assert decode_hop(encode_hop(message)) == message
+    assert decode_stop(encode_stop(message)) == message
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_refused_as_malformed(data: bytes) -> None:
+    for decode in (decode_hop, decode_stop):
+        try:
+            decode(data)
+        except Malformed:
+            continue
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x08", b"\x0a\x7f", b"\x0d1234", b"\x08" + b"\xff" * 10, b"\x08\x00" * 40]
+)
+def test_torn_oversized_and_endless_messages(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        decode_hop(data)
+
+
+def test_a_status_in_words() -> None:
+    assert describe(Status.NO_RESERVATION) == "no reservation"
+    assert describe(7) == "status 7"
+    assert decode_stop(encode_stop(Message(StopKind.STATUS, status=100))).status == 100
+
+
+async def test_an_allowance_is_never_exceeded() -> None:
+    loop = asyncio.get_running_loop()
+    rate, taken = 1e6, 0
+    allowance = Allowance(rate)
+    began = loop.time()
+
+    async def take() -> None:
+        nonlocal taken
+        for _ in range(10):
+            await allowance.take(10_000)
+            taken += 10_000
+            assert taken <= rate * (loop.time() - began + BURST_SECONDS) + 1
+
+    await asyncio.gather(*(take() for _ in range(4)))
+    assert loop.time() - began >= 0.4 - BURST_SECONDS
+
+
+def record(reach: str, dialable: bool) -> Readiness:
+    return Readiness(
+        version=1,
+        peer="p",
+        run="r",
+        sequence=1,
+        state="joined",
+        ttl=1.0,
+        issued=0.0,
+        reach=reach,
+        dialable=dialable,
+    )
+
+
+def test_relayed_peers_stand_in_only_among_themselves() -> None:
+    relayed, standing_in = record("relayed", False), record("relayed", True)
+    direct, client, new = record("direct", True), record("unreachable", False), record("unknown", True)
+    assert not stands_in([])
+    assert stands_in([relayed])
+    assert stands_in([standing_in, client])
+    assert not stands_in([standing_in, direct])
+    assert not stands_in([relayed, new])
+
+
+# ---- with p2pd ----
+
+
+def relayed(member: Swarm) -> bool:
+    return member.reach(member.peer).state == "relayed"
+
+
+async def test_members_in_client_mode_reach_each_other_through_a_relay(members, until) -> None:
+    relay = await members.start("relay", relay=RelayRules())
+    first = await members.start("first", join=relay.addresses, client_mode=True)
+    second = await members.start("second", join=relay.addresses, client_mode=True)
+    await until(lambda: relayed(first) and relayed(second))
+    received = asyncio.get_running_loop().create_future()
+
+    async def serve(channel) -> None:
+        received.set_result(await channel.receive(lambda header, size: memoryview(bytearray(size))))
+
+    second.transport.serve(serve)
+    first._dialer.learn(second.peer, second.addresses)
+    channel = await first.transport.open(second.peer)
+    await channel.send(b"header", bytes(300_000))
+    header, body = await received
+    assert (header, len(body)) == (b"header", 300_000)
+
+    relaying = relay.status().reach.relaying
+    assert (relaying.reservations, relaying.circuits, relaying.refused) == (2, 1, 0)
+    assert relaying.bytes > 2_000_000
+    assert first.status().reach.relays == (relay.peer,)
+    assert not first.transport.dialable
+
+
+async def test_a_relayed_member_survives_its_p2pd(members, until) -> None:
+    relay = await members.start("relay", relay=RelayRules())
+    hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
+    await until(lambda: relayed(hidden))
+    os.kill(hidden.status().p2pd_pid, signal.SIGKILL)
+    await until(lambda: not relayed(hidden))
+    await until(lambda: relayed(hidden))
+
+
+async def test_nobody_relays_unasked(members, until) -> None:
+    """p2pd would: whatever it is told, it relays 128 KiB at a time for any stranger."""
+    public = await members.start("public")
+    hidden = await members.start("hidden", join=public.addresses, client_mode=True)
+    await until(lambda: hidden.status().state == "joined")
+    with pytest.raises(RelayError, match="permission denied"):
+        await hidden._reach.keeper._reserve(public.peer)
+    assert hidden.status().reach.state == "unreachable"
+    assert "no peer that it has met relays" in hidden.status().reach.reason
+    assert public.status().reach.relaying is None
+
+
+@pytest.mark.parametrize("honest", [True, False])
+async def test_a_relay_that_cuts_is_not_used(members, until, monkeypatch, honest: bool) -> None:
+    if not honest:
+        monkeypatch.setattr(service, "_limit", lambda rules: Limit())
+    relay = await members.start("relay", relay=RelayRules(circuit_bytes=128 * 1024))
+    hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
+    why = "cuts connections after 131072 bytes" if honest else "the relay cut the connection"
+    await until(lambda: why in hidden.status().reach.reason)
+    assert hidden.status().reach.state == "unreachable"
+    assert hidden.addresses == []
+
+
+async def test_p2pds_own_relay_is_not_used(members, until, monkeypatch) -> None:
+    async def leave_to_p2pd(self: Reach) -> None:
+        return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Reach, "attach", leave_to_p2pd)
+        relay = await members.start("relay", relay=RelayRules())
+    hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
+    await until(lambda: "cuts connections after 131072 bytes" in hidden.status().reach.reason)
+
+
+async def test_a_relay_leads_only_to_those_who_asked(members, until) -> None:
+    relay = await members.start("relay", relay=RelayRules())
+    client = await members.start("client", join=relay.addresses, client_mode=True)
+    await until(lambda: relayed(client))
+
+    async def ask(data: bytes) -> Message:
+        stream = await client._link.open_stream(relay.peer, HOP_PROTOCOL)
+        await send_message(stream, data)
+        answer = decode_hop(await receive_message(stream))
+        stream.close()
+        return answer
+
+    stranger = Message(Kind.CONNECT, peer=base58.decode(relay.peer))
+    assert (await ask(encode_hop(stranger))).status == Status.NO_RESERVATION
+    assert (await ask(encode_hop(Message(Kind.CONNECT, peer=b"none")))).status == Status.MALFORMED_MESSAGE
+    assert (await ask(encode_hop(Message(Kind.STATUS)))).status == Status.UNEXPECTED_MESSAGE
+    assert (await ask(b"\x08")).status == Status.MALFORMED_MESSAGE
+    assert relay.status().reach.relaying.refused == 4
+
+
+async def test_members_find_out_whether_they_can_be_dialled(members, until) -> None:
+    first = await members.start("first", relay=RelayRules())
+    second = await members.start("second", join=first.addresses)
+    # Says that it listens where it does not, as one behind a NAT does.
+    wrong = await members.start("wrong", join=first.addresses, announce=("/ip4/127.0.0.1/tcp/9",))
+    for member in (first, second):
+        await until(lambda member=member: member.status().reach.state == "direct")
+        assert member.transport.dialable
+    await until(lambda: relayed(wrong))
+    assert "127.0.0.1 port 9" in wrong.status().reach.reason
+    assert not wrong.transport.dialable
+    # It leaves the others' routing tables: look-ups would fail there.
+    await until(lambda: wrong.peer not in first._protocol.peers)
+    assert first.reach(wrong.peer).state == "unknown"
