@@ -323,8 +323,8 @@ def main() -> int:
             print(table(summaries), flush=True)
     if options.json:
         print(json.dumps(results))
-    rows = [row for result in results for row in result["systems"]]
-    return int(any(row["wrong"] or (row["failed"] and row["system"].startswith("ours")) for row in rows))
+    printed = [row for result in results for row in result["systems"]]
+    return int(any(row["wrong"] or (row["failed"] and row["system"].startswith("ours")) for row in printed))
 
 
 if __name__ == "__main__":
