@@ -15,6 +15,7 @@ import torch
 
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round import Round, Task
+from equipoise.averaging.allreduce.notary import Keys
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.events import (
@@ -115,6 +116,7 @@ class Averager:
         self._codec = parse_codec(spec.codec)
         self._loop = asyncio.get_running_loop()
         identity = surroundings.identity
+        self._keys = Keys(identity.sign, identity.verify)
         self._machine = Matchmaking(
             Standing(spec.name, spec.hash, self._mesh.peer, spec.group_size, identity.sign, identity.verify)
         )
@@ -154,7 +156,8 @@ class Averager:
         if isinstance(manifest, Outcome):
             outcome = manifest
         else:
-            task = Task(self.spec, manifest, self._codec, contribution, result, max(timeout - matched, 0.0))
+            left = max(timeout - matched, 0.0)
+            task = Task(self.spec, manifest, self._codec, contribution, result, left, self._keys)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
         outcome = msgspec.structs.replace(outcome, seconds=seconds)

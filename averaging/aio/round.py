@@ -41,6 +41,7 @@ from equipoise.averaging.allreduce.events import (
 )
 from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
 from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.notary import Keys, Notary
 from equipoise.averaging.balance import balance
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
@@ -69,6 +70,7 @@ class Task:
         contribution: f32 [D]; read only.
         result: f32 [D]; holds the mean if the outcome is ok, else undefined.
         timeout: Seconds.
+        keys: Signs votes, and checks others'.
     """
 
     spec: RunSpec
@@ -77,6 +79,7 @@ class Task:
     contribution: torch.Tensor
     result: torch.Tensor
     timeout: float
+    keys: Keys
 
 
 def group_of(spec: RunSpec, manifest: Manifest) -> Group:
@@ -121,6 +124,7 @@ class Round:
         self._store = Store(self.group, self._me, task.codec, task.contribution, task.result, mesh.pool)
         self._began = self._loop.time()
         self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
+        self._notary = Notary(self.id, self._me, self._peers, task.keys)
         self._others = [index for index in range(self.group.size) if self._reachable(index)]
         self._liveness = Liveness(self._others, self._began)
         self._waiting: dict[int, list[Bulk]] = {member: [] for member in self._others}
@@ -174,7 +178,7 @@ class Round:
             case wire.Heartbeat():
                 pass
             case _:
-                self._tell(MessageReceived(member, message))
+                self._tell(MessageReceived(member, self._notary.check(member, message)))
 
     def lost(self, peer: str, reason: str) -> None:
         """Frames to or from a member may have been lost."""
@@ -280,7 +284,7 @@ class Round:
             if message not in unsaid:
                 unsaid.append(message)
             return
-        header = ROUND_FRAME + self.id + wire.encode(message)
+        header = ROUND_FRAME + self.id + wire.encode(self._notary.seal(message))
         self._sent += len(header)
         self._mesh.post(self._peers[to], header)
 

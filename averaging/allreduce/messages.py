@@ -21,6 +21,9 @@ Ballot = Annotated[int, msgspec.Meta(ge=0, le=MAX_BALLOT)]
 Members = Annotated[int, msgspec.Meta(ge=0)]
 PartIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_PARTS)]
 PartBits = Annotated[bytes, msgspec.Meta(max_length=MAX_PARTS // 8)]
+MemberIndex = Annotated[int, msgspec.Meta(ge=0, lt=64)]
+Signature = Annotated[bytes, msgspec.Meta(max_length=128)]
+Signatures = Annotated[tuple[tuple[MemberIndex, Signature], ...], msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Reason = Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARS, pattern=r"\A[ -~]*\Z")]
 """Printable ASCII: it ends in logs and on terminals."""
@@ -86,20 +89,22 @@ class Propose(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """This member holds the whole mean of the ballot's decision, with this digest: its vote."""
+    """This member holds the whole mean of the ballot's decision, with this digest: its vote, signed (`notary`)."""
 
     ballot: Ballot
     decision: Decision
     digest: Digest
+    signature: Signature = b""
 
 
 class Commit(Message, frozen=True):
-    """A majority held the mean: the round has succeeded."""
+    """A majority held the mean: the round has succeeded. Each holder's signature of its vote proves it (`notary`)."""
 
     ballot: Ballot
     decision: Decision
     digest: Digest
     holders: Members
+    signatures: Signatures = ()
 
 
 class Fetch(Message, frozen=True):

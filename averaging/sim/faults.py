@@ -116,6 +116,17 @@ class Poison:
 
 
 @dataclass(frozen=True, slots=True)
+class Forge:
+    """A member tells everyone that everyone holds a mean of its invention, with signatures of its own making.
+
+    Attributes:
+        member: Who.
+    """
+
+    member: int
+
+
+@dataclass(frozen=True, slots=True)
 class Slow:
     """From now on, a part takes long on some links.
 
@@ -128,4 +139,4 @@ class Slow:
     transfer: float
 
 
-Fault = Kill | Stop | Cut | Hold | Leave | Corrupt | Poison | Slow
+Fault = Kill | Stop | Cut | Hold | Leave | Corrupt | Poison | Forge | Slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
@@ -31,9 +32,18 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
 )
 from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.notary import Keys, Notary
 from equipoise.averaging.sim.arithmetic import encode, exact_mean, mean
 
 Values = tuple[float, ...]
+
+
+def _verify(peer: str, data: bytes, signature: bytes) -> bool:
+    return signature == _signature(peer, data)
+
+
+def _signature(peer: str, data: bytes) -> bytes:
+    return hashlib.sha256(peer.encode() + data).digest()
 
 
 class Violation(Exception):
@@ -78,6 +88,7 @@ class Member:
 
     Attributes:
         machine: The round machine.
+        notary: Signs and checks what is said of votes.
         ended: How it ended, if it has.
         result: The encoded mean, once it has finished; None before, and for ever if it failed.
     """
@@ -87,6 +98,8 @@ class Member:
         self.index = index
         self.values = values
         self.machine = AllReduce(group, index, now, timeout)
+        keys = Keys(partial(_signature, group.names[index]), _verify)
+        self.notary = Notary(group.round_id, index, group.names, keys)
         self.ended: Finish | Fail | None = None
         self.closed = False
         self.result: bytes | None = None
@@ -118,7 +131,8 @@ class Member:
                 digest = self._keep(part, contributors, frame.body)
                 return self.tell(MeanReceived(frame.sender, part, contributors, digest), now)
             case message:
-                return self.tell(MessageReceived(frame.sender, message), now)
+                checked = self.notary.check(frame.sender, message)
+                return self.tell(MessageReceived(frame.sender, checked), now)
 
     def reduced(self, job: Job, now: float) -> list[Output]:
         """A reduction is done; its result replaces what is kept only where it is still wanted."""
@@ -141,7 +155,7 @@ class Member:
             self._require(not self.closed, "nothing is asked for after Close", action)
             match action:
                 case Send(to, message):
-                    outputs.append(Frame(self.index, to, message))
+                    outputs.append(Frame(self.index, to, self.notary.seal(message)))
                 case SendContribution(to, part):
                     body = self._contribution(part, self.index)
                     outputs.append(Frame(self.index, to, wire.Contribution(part), body))

@@ -13,8 +13,9 @@ from typing import Any
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Fail, Finish, Withdrew
+from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.sim.arithmetic import encode
-from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Poison, Slow, Stop
+from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Forge, Hold, Kill, Leave, Poison, Slow, Stop
 from equipoise.averaging.sim.member import Frame, Job, Output, Violation, check_agreement
 from equipoise.averaging.sim.network import Link
 from equipoise.averaging.sim.process import ROUNDING_SECONDS, Process
@@ -234,6 +235,8 @@ class World:
             case Slow(links, transfer):
                 for link in filter(None, map(self._links.get, links)):
                     link.slow_down(transfer)
+            case Forge(member):
+                self._forge(self._processes[member])
             case Poison(member):
                 self._poison(self._processes[member])
         self._calm(0.0)
@@ -282,6 +285,20 @@ class World:
                 if (process.index, to) in self._links:
                     body = encode((0.0,) * where.size)
                     self._send(Frame(process.index, to, wire.Mean(part, over), body))
+
+    def _forge(self, process: Process) -> None:
+        group, me = self.scenario.group, process.index
+        for ballot in range(2 * group.size):
+            for contributors in (group.contributors, group.contributors & ~1):
+                held = wire.Held(ballot, Decision(contributors, group.dialable), bytes(32))
+                signed = process.member.notary.seal(held)
+                assert isinstance(signed, wire.Held)
+                proofs = tuple((member, signed.signature) for member in range(group.size))
+                commit = wire.Commit(ballot, held.decision, held.digest, group.everyone, proofs)
+                for to in range(group.size):
+                    if (me, to) in self._links:
+                        self._send(Frame(me, to, signed))
+                        self._send(Frame(me, to, commit))
 
     # ---- the end ----
 

@@ -11,7 +11,6 @@ from equipoise.averaging.allreduce.events import (
     Fail,
     Finish,
     PeerReturned,
-    Reduce,
     Release,
     SendContribution,
     SendMean,
@@ -28,10 +27,8 @@ from fakes.one_member import (
     B,
     C,
     D,
-    E,
     Table,
     ends,
-    finished,
     recipients,
     sent,
 )
@@ -232,6 +229,7 @@ def test_a_lost_majority_may_come_back_within_a_stall() -> None:
 def test_of_two_the_one_that_left_is_not_waited_for() -> None:
     table = Table(A, weights=(1, 1))
     (end,) = ends(table.says(B, wire.GiveUp("cancelled")))
+    assert isinstance(end, Fail)
     assert end.reason.startswith("1 of 2 members left")
 
 
@@ -456,56 +454,3 @@ def test_notes_are_bounded() -> None:
         table.lose(C)
         table.tell(PeerReturned(C))
     assert len(table.machine.notes) == MAX_NOTES
-
-
-# ---- what is wanted ----
-
-
-def test_a_contribution_is_wanted_once() -> None:
-    table = Table(A)
-    assert table.machine.wants_contribution(B, 0)
-    table.contributes(B)
-    assert not table.machine.wants_contribution(B, 0)
-
-
-def test_a_mean_is_wanted_of_the_decision_or_of_any_before_it() -> None:
-    table = Table(B)
-    assert table.machine.wants_mean(A, 0, ALL)
-    assert table.machine.wants_mean(A, 0, 0b011)
-    table.says(A, wire.Propose(0, DECISION))
-    assert not table.machine.wants_mean(A, 0, 0b011)
-
-
-def test_a_mean_is_wanted_only_of_the_parts_owner() -> None:
-    table = gathering(C, owners=(A, B))
-    assert table.machine.wants_mean(A, 0, ALL)
-    assert not table.machine.wants_mean(B, 0, ALL)
-    assert table.mean(ALL, 0, sender=B) == []
-    assert not table.machine._ledger.has_mean(0, ALL)
-
-
-def test_a_mean_is_wanted_of_who_was_asked_for_it_even_if_another_was_asked_since() -> None:
-    table = Table(B, owners=(D, D), weights=(1, 1, 1, 1, 1))
-    decision = Decision(0b11111, 0b11111)
-    table.says(A, wire.Propose(0, decision))
-    table.mean(0b11111, 1)
-    for holder in (A, C):
-        table.says(holder, wire.Held(0, decision, DIGEST))
-    (first,) = recipients(table.lose(D), wire.Fetch)
-    (second,) = recipients(table.stall(), wire.Fetch)[-1:]
-    assert {first, second} == {A, C}
-    for source, part, wanted in ((A, 0, True), (C, 0, True), (E, 0, False), (A, 1, False)):
-        assert table.machine.wants_mean(source, part, 0b11111) == wanted
-
-
-def test_nothing_is_wanted_after_the_end() -> None:
-    table = finished(B)
-    assert not table.machine.wants_contribution(C, 0)
-    assert not table.machine.wants_mean(A, 0, 0b011)
-
-
-def test_who_comes_back_is_sent_again_what_may_have_been_lost() -> None:
-    table = Table(B, owners=(A,), weights=(1, 1, 1, 1))
-    table.lose(A)
-    assert SendContribution(A, 0) in table.tell(PeerReturned(A))
-    assert Reduce(0, ALL) not in table.first

@@ -268,10 +268,12 @@ def test_values_that_are_not_finite_are_left_out(codec: str) -> None:
 
 def test_a_forged_digest_or_commit_changes_nobodys_mean() -> None:
     def lies(id: bytes) -> list[Frame]:
-        forged = [wire.Commit(ballot, DECISION, b"x" * 32, 0b1111) for ballot in range(4)]
+        proofs = tuple((member, b"signed, everyone") for member in range(4))
+        forged = [wire.Commit(ballot, DECISION, b"x" * 32, 0b1111, proofs) for ballot in range(4)]
         return control(id, *forged, *(wire.Held(ballot, DECISION, b"y" * 32) for ballot in range(4)))
 
-    play(once(lies, 1))
+    scene = play(once(lies, 1))
+    assert all(outcome.ok for outcome in scene.outcomes.values()), scene.outcomes
 
 
 def test_a_forged_group_is_not_joined() -> None:

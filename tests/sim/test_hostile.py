@@ -9,9 +9,10 @@ import pytest
 
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.notary import Notary
 from equipoise.averaging.partition import Part
 from equipoise.averaging.sim.arithmetic import draw_values
-from equipoise.averaging.sim.faults import Fault, Poison, When
+from equipoise.averaging.sim.faults import Fault, Forge, Poison, When
 from equipoise.averaging.sim.member import Violation
 from equipoise.averaging.sim.network import Weather
 from equipoise.averaging.sim.process import Start
@@ -23,7 +24,10 @@ MEMBERS = 4
 HOSTILE = 3
 """It cannot be dialled, so that no part is ever its to reduce."""
 
-ATTACKS: dict[str, Callable[[], Fault]] = {"means of parts that it does not own": lambda: Poison(HOSTILE)}
+ATTACKS: dict[str, Callable[[], Fault]] = {
+    "means of parts that it does not own": lambda: Poison(HOSTILE),
+    "votes that nobody cast": lambda: Forge(HOSTILE),
+}
 
 
 def scenario(seed: int, attack: Callable[[], Fault]) -> Scenario:
@@ -57,3 +61,9 @@ def test_a_machine_that_takes_means_from_anyone_is_found(monkeypatch: pytest.Mon
     )
     with pytest.raises(Violation):
         attacked(ATTACKS["means of parts that it does not own"])
+
+
+def test_a_machine_that_believes_who_counts_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Notary, "check", lambda self, sender, message: message)
+    with pytest.raises(Violation):
+        attacked(ATTACKS["votes that nobody cast"])

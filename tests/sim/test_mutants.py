@@ -111,5 +111,9 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 def test_seeds_find(mutate: Patch, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     with pytest.raises(Violation):
-        for seed in range(500):
-            World(draw_scenario(seed, sizes)).run()
+        simulate(500, sizes)
+
+
+def simulate(seeds: int, sizes: tuple[int, int]) -> None:
+    for seed in range(seeds):
+        World(draw_scenario(seed, sizes)).run()

@@ -1,0 +1,110 @@
+"""Votes that others can check: so that no member, the leader least of all, can claim a majority that there is not.
+
+A vote said by its voter needs no proof: channels are authenticated. But members that cannot be dialled do not hear
+each other, and learn from a `Commit` who voted. There each vote comes with its voter's signature over the round, the
+ballot, the decision and the digest; what is not signed is not believed, except of the sender itself. Nothing is checked
+that is known already, so where all hear all, a round costs one signature per member and no check.
+
+A member can still lend its own vote to a mean that it does not hold, or to two. That it takes a majority less one of
+honest votes to make one is all that Paxos promises here; agreement despite liars in the majority would take two thirds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER, Vote, members_of
+from equipoise.averaging.manifest import Sign, Verify
+
+DOMAIN = b"equipoise vote 1\0"
+"""Keeps a signature of a vote from being taken for one of anything else that an identity signs."""
+
+MAX_BAD_SIGNATURES = 128
+"""Checked in a round for one sender; an honest one may pass on one per liar and vote. They cost 0.1 ms each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What signs and checks in the name of peers."""
+
+    sign: Sign
+    verify: Verify
+
+
+class Notary:
+    """Signs what one member says of votes in a round, and checks what it is told of them.
+
+    Args:
+        round_id: The round.
+        me: This member's index.
+        peers: PeerIDs by member.
+        keys: Signs as this member, and checks everyone.
+    """
+
+    def __init__(self, round_id: bytes, me: int, peers: Sequence[str], keys: Keys) -> None:
+        self._round_id = round_id
+        self._me = me
+        self._peers = tuple(peers)
+        self._keys = keys
+        self._signatures: dict[Vote, dict[int, bytes]] = {}
+        self._told: Counter[int] = Counter()
+        self._bad: Counter[int] = Counter()
+
+    def seal(self, message: wire.RoundMessage) -> wire.RoundMessage:
+        """What is to be sent, with the signatures that it needs."""
+        match message:
+            case wire.Held(ballot, decision, digest):
+                vote = Vote(ballot, decision, digest)
+                signed = self._signatures.setdefault(vote, {})
+                if self._me not in signed:
+                    signed[self._me] = self._keys.sign(self._statement(vote))
+                return msgspec.structs.replace(message, signature=signed[self._me])
+            case wire.Commit(ballot, decision, digest, holders):
+                known = self._signatures.get(Vote(ballot, decision, digest), {})
+                proofs = tuple((one, known[one]) for one in members_of(holders) if one in known)
+                return msgspec.structs.replace(message, signatures=proofs)
+        return message
+
+    def check(self, sender: int, message: wire.RoundMessage) -> wire.RoundMessage:
+        """What has come, without the holders that it does not prove."""
+        match message:
+            case wire.Held(ballot, decision, digest):
+                self._keep(sender, sender, Vote(ballot, decision, digest), message.signature)
+            case wire.Commit(ballot, decision, digest, holders):
+                vote = Vote(ballot, decision, digest)
+                proofs = dict(message.signatures)
+                proved = sum(
+                    1 << voter
+                    for voter in members_of(holders & ((1 << len(self._peers)) - 1))
+                    if voter == sender or self._proved(sender, voter, vote, proofs.get(voter))
+                )
+                return msgspec.structs.replace(message, holders=proved)
+        return message
+
+    def _proved(self, sender: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
+        if voter in self._signatures.get(vote, ()):
+            return True
+        if signature is None or self._bad[sender] >= MAX_BAD_SIGNATURES:
+            return False
+        if not self._keys.verify(self._peers[voter], self._statement(vote), signature):
+            self._bad[sender] += 1
+            return False
+        self._keep(sender, voter, vote, signature)
+        return True
+
+    def _keep(self, teller: int, voter: int, vote: Vote, signature: bytes) -> None:
+        known = self._signatures.get(vote)
+        if known is None:
+            if self._told[teller] >= MAX_VOTES_PER_MEMBER:
+                return
+            self._told[teller] += 1
+            known = self._signatures[vote] = {}
+        known.setdefault(voter, signature)
+
+    def _statement(self, vote: Vote) -> bytes:
+        return DOMAIN + self._round_id + wire.encode(wire.Held(vote.ballot, vote.decision, vote.digest))

@@ -1,0 +1,122 @@
+"""Votes with signatures: who is believed about whom."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER, Vote
+from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.notary import MAX_BAD_SIGNATURES, Keys, Notary
+
+A, B, C, D = range(4)
+PEERS = ("a", "b", "c", "d")
+DECISION = Decision(0b1111, 0b1111)
+DIGEST = b"d" * 32
+HELD = wire.Held(0, DECISION, DIGEST)
+checks: list[str] = []
+
+
+def sign(peer: str, data: bytes) -> bytes:
+    return hashlib.sha256(peer.encode() + data).digest()
+
+
+def verify(peer: str, data: bytes, signature: bytes) -> bool:
+    checks.append(peer)
+    return signature == sign(peer, data)
+
+
+def notary(me: int, round_id: bytes = bytes(16)) -> Notary:
+    checks.clear()
+    return Notary(round_id, me, PEERS, Keys(partial(sign, PEERS[me]), verify))
+
+
+def held(voter: int, round_id: bytes = bytes(16)) -> wire.Held:
+    sealed = notary(voter, round_id).seal(HELD)
+    assert isinstance(sealed, wire.Held)
+    return sealed
+
+
+def commit(voters: Sequence[int], holders: int = -1) -> wire.Commit:
+    """As one that has heard the votes of `voters` tells of `holders`."""
+    teller = notary(voters[0])
+    teller.seal(HELD)
+    for voter in voters[1:]:
+        teller.check(voter, held(voter))
+    claimed = sum(1 << voter for voter in voters) if holders < 0 else holders
+    sealed = teller.seal(wire.Commit(0, DECISION, DIGEST, claimed))
+    assert isinstance(sealed, wire.Commit)
+    return sealed
+
+
+def believed(listener: Notary, sender: int, message: wire.Commit) -> int:
+    checked = listener.check(sender, message)
+    assert isinstance(checked, wire.Commit)
+    return checked.holders
+
+
+def test_a_commit_proves_the_votes_that_it_carries() -> None:
+    message = commit([A, B, C])
+    assert wire.decode(wire.encode(message)) == message
+    assert believed(notary(D), A, message) == 0b0111
+    assert checks == ["b", "c"]
+
+
+def test_a_vote_that_was_heard_needs_no_proof_and_no_check() -> None:
+    listener = notary(D)
+    for voter in (A, B, C):
+        listener.check(voter, HELD)
+    assert believed(listener, A, wire.Commit(0, DECISION, DIGEST, 0b0111)) == 0b0111
+    assert checks == []
+
+
+def test_who_only_says_so_speaks_for_itself() -> None:
+    assert believed(notary(D), A, commit([A], holders=0b1111)) == 0b0001
+
+
+@pytest.mark.parametrize(
+    ("ballot", "digest"), [(1, DIGEST), (0, b"x" * 32)], ids=["of another ballot", "of another mean"]
+)
+def test_a_signature_is_of_one_vote(ballot: int, digest: bytes) -> None:
+    genuine = commit([A, B, C])
+    forged = wire.Commit(ballot, DECISION, digest, 0b0111, genuine.signatures)
+    assert believed(notary(D), A, forged) == 0b0001
+
+
+def test_a_signature_is_of_one_round() -> None:
+    assert believed(notary(D, round_id=b"another round..."), A, commit([A, B, C])) == 0b0001
+
+
+def test_a_signature_is_of_one_voter_and_domain() -> None:
+    genuine = dict(commit([A, B]).signatures)
+    forged = wire.Commit(0, DECISION, DIGEST, 0b0111, ((C, genuine[B]), (B, HELD.digest)))
+    assert believed(notary(D), A, forged) == 0b0001
+
+
+def test_strangers_hold_nothing() -> None:
+    proofs = tuple((member, b"x") for member in range(64))
+    assert believed(notary(D), A, wire.Commit(0, DECISION, DIGEST, 2**64 - 1, proofs)) == 0b0001
+
+
+def test_what_one_member_makes_us_check_and_keep_is_bounded() -> None:
+    listener = notary(D)
+    for ballot in range(10 * MAX_BAD_SIGNATURES):
+        vote = wire.Commit(ballot, DECISION, DIGEST, 0b0011, ((B, b"forged"),))
+        assert believed(listener, A, vote) == 0b0001
+        listener.check(A, wire.Held(ballot, DECISION, DIGEST, b"x"))
+    assert len(checks) == MAX_BAD_SIGNATURES
+    assert len(listener._signatures) <= MAX_VOTES_PER_MEMBER
+    assert believed(listener, B, commit([B, C])) == 0b0110
+
+
+def test_a_vote_is_signed_once_and_anything_else_passes_as_it_is() -> None:
+    signer = notary(A)
+    assert signer.seal(HELD) == signer.seal(HELD)
+    assert set(signer._signatures) == {Vote(0, DECISION, DIGEST)}
+    for message in (wire.Prepare(3), wire.Fetch(0b11, b"")):
+        assert signer.seal(message) is message
+        assert signer.check(B, message) is message
