@@ -142,7 +142,7 @@ class Contestant:
             self.out = True
 
     def round(self, number: int) -> None:
-        """One round of all peers; those before `WARM_ROUNDS` are checked, and not counted."""
+        """One round of all peers; the first `WARM_ROUNDS`, and what was no mean, count in no time."""
         # Another scale each time, so that what is left over of an earlier round is not taken for a result.
         scale = (-1) ** number * (1 + number % 5 / 4)
         try:
@@ -166,6 +166,7 @@ class Contestant:
         # Written so that NaN is wrong too.
         if not all(error <= checked[0]["bound"] for error in errors):
             self.row.wrong.append(f"round {number}: off by {', '.join(f'{error:.1e}' for error in errors)}")
+            return
         if number < WARM_ROUNDS:
             return
         after = [one["sent"] for one in checked]
@@ -183,8 +184,10 @@ class Contestant:
             row.phases.append(said[0]["phases"])
 
     def end(self) -> None:
-        with contextlib.suppress(Broken):
-            self.row.memory = self._ask(self.peers, "memory")
+        """Ask for the peak of memory, and end all processes."""
+        if not any(peer.lost for peer in self.peers):
+            with contextlib.suppress(Broken):
+                self.row.memory = self._ask(self.peers, "memory")
         with ThreadPoolExecutor() as pool:
             list(pool.map(Peer.end, self.peers))
 

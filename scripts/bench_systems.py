@@ -177,8 +177,10 @@ class Ours:
         )
 
     def close(self) -> None:
-        self._client.close()
-        self.daemon.stop()
+        try:
+            self._client.close()
+        finally:
+            self.daemon.stop()
 
 
 class Gloo:
