@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from e2e.chaos.faults import Fault, Strike, draw
 from e2e.chaos.judge import Judge
-from e2e.chaos.member import Call, Member, Usage
+from e2e.chaos.member import Call, Member, Return, Usage
 from e2e.chaos.truth import Truth
 from e2e.chaos.wires import Wires
 from e2e.swarm import Swarm, eventually
@@ -80,7 +80,7 @@ class Story:
         rounds: Rounds that were.
         strikes: The faults.
         calls: Every call that returned.
-        back: By kind of fault, seconds from what ended it to the member's next ok outcome.
+        back: The ways back to an ok outcome.
         before: By member, what its daemon held after its first rounds; `after` at the end.
         left: What was left behind.
         judge: Holds the violations.
@@ -92,7 +92,7 @@ class Story:
     seconds: float = 0.0
     strikes: list[Strike] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
-    back: list[tuple[str, float]] = field(default_factory=list)
+    back: list[Return] = field(default_factory=list)
     before: dict[int, Usage] = field(default_factory=dict)
     after: dict[int, Usage] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
@@ -266,7 +266,7 @@ class Campaign:
         if member.rounds == WARM_UP:
             self.story.before[member.index] = member.usage()
         if member.returning is not None and call.began > member.returning.since:
-            self.story.back.append((member.returning.kind, member.returning.seconds))
+            self.story.back.append(member.returning)
             member.returning = None
 
     def _check_hung(self) -> None:

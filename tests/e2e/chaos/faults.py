@@ -183,7 +183,7 @@ class Strike:
 
     def _strike(self, call: Call) -> None:
         victim = self.victim
-        if not call.done.is_set():
+        if call.ended > self.at:
             call.faulted = self.fault.kind
         if self.fault.kind in (KILL, STOP, RESTART, CUT, MUTE):
             victim.available = False
@@ -216,7 +216,8 @@ class Strike:
                 victim.daemon.wait(STOP_SECONDS)
                 call.done.wait()
                 victim.start()
-                victim.returning = Return(self.fault.kind, victim.born, time.monotonic() - victim.born)
+                took = time.monotonic() - victim.born
+                victim.returning = Return(self.fault.kind, victim.born, took, took)
                 return
             case "stop":
                 victim.daemon.resume()

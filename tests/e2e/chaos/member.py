@@ -94,11 +94,13 @@ class Return:
         kind: Of the fault.
         since: When it was over, monotonic: the daemon was started, woken, connected; or when its p2pd died.
         seconds: What the way has taken so far.
+        starting: How much of it until the daemon was up and its trainer had joined.
     """
 
     kind: str
     since: float
     seconds: float = 0.0
+    starting: float = 0.0
 
     def count(self, call: Call) -> None:
         """A call has returned."""

@@ -42,7 +42,7 @@ class Verdict:
         self._story = story
         self._leniency = leniency
         self.survivors = _survivors(story.strikes)
-        self.back = _grouped(story.back)
+        self.back = _grouped((one.kind, one.seconds) for one in story.back)
         spoilt = [*self._spoilt(), *self._without_p2pd()]
         self.broken = [*story.violations, *spoilt, *self._late(), *self._leaks(), *story.left]
 
@@ -67,6 +67,7 @@ class Verdict:
             "phases": dict(Counter(strike.phase for strike in story.strikes)),
             "survivors_s": {kind: _spread(seconds) for kind, seconds in sorted(self.survivors.items())},
             "back_s": {kind: _spread(seconds) for kind, seconds in sorted(self.back.items())},
+            "start_s": _spread([one.starting for one in story.back if one.starting]),
             "p2pd_s": self._p2pd(),
             "usage": {f"daemon {index}": self._usage(index) for index in sorted(story.after)},
         }
@@ -189,6 +190,8 @@ def _grouped(pairs: Iterable[tuple[str, float]]) -> dict[str, list[float]]:
 
 
 def _spread(seconds: list[float]) -> str:
+    if not seconds:
+        return "none"
     ordered = sorted(seconds)
     return f"median {ordered[len(ordered) // 2]:.2f}  worst {ordered[-1]:.2f}  of {len(ordered)}"
 
