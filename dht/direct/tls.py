@@ -61,13 +61,20 @@ class TlsSession:
         Raises:
             ssl.SSLError: What was fed is not authentic, or the other side has ended TLS.
         """
+        done = 0
         try:
-            opened = cast("int", self._tls.read(len(view), view))  # Of bytes only if no buffer is given.
-        except ssl.SSLWantReadError:
-            return 0
-        if not opened:
-            raise ssl.SSLZeroReturnError(ssl.SSL_ERROR_ZERO_RETURN, "closed by the other end")
-        return opened
+            # A record of 16 KiB at most comes out at a time.
+            while done < len(view):
+                opened = cast(
+                    "int", self._tls.read(len(view) - done, view[done:])
+                )  # Of bytes without a buffer.
+                if not opened:
+                    raise ssl.SSLZeroReturnError(ssl.SSL_ERROR_ZERO_RETURN, "closed by the other end")
+                done += opened
+        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError, ssl.SSLEOFError) as error:
+            if not done and not isinstance(error, ssl.SSLWantReadError):
+                raise
+        return done
 
     def leave(self) -> bytes:
         """Leave TLS: return the bytes that were fed and belong to whatever comes after it.
