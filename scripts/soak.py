@@ -125,20 +125,29 @@ def soak(options: argparse.Namespace) -> Course:
         try:
             daemons = swarm.daemons(options.peers, args=LISTEN)
             with Fleet(daemons, normal(options.peers, options.values), codec=options.codec) as fleet:
-                bystanders = Bystanders()
+                bystanders = lately = Bystanders()
                 for number in range(options.rounds):
                     average(fleet, number, bound, course)
                     if number in looks:
                         course.usages.append(usage(fleet))
                     if (number + 1) % options.every == 0:
-                        print(
-                            f"{number + 1} rounds, {len(course.failures)} failed", file=sys.stderr, flush=True
-                        )
+                        print(block(course, options.every, lately), file=sys.stderr, flush=True)
+                        lately = Bystanders()
                 course.others = bystanders.cores()
         finally:
             left = swarm.close()
             course.failures += [f"left behind: {line}" for line in left]
     return course
+
+
+def block(course: Course, size: int, bystanders: Bystanders) -> str:
+    """A line on the last `size` rounds: late ones in a block in which others were busy are no fault of ours."""
+    last = course.seconds[-size:]
+    times = ", ".join(f"p{rank:g} {1e3 * percentile(last, rank):.1f}" for rank in (50, 99, 100))
+    return (
+        f"{len(course.seconds)} rounds, {len(course.failures)} failed; the last {size} in ms: {times}; "
+        f"others kept {bystanders.cores():.2f} cores busy"
+    )
 
 
 def growth(usages: Sequence[Sequence[dict[str, int]]]) -> list[dict[str, tuple[float, float]]]:
