@@ -8,7 +8,16 @@ import msgspec
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one round came to.
+    """What one round came to, for this member.
+
+    Not ok says that this member's tensors are as they were. It does not say that the others failed too: a member that
+    was cut off, or stopped, after its contribution was whole may be among the contributors of a mean that the others
+    hold and that it never learnt of. To contribute the same again in a later round counts it twice there.
+
+    While a member can reach anyone it asks for the mean until its timeout, and those that finished answer for some
+    seconds, so this befalls only members that reach no majority for a whole stall, or for the rest of the round. It
+    cannot be ruled out: whatever is agreed, the last message may be the one that is lost (the two generals; Gray,
+    "Notes on Data Base Operating Systems", 1978). Who cannot bear it takes the group's state after a failed round.
 
     Attributes:
         ok: Whether the tensors now hold the exact weighted mean over `contributors`; if not they are untouched.
