@@ -47,7 +47,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str = "allreduce"
     codec: str = "int8"
     group_size: int = 16
-    part_values: int = 256 * 1024
+    part_values: int = 512 * 1024
 
     @classmethod
     def create(
@@ -58,7 +58,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         strategy: str = "allreduce",
         codec: str = "int8",
         group_size: int = 16,
-        part_values: int = 256 * 1024,
+        part_values: int = 512 * 1024,
     ) -> RunSpec:
         """Check every option and bring the codec into its canonical form.
 

@@ -58,7 +58,7 @@ class Client:
         strategy: str = "allreduce",
         group_size: int = 16,
         codec: str = "int8",
-        part_values: int = 256 * 1024,
+        part_values: int = 512 * 1024,
     ) -> Run:
         """Take part in the run `name`; only peers that give the same arguments meet.
 
