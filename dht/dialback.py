@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 
 from equipoise.dht import messages
-from equipoise.dht.address import AddressError, is_relayed, parse_address
+from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
 from equipoise.dht.dialer import Unreached, probe
 from equipoise.dht.escaping import printable
 from equipoise.dht.limits import RateLimit
@@ -83,7 +83,7 @@ class DialBack:
         answer = messages.decode(data, Answer)
         if answer.busy:
             return None
-        reached = tuple(printable(one, 64) for one in answer.reached)
+        reached = tuple(one for one in answer.reached if _is_listen_address(one))
         return Finding(printable(answer.seen, 64), reached, printable(answer.failed, MAX_TEXT))
 
     async def answer(self, peer: str, data: bytes) -> bytes:
@@ -130,7 +130,7 @@ async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe
             await attempt(host, port)
         except Unreached as error:
             return "", str(error)
-        return f"{host} port {port}", ""
+        return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}", ""
 
     results = await asyncio.gather(*(one(host, port) for host, port in where))
     failures = [why for _, why in results if why]
@@ -139,6 +139,14 @@ async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe
         reached=tuple(place for place, _ in results if place),
         failed=(failures[0] if failures else "it listens nowhere that could be tried")[:MAX_TEXT],
     )
+
+
+def _is_listen_address(text: str) -> bool:
+    try:
+        parse_listen(text)
+    except AddressError:
+        return False
+    return True
 
 
 def _direct_hosts(paths: Iterable[str]) -> list[str]:

@@ -88,6 +88,11 @@ class Reach:
         return self._verdict.verdict == "private"
 
     @property
+    def reached_at(self) -> tuple[str, ...]:
+        """Where others have dialled this peer, in the form that `--listen` takes; a router may forward a port to it."""
+        return () if self.hidden else self._verdict.addresses
+
+    @property
     def dialable(self) -> bool:
         """Whether others can open channels to this peer, and it may own shares."""
         return not self.hidden or (bool(self.keeper.held) and stands_in(self.mates()))

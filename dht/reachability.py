@@ -23,7 +23,7 @@ class Finding:
 
     Attributes:
         seen: IP address that this peer's connection comes from, as the witness sees it.
-        reached: `HOST port PORT` of each address that led here.
+        reached: Addresses that led here, in the form that `--listen` takes.
         failed: Why none did, if none did.
     """
 
@@ -38,6 +38,7 @@ class Reachability:
     Attributes:
         verdict: `direct`, `private` or, before anybody has tried, `unknown`.
         reason: Why, in one line.
+        addresses: Those that led here when last heard of; a router's, if it forwards a port.
     """
 
     def __init__(self, hidden: str = "") -> None:
@@ -47,6 +48,7 @@ class Reachability:
         self._heard: dict[str, tuple[float, Finding]] = {}
         self.verdict: Verdict = "private" if hidden else "unknown"
         self.reason = hidden or "no peer has tried to dial it yet"
+        self.addresses: tuple[str, ...] = ()
 
     def whom(self, candidates: Iterable[str], now: float) -> list[str]:
         """Choose the peers to ask now, and count them as asked."""
@@ -64,7 +66,7 @@ class Reachability:
         return chosen
 
     def hear(self, peer: str, finding: Finding, now: float) -> bool:
-        """Weigh what `peer` found; return whether the verdict is another now.
+        """Weigh what `peer` found; return whether the verdict or the addresses are others now.
 
         Most of those who tried decide. If they are even it is `private`: owning no share costs this peer nothing,
         being given one that half the group cannot reach costs everybody the round.
@@ -72,14 +74,15 @@ class Reachability:
         self._heard[peer] = now, finding
         said = [one for _, one in self._heard.values()]
         reached = [one for one in said if one.reached]
-        before = self.verdict
+        before = self.verdict, self.addresses
+        self.addresses = tuple(dict.fromkeys(address for one in reached for address in one.reached))
         self.verdict = "direct" if 2 * len(reached) > len(said) else "private"
         if self.verdict == "direct":
             self.reason = f"{len(reached)} of {_peers(len(said))} reached it at {reached[-1].reached[0]}"
         else:
             failed = next(one for one in reversed(said) if not one.reached)
             self.reason = f"{len(said) - len(reached)} of {_peers(len(said))} failed, {failed.failed}"
-        return self.verdict != before
+        return (self.verdict, self.addresses) != before
 
     def doubt(self) -> None:
         """Ask everybody again: this peer's addresses are others now, or its network is."""

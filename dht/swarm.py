@@ -159,7 +159,9 @@ class Swarm:
     @property
     def addresses(self) -> list[str]:
         """Where others reach this member, in the form that `--join` takes, the best first."""
-        return self._reach.keeper.addresses + self._listening
+        listening = self._listening
+        reached = [f"{address}/p2p/{self.peer}" for address in self._reach.reached_at]
+        return self._reach.keeper.addresses + [one for one in reached if one not in listening] + listening
 
     @property
     def _listening(self) -> list[str]:

@@ -8,7 +8,7 @@ from equipoise.dht.dialback import targets
 from equipoise.dht.identity import Identity
 from equipoise.dht.reachability import TRUSTED_SECONDS, UNANSWERED_SECONDS, Finding, Reachability
 
-YES = Finding("44.0.0.1", ("44.0.0.1 port 4001",), "")
+YES = Finding("44.0.0.1", ("/ip4/44.0.0.1/tcp/4001",), "")
 NO = Finding("44.0.0.1", (), "nobody answers")
 
 
@@ -16,7 +16,8 @@ def test_it_is_unknown_until_somebody_has_tried() -> None:
     found = Reachability()
     assert found.verdict == "unknown"
     assert found.hear("a", YES, 0.0)
-    assert (found.verdict, found.reason) == ("direct", "1 of 1 peer reached it at 44.0.0.1 port 4001")
+    assert (found.verdict, found.reason) == ("direct", "1 of 1 peer reached it at /ip4/44.0.0.1/tcp/4001")
+    assert found.addresses == ("/ip4/44.0.0.1/tcp/4001",)
     assert not found.hear("a", YES, 1.0)
 
 

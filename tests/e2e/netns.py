@@ -144,6 +144,10 @@ class Network:
             with contextlib.suppress(NetworkError):
                 _run("ip", "netns", "exec", namespace, "tc", "qdisc", "delete", "dev", device, "root")
 
+    def forward(self, host: Host, port: int) -> None:
+        """Have the router of `host`, which is behind a NAT, pass connections to its TCP `port` on to the host."""
+        _nft(host.gateway, _FORWARD_RULES.format(port=port, address=host.address))
+
     def cut(self, host: Host) -> None:
         """Lose every packet from and to `host`, silently: its own device stays up, and nobody is told."""
         self._lose({(host.port, "*"), ("*", host.port)})
@@ -239,6 +243,16 @@ table ip guard {
   iifname "eth0" ct state new drop
  }
 }
+"""
+
+_FORWARD_RULES = """
+table ip nat {{
+ chain arriving {{
+  type nat hook prerouting priority -100;
+  iifname "eth0" tcp dport {port} dnat to {address}
+ }}
+}}
+insert rule ip guard through ct status dnat accept
 """
 
 

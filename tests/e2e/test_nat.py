@@ -166,6 +166,19 @@ def test_one_behind_a_nat_is_reachable_within_five_seconds(network: Network, sta
     assert seconds < 15.0, "5 s on a machine of its own"
 
 
+def test_one_whose_router_forwards_its_port_is_dialled_there(network: Network, start: Start) -> None:
+    network.forward(network.hosts[1], 4001)
+    public = start(network.hosts[0])
+    forwarded = start(network.hosts[1], [public_address(public, network.hosts[0])])
+    settled(forwarded, "direct")
+    known = eventually(
+        lambda: next((one for one in forwarded.addresses if f"/{network.hosts[1].public}/" in one), ""),
+        "the router's address",
+    )
+    stranger = start(network.hosts[3], [known])
+    eventually(lambda: _joined(stranger), "another to join through it")
+
+
 def test_a_lost_relay_is_replaced(network: Network, start: Start) -> None:
     first, last = network.hosts[0], network.hosts[3]
     relays = [start(first, args=["--relay"])]

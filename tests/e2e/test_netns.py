@@ -82,6 +82,8 @@ def test_a_host_behind_a_nat_dials_out_and_cannot_be_dialled() -> None:
             assert dial(inside, public.address) == f"{inside.public} 0"
             assert dial(public, inside.public, 0.5) == dial(public, inside.address, 0.5) == "lost"
             assert dial(neighbour, inside.public, 0.5) == "lost"
+            network.forward(inside, 7000)
+            assert dial(neighbour, inside.public) == f"{neighbour.public} 0"
 
 
 @pytest.mark.parametrize(("nat", "shaped"), [([], 0), ([], 1), ([1], 0), ([1], 1)])
