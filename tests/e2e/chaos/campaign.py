@@ -233,16 +233,15 @@ class Campaign:
         return lasting[-1].fault.kind if lasting else ""
 
     def _collect(self, members: Sequence[Member]) -> None:
+        """Wait until all of them are done; not for those who were left without a group, whom the others meet next."""
         calls = [member.call for member in members if member.call is not None]
-        patience = float("inf")
+        began = time.monotonic()
         while waiting := [call for call in calls if not call.done.is_set()]:
-            now = time.monotonic()
-            returned = [call.ended for call in calls if call.done.is_set()]
-            if len(returned) >= 2:
-                patience = max(returned) + PATIENCE_SECONDS
-            if now > patience:
+            last = max([began, *(call.ended for call in calls if call.done.is_set())])
+            left = last + PATIENCE_SECONDS - time.monotonic()
+            if left <= 0:
                 break
-            waiting[0].done.wait(min(0.02, max(patience - now, 0.001)))
+            waiting[0].done.wait(min(0.02, left))
             self._check_hung()
         self._harvest()
 
