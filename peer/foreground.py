@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 import uvloop
 
+from equipoise.dht.lean import bare_packages
 from equipoise.peer.config import HOME_ENV, Loaded
 from equipoise.peer.daemon import Assemble, Daemon, assemble
 from equipoise.peer.errors import EquipoiseError
@@ -49,6 +50,7 @@ def launch(loaded: Loaded, command: Sequence[str], assemble: Assemble = assemble
 def _run(main: Coroutine[Any, Any, int]) -> int:
     # Parts fit in cache, where one thread is fastest; more of them would wait for cores that training needs.
     torch.set_num_threads(1)
+    bare_packages()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
@@ -63,9 +65,7 @@ async def _serve(daemon: Daemon) -> int:
         daemon.request_stop(f"signal {number.name}")
 
     with _signals(asked, forced=_exit):
-        await daemon.start()
-        # Nothing that torch and hivemind brought along is ever freed: not to look at it again saves a pause of 0.1 s.
-        gc.freeze()
+        await _start(daemon)
         try:
             await daemon.serve()
         finally:
@@ -73,8 +73,14 @@ async def _serve(daemon: Daemon) -> int:
     return 0
 
 
-async def _launch(daemon: Daemon, home: str, command: Sequence[str]) -> int:
+async def _start(daemon: Daemon) -> None:
     await daemon.start()
+    # Nothing that torch and hivemind brought along is ever freed: not to look at it again saves a pause of 0.1 s.
+    gc.freeze()
+
+
+async def _launch(daemon: Daemon, home: str, command: Sequence[str]) -> int:
+    await _start(daemon)
     try:
         environment = {**os.environ, HOME_ENV: home}
         try:
