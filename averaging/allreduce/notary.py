@@ -59,13 +59,12 @@ class Notary:
         """What is to be sent, with the signatures that it needs."""
         match message:
             case wire.Held(ballot, decision, digest):
-                vote = Vote(ballot, decision, digest)
-                signed = self._signatures.setdefault(vote, {})
-                if self._me not in signed:
-                    signed[self._me] = self._keys.sign(self._statement(vote))
-                return msgspec.structs.replace(message, signature=signed[self._me])
+                return msgspec.structs.replace(message, signature=self._sign(Vote(ballot, decision, digest)))
             case wire.Commit(ballot, decision, digest, holders):
-                known = self._signatures.get(Vote(ballot, decision, digest), {})
+                vote = Vote(ballot, decision, digest)
+                if holders >> self._me & 1:
+                    self._sign(vote)
+                known = self._signatures.get(vote, {})
                 proofs = tuple((one, known[one]) for one in members_of(holders) if one in known)
                 return msgspec.structs.replace(message, signatures=proofs)
         return message
@@ -81,7 +80,7 @@ class Notary:
                 proved = sum(
                     1 << voter
                     for voter in members_of(holders & ((1 << len(self._peers)) - 1))
-                    if voter == sender or self._proved(sender, voter, vote, proofs.get(voter))
+                    if self._proved(sender, voter, vote, proofs.get(voter))
                 )
                 return msgspec.structs.replace(message, holders=proved)
         return message
@@ -91,11 +90,18 @@ class Notary:
             return True
         if signature is None or self._bad[sender] >= MAX_BAD_SIGNATURES:
             return False
-        if not self._keys.verify(self._peers[voter], self._statement(vote), signature):
+        # What a voter says itself is true of it; without a signature we could not tell it on, so it must have one.
+        if voter != sender and not self._keys.verify(self._peers[voter], self._statement(vote), signature):
             self._bad[sender] += 1
             return False
         self._keep(sender, voter, vote, signature)
         return True
+
+    def _sign(self, vote: Vote) -> bytes:
+        signed = self._signatures.setdefault(vote, {})
+        if self._me not in signed:
+            signed[self._me] = self._keys.sign(self._statement(vote))
+        return signed[self._me]
 
     def _keep(self, teller: int, voter: int, vote: Vote, signature: bytes) -> None:
         known = self._signatures.get(vote)

@@ -74,6 +74,14 @@ def test_a_vote_that_was_heard_needs_no_proof_and_no_check() -> None:
     assert checks == []
 
 
+def test_what_was_learnt_from_a_commit_can_be_proved_to_others() -> None:
+    second = notary(C)
+    second.check(A, commit([A, B]))
+    told = second.seal(wire.Commit(0, DECISION, DIGEST, 0b0111))
+    assert isinstance(told, wire.Commit)
+    assert believed(notary(D), C, told) == 0b0111
+
+
 def test_who_only_says_so_speaks_for_itself() -> None:
     assert believed(notary(D), A, commit([A], holders=0b1111)) == 0b0001
 
@@ -93,20 +101,21 @@ def test_a_signature_is_of_one_round() -> None:
 
 def test_a_signature_is_of_one_voter_and_domain() -> None:
     genuine = dict(commit([A, B]).signatures)
-    forged = wire.Commit(0, DECISION, DIGEST, 0b0111, ((C, genuine[B]), (B, HELD.digest)))
-    assert believed(notary(D), A, forged) == 0b0001
+    forged = wire.Commit(0, DECISION, DIGEST, 0b0110, ((C, genuine[B]), (B, HELD.digest)))
+    assert believed(notary(D), A, forged) == 0
 
 
 def test_strangers_hold_nothing() -> None:
     proofs = tuple((member, b"x") for member in range(64))
+    assert believed(notary(D), A, wire.Commit(0, DECISION, DIGEST, 0b0001)) == 0, "not even its own, unsigned"
     assert believed(notary(D), A, wire.Commit(0, DECISION, DIGEST, 2**64 - 1, proofs)) == 0b0001
 
 
 def test_what_one_member_makes_us_check_and_keep_is_bounded() -> None:
     listener = notary(D)
     for ballot in range(10 * MAX_BAD_SIGNATURES):
-        vote = wire.Commit(ballot, DECISION, DIGEST, 0b0011, ((B, b"forged"),))
-        assert believed(listener, A, vote) == 0b0001
+        vote = wire.Commit(ballot, DECISION, DIGEST, 0b0010, ((B, b"forged"),))
+        assert believed(listener, A, vote) == 0
         listener.check(A, wire.Held(ballot, DECISION, DIGEST, b"x"))
     assert len(checks) == MAX_BAD_SIGNATURES
     assert len(listener._signatures) <= MAX_VOTES_PER_MEMBER
