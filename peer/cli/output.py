@@ -66,10 +66,11 @@ def print_status(status: Status) -> None:
 
 
 def print_peers(peers: Sequence[PeerRow]) -> None:
-    """Print one line for each peer of each run."""
+    """Print one line for each peer of each run, then one for each peer that says how it is reached, and why."""
     if not peers:
         Console().print("no peers: no script takes part in a run")
         return
+    console = Console()
     rows = [
         (
             row.run,
@@ -77,12 +78,13 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
             "other options" if not row.same_spec else "ready" if row.ready else "computing",
             str(row.round),
             f"{row.accumulated:g}",
-            row.reach,
-            row.why,
         )
         for row in peers
     ]
-    Console().print(_table(("run", "peer", "state", "round", "accumulated", "reached", "why"), rows))
+    console.print(_table(("run", "peer", "state", "round", "accumulated"), rows))
+    console.print()
+    for peer, why in {row.peer: f"{row.reach}: {row.why}" for row in peers}.items():
+        _line(console, peer[-SHORT_PEER:], why)
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
