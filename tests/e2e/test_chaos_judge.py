@@ -1,0 +1,130 @@
+"""What chaos runs hold rounds to: broken promises must be found, and kept ones must not be called broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from e2e.chaos.judge import Judge
+from e2e.chaos.member import Call
+from e2e.chaos.truth import Contribution, Truth
+from equipoise.averaging.outcome import Outcome
+
+VALUES = 1_200_000
+"""More than a tile."""
+
+MEMBERS = ("peer0", "peer1", "peer2")
+
+Break = Callable[[torch.Tensor], object]
+
+
+def mean(truth: Truth, members: tuple[int, ...] = (0, 1, 2), round: int = 7) -> torch.Tensor:
+    """The float32 mean over members whose weights are 1, 2 and 3."""
+    total, weights = torch.zeros(VALUES), 0.0
+    for member in members:
+        tensor = torch.empty(VALUES)
+        truth.fill(tensor, member, round)
+        total += tensor * (member + 1.0)
+        weights += member + 1.0
+    return total / weights
+
+
+def ended(member: int, outcome: Outcome, took: float = 1.0, print: str = "same", round: int = 7) -> Call:
+    call = Call(Contribution(member, round, member + 1.0), timeout=5.0, began=100.0, ended=100.0 + took)
+    call.outcome, call.print = outcome, print
+    return call
+
+
+def ok(digest: str = "d", members: tuple[int, ...] = (0, 1, 2), round: int = 7) -> Outcome:
+    contributors = {MEMBERS[member]: member + 1.0 for member in members}
+    return Outcome(
+        ok=True, reason="mean", round=round, group=MEMBERS, contributors=contributors, digest=digest
+    )
+
+
+@pytest.fixture
+def truth() -> Truth:
+    return Truth(1, VALUES, "fp32")
+
+
+@pytest.fixture
+def judge(truth: Truth) -> Judge:
+    judge = Judge(truth)
+    for member, peer in enumerate(MEMBERS):
+        judge.register(peer, Contribution(member, 7, member + 1.0))
+    return judge
+
+
+def test_kept_promises_are_no_violations(judge: Judge, truth: Truth) -> None:
+    untouched = torch.empty(VALUES)
+    truth.fill(untouched, 2, 7)
+
+    for member in (0, 1):
+        judge.judge(MEMBERS[member], ended(member, ok()), mean(truth))
+    judge.judge("peer2", ended(2, Outcome(ok=False, reason="timed out")), untouched)
+
+    assert not judge.violations
+    assert judge.errors[0].share_of_bound < 1
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        lambda tensor: tensor.mul_(1.001),
+        lambda tensor: tensor[700_000].add_(0.01),
+        lambda tensor: tensor[-1].fill_(float("nan")),
+        lambda tensor: tensor[256:512].copy_(tensor[512:768].clone()),
+        lambda tensor: tensor[:4].zero_(),
+    ],
+    ids=["scaled", "one value", "nan", "misplaced block", "lost values"],
+)
+def test_a_wrong_mean_is_found(judge: Judge, truth: Truth, break_it: Break) -> None:
+    wrong = mean(truth)
+    break_it(wrong)
+    judge.judge("peer0", ended(0, ok()), wrong)
+    assert "is not the mean" in judge.violations[0]
+
+
+def test_a_mean_over_others_than_it_names_is_found(judge: Judge, truth: Truth) -> None:
+    judge.judge("peer0", ended(0, ok(members=(0, 1))), mean(truth))
+    assert "is not the mean" in judge.violations[0]
+
+
+def test_members_of_a_group_that_differ_are_found(judge: Judge, truth: Truth) -> None:
+    judge.judge("peer0", ended(0, ok()), mean(truth))
+    judge.judge("peer1", ended(1, ok(), print="other"), mean(truth))
+    assert "differs from member 0" in judge.violations[0]
+
+
+def test_two_decisions_of_one_group_are_found(judge: Judge, truth: Truth) -> None:
+    judge.judge("peer0", ended(0, ok()), mean(truth))
+    judge.judge("peer1", ended(1, ok("e", (0, 1)), print="other"), mean(truth, (0, 1)))
+    assert "differs from its group" in judge.violations[0]
+
+
+def test_a_contribution_counted_twice_is_found(judge: Judge, truth: Truth) -> None:
+    judge.judge("peer0", ended(0, ok()), mean(truth))
+    judge.judge("peer1", ended(1, ok("e", round=8), print="other"), mean(truth))
+    assert "a second time" in judge.violations[0]
+
+
+def test_a_contribution_that_nobody_made_is_found(judge: Judge, truth: Truth) -> None:
+    outcome = ok()
+    outcome.contributors["peer2"] = 2.5
+    judge.judge("peer0", ended(0, outcome), mean(truth))
+    assert "nobody made" in judge.violations[0]
+
+
+def test_a_failure_that_touched_the_tensor_is_found(judge: Judge, truth: Truth) -> None:
+    judge.judge("peer0", ended(0, Outcome(ok=False, reason="timed out")), mean(truth))
+    assert "its tensor has changed" in judge.violations[0]
+
+
+def test_a_failure_without_a_reason_and_a_late_return_are_found(judge: Judge, truth: Truth) -> None:
+    untouched = torch.empty(VALUES)
+    truth.fill(untouched, 0, 7)
+    judge.judge("peer0", ended(0, Outcome(ok=False, reason=""), took=6.5), untouched)
+    assert "returned after 6.50 s" in judge.violations[0]
+    assert "without a reason" in judge.violations[1]
