@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ class Story:
         calls: Every call that returned.
         back: The ways back to an ok outcome.
         before: By member, what its daemon held after its first rounds; `after` at the end.
+        load: How many processes wanted to run, after each round: others' count too.
         left: What was left behind.
         judge: Holds the violations.
     """
@@ -95,6 +97,7 @@ class Story:
     back: list[Return] = field(default_factory=list)
     before: dict[int, Usage] = field(default_factory=dict)
     after: dict[int, Usage] = field(default_factory=dict)
+    load: list[float] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
     @property
@@ -192,6 +195,7 @@ class Campaign:
             strike.watch(calls[strike.victim])
         self._collect([member for member in ready if strike is None or member is not strike.victim])
         self.story.rounds += 1
+        self.story.load.append(os.getloadavg()[0])
         if strike is not None:
             if not strike.struck.wait(TRAP_SECONDS):
                 strike.now.set()

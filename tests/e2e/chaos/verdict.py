@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -58,6 +59,7 @@ class Verdict:
             "codec": plan.codec,
             "rounds": story.rounds,
             "seconds": round(story.seconds, 1),
+            "load": f"{_spread(story.load)} on {os.cpu_count()} processors",
             "calls": self._calls(),
             "failed": dict(Counter(_kind(call.reason) for call in story.calls if not call.ok)),
             "means": len(story.judge.errors),
