@@ -32,7 +32,7 @@ from equipoise.dht.relay.messages import (
 )
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.relay.standin import stands_in
-from equipoise.dht.streams import receive_message, send_message
+from equipoise.dht.streams import StreamClosed, receive_message, send_message
 from equipoise.dht.swarm import Swarm
 
 P2PD_ANSWER = bytes.fromhex("0802" + "1a0a0880c486d80612020102" + "220608781080800828" + "64")
@@ -232,3 +232,28 @@ async def test_members_find_out_whether_they_can_be_dialled(members, until) -> N
     # It leaves the others' routing tables: look-ups would fail there.
     await until(lambda: wrong.peer not in first._protocol.peers)
     assert first.reach(wrong.peer).state == "unknown"
+
+
+async def test_nobody_is_dialled_back_without_end(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await until(lambda: second.status().reach.state == "direct")
+    dialback = second._reach._dialback
+    answers = [await dialback.ask(first.peer, tuple(second.addresses)) for _ in range(10)]
+    assert answers.count(None) >= 5, "the others were told that it is busy"
+    assert all(answer.reached for answer in answers if answer is not None)
+
+
+async def test_who_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch) -> None:
+    monkeypatch.setattr(service, "ANSWER_SECONDS", 0.2)
+    relay = await members.start("relay", relay=RelayRules())
+    client = await members.start("client", join=relay.addresses, client_mode=True)
+    await until(lambda: relayed(client))
+    inbound = relay._reach._inbound[0]
+    streams = [await client._link.open_stream(relay.peer, HOP_PROTOCOL) for _ in range(40)]
+    for stream in streams:
+        with pytest.raises(StreamClosed):
+            await receive_message(stream)
+        stream.close()
+    await until(lambda: not inbound._tasks)
+    assert not inbound._per_peer
