@@ -1,12 +1,19 @@
-"""How busy other programs kept this machine while something was measured."""
+"""What benchmarks need of the machine: how busy others kept it, and an end that leaves nothing behind."""
 
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import time
 from collections.abc import Iterable
 
 import psutil
+
+
+def end_cleanly_when_terminated() -> None:
+    """Let SIGTERM end this process as an exception does, so that daemons and networks go with it."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def cpu_seconds(family: Iterable[psutil.Process]) -> float:

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import psutil
-from bench_load import Bystanders, cpu_seconds
+from bench_load import Bystanders, cpu_seconds, end_cleanly_when_terminated
 from bench_report import Row, summary, table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -313,6 +313,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
+    end_cleanly_when_terminated()
     results = []
     for peers in options.peers:
         rates = options.shape * peers if len(options.shape) == 1 else options.shape

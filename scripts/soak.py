@@ -24,7 +24,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from bench_load import Bystanders
+from bench_load import Bystanders, end_cleanly_when_terminated
 from bench_round import count
 
 from e2e.fleet import Fleet, normal
@@ -245,6 +245,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.rounds <= options.warm:
         parser.error(f"--rounds: expected more than the {options.warm} warm ones")
+    end_cleanly_when_terminated()
     verdict = judge(soak(options), options)
     print(json.dumps(verdict)) if options.json else show(verdict)
     return int(bool(verdict["violations"]))
