@@ -7,6 +7,12 @@ from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.attendance import Attendance
 from equipoise.averaging.allreduce.ledger import Ledger
 
+WORD_SECONDS = 1.0
+"""Between two words to others that we wait for someone who delivers: twice within a stall, so that one may be late."""
+
+PLENTY = 1 << 40
+"""Bytes that a word is worth: whoever waits for someone who delivers is itself not stalled."""
+
 
 def due_report(agreement: Agreement, ledger: Ledger, attendance: Attendance) -> wire.Report | None:
     """As owner, once every contribution is here or not to be expected: which are whole, unless that has been said."""
@@ -19,9 +25,32 @@ def due_report(agreement: Agreement, ledger: Ledger, attendance: Attendance) -> 
     return agreement.report(ballot.plan, whole)
 
 
-def word_of_patience(agreement: Agreement, ledger: Ledger) -> wire.Plan | wire.Propose | wire.Report | None:
-    """That we wait for someone who delivers, lest we are taken for stalled: for the leader, or as leader for all."""
-    plan = agreement.ballot.plan
-    if agreement.leader == agreement.me:
-        return agreement.standing
-    return None if plan is None else wire.Report(plan.ballot, plan.sequence, ledger.whole(), final=False)
+class Words:
+    """Words that one waits for someone who delivers, lest one is taken for stalled.
+
+    They go to the leader as a `Report` that is not final, and from the leader to all as its last message once more.
+
+    Args:
+        now: Monotonic seconds.
+        timeout: Seconds until the round fails.
+    """
+
+    def __init__(self, now: float, timeout: float) -> None:
+        self._believed_until = now + timeout / 2
+        self._said_at = now
+
+    def believes(self, now: float) -> bool:
+        """Whether others' words still count: nobody may hold a round by words for more than half of its time."""
+        return now < self._believed_until
+
+    def due(
+        self, agreement: Agreement, ledger: Ledger, now: float
+    ) -> wire.Plan | wire.Propose | wire.Report | None:
+        """What to say now, to the leader, or as leader to all; None if it was said a moment ago."""
+        plan = agreement.ballot.plan
+        if now < self._said_at + WORD_SECONDS:
+            return None
+        self._said_at = now
+        if agreement.leader == agreement.me:
+            return agreement.standing
+        return None if plan is None else wire.Report(plan.ballot, plan.sequence, ledger.whole(), final=False)

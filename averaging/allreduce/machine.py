@@ -52,19 +52,13 @@ from equipoise.averaging.allreduce.events import (
     Woke,
 )
 from equipoise.averaging.allreduce.fetching import Fetching
-from equipoise.averaging.allreduce.following import due_report, word_of_patience
+from equipoise.averaging.allreduce.following import PLENTY, Words, due_report
 from equipoise.averaging.allreduce.leading import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.allreduce.waiting import awaited, phase_of, waiting_for
 
 LINGER_SECONDS = 5.0
 """How long a member answers those who have not learnt the outcome, once all that live hold the mean."""
-
-WORD_SECONDS = 1.0
-"""Between two words to others that we wait for someone who delivers: twice within a stall, so that one may be late."""
-
-PLENTY = 1 << 40
-"""Bytes that a word is worth: whoever waits for someone who delivers is itself not stalled."""
 
 MAX_NOTES = 64
 """Most lines kept on what went wrong in a round."""
@@ -90,8 +84,7 @@ class AllReduce:
         self.notes: list[str] = []
         self._ends_at = now + timeout
         self._releases_at = float("inf")
-        self._half_time = now + timeout / 2
-        self._word_at = now
+        self._words = Words(now, timeout)
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
         self._attendance = Attendance(group, now, stall)
         self._agreement = Agreement(group, me)
@@ -223,20 +216,16 @@ class AllReduce:
             self._attendance.arrived(sender, now)
 
     def _on_bytes(self, sender: int, count: int, now: float) -> None:
-        if self.ended is None and self._attendance.received(sender, count, self._awaited, now):
-            self._pass_word(now)
-
-    def _on_word(self, sender: int, now: float) -> None:
-        """`sender` waits for someone who delivers: so do we, who wait for `sender`, for half of our time at most."""
-        if now < self._half_time and sender != self.me and not self._awaited.dispensable:
-            self._on_bytes(sender, PLENTY, now)
-
-    def _pass_word(self, now: float) -> None:
-        word = word_of_patience(self._agreement, self._ledger)
-        if word is not None and now >= self._word_at + WORD_SECONDS:
-            self._word_at = now
+        if self.ended is not None or not self._attendance.received(sender, count, self._awaited, now):
+            return
+        if word := self._words.due(self._agreement, self._ledger, now):
             leader = self._agreement.leader
             self._broadcast(word, -1 if leader == self.me else 1 << leader)
+
+    def _on_word(self, sender: int, now: float) -> None:
+        """`sender` waits for someone who delivers: so do we, who wait for `sender`."""
+        if self._words.believes(now) and sender != self.me and not self._awaited.dispensable:
+            self._on_bytes(sender, PLENTY, now)
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
         if isinstance(self.ended, Finish):
