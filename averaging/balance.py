@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 MIN_BANDWIDTH = 1.0
 """Bytes per second. Nobody is slower; what a member says of itself must not make others divide by almost nothing."""
+
+ALIKE = 1.4
+"""Bandwidths that differ by less than this factor from the median count as equal to it. Measurements of equal links
+differ by a third now and then; unequal shares for equal members cost more than equal shares for almost equal ones."""
+
+
+def settle(bandwidths: Sequence[float]) -> list[float]:
+    """What members say of their bandwidths, in bytes per second, without the noise; who says 0 counts as the median."""
+    known = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
+    usual = statistics.median_low(known) if known else MIN_BANDWIDTH
+    return [
+        usual if bandwidth <= 0 or usual / ALIKE < bandwidth < usual * ALIKE else bandwidth
+        for bandwidth in bandwidths
+    ]
 
 
 def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:

@@ -1,8 +1,9 @@
 """What this peer can send, learnt from what it has sent.
 
 A member's share follows from its bandwidth (`balance`), so the estimate must be steady: the shares of equal members
-should be equal. It is the peak rate over windows in which something waited to be sent all the time, averaged over
-recent bursts, old ones counting half as much as the next. What is faster than `FAST` counts as `FAST`: there the
+should be equal. It is the upper quartile of the rates over windows in which something waited to be sent all the time
+(in the others, receivers held it up; the very fastest owe their speed to buffers), averaged over recent bursts, old
+ones counting half as much as the next. What is faster than `FAST` counts as `FAST`: there the
 machines, not the wire, set the pace, and measurements of it are noise.
 """
 
@@ -17,6 +18,9 @@ WINDOW_SECONDS = 0.1
 MIN_BYTES = 256 * 1024
 """A window with fewer tells more of round trips than of bandwidth."""
 
+MAX_WINDOWS = 1024
+"""Of one burst: more than a minute's, after which others tell nothing new."""
+
 KEPT = 0.5
 """Weight of all earlier bursts against the newest: a link that slows down by half is known after three rounds."""
 
@@ -27,7 +31,7 @@ class Bandwidth:
     def __init__(self) -> None:
         self._estimate = 0.0
         self._began: tuple[float, int] | None = None
-        self._peak = 0.0
+        self._rates: list[float] = []
 
     @property
     def estimate(self) -> float:
@@ -48,17 +52,19 @@ class Bandwidth:
         seconds, count = now - since, delivered - before
         if seconds >= WINDOW_SECONDS:
             self._began = (now, delivered)
-            if count >= MIN_BYTES:
-                self._peak = max(self._peak, count / seconds)
+            if count >= MIN_BYTES and len(self._rates) < MAX_WINDOWS:
+                self._rates.append(count / seconds)
 
     def end_burst(self, now: float, delivered: int) -> None:
         """Nothing waits any more."""
-        if self._began is not None and not self._peak:
+        if self._began is not None and not self._rates:
             # The whole burst was shorter than a window; that it was over so soon is what counts.
             since, before = self._began
             if delivered - before >= MIN_BYTES and now > since:
-                self._peak = (delivered - before) / (now - since)
-        if self._peak:
+                self._rates.append((delivered - before) / (now - since))
+        if self._rates:
+            rate = sorted(self._rates)[len(self._rates) * 3 // 4]
             kept = KEPT if self._estimate else 0.0
-            self._estimate = kept * self._estimate + (1 - kept) * min(self._peak, FAST)
-        self._began, self._peak = None, 0.0
+            self._estimate = kept * self._estimate + (1 - kept) * min(rate, FAST)
+        self._began = None
+        self._rates.clear()

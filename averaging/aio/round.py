@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import statistics
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ from equipoise.averaging.allreduce.events import (
 from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.notary import Keys, Notary
-from equipoise.averaging.balance import balance
+from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.partition import partition
@@ -86,9 +85,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> Group:
     """The round as every member derives it from the manifest alone."""
     members = manifest.members
     dialable = [join.dialable for join in members]
-    known = [join.bandwidth for join in members if join.bandwidth > 0]
-    usual = statistics.median(known) if known else 1.0
-    fractions = balance([join.bandwidth or usual for join in members], dialable)
+    fractions = balance(settle([join.bandwidth for join in members]), dialable)
     leaders = [index for index, join in enumerate(members) if join.dialable]
     convening = [index for index in leaders if members[index].peer == manifest.convener]
     return Group(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.balance import balance
+from equipoise.averaging.balance import balance, settle
 from oracles.averaging import best_butterfly_seconds, butterfly_seconds
 
 bandwidths_and_owners = st.lists(
@@ -66,3 +66,13 @@ def test_the_cut_does_not_depend_on_how_an_interpreter_adds() -> None:
     shuffled = bandwidths[::-1]
     fractions = balance(bandwidths, [True] * 16)
     assert balance(shuffled, [True] * 16) == fractions[::-1]
+
+
+def test_members_that_measure_almost_alike_get_equal_shares() -> None:
+    assert settle([24e6, 25e6, 26.5e6, 31e6]) == [25e6] * 4
+    assert settle([6.2e6, 25e6, 24e6, 26e6]) == [6.2e6, 24e6, 24e6, 24e6]
+
+
+def test_who_does_not_know_its_bandwidth_counts_as_the_usual_one() -> None:
+    assert settle([0.0, 25e6, 100e6]) == [25e6, 25e6, 100e6]
+    assert settle([0.0, 0.0]) == [1.0, 1.0]
