@@ -75,6 +75,33 @@ def test_the_explorer_finds_promises_that_do_not_bind(monkeypatch: pytest.Monkey
         Explorer(Search((1.0, 2.0, 3.0), owner=1, crashes=1, early=1)).run()
 
 
+def the_lost_are_given_up_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Attendance, "hoped_for", Attendance.here)
+
+
+def means_are_dropped_with_the_connection(patch: pytest.MonkeyPatch) -> None:
+    """Who finished keeps nothing for those whose connection broke a moment ago."""
+    patch.setattr(Attendance, "given_up_at", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "search"),
+    [
+        (the_lost_are_given_up_at_once, Search((1.0, 2.0), blips=1, must_succeed=True)),
+        (
+            means_are_dropped_with_the_connection,
+            Search((1.0, 2.0, 3.0), dialable=0b001, blips=1, any_order=True, must_succeed=True),
+        ),
+    ],
+)
+def test_the_explorer_finds_impatience(
+    mutate: Patch, search: Search, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Violation, match="failed: "):
+        Explorer(search).run()
+
+
 def half_is_a_majority(patch: pytest.MonkeyPatch) -> None:
     for module in (agreement, ballot):
         patch.setattr(module, "is_majority", lambda mask, size: 2 * mask.bit_count() >= size)
