@@ -47,13 +47,14 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
 
 def test_every_command_is_one_that_the_story_runs() -> None:
     told = [words[:2] for words in commands()]
-    assert [words[1] for words in told] == ["daemon", "daemon", "launch", "status", "peers", "rounds", "stop"]
+    verbs = ["daemon", "daemon", "launch", "daemon", "daemon", "status", "peers", "rounds", "stop"]
+    assert [words[1] for words in told] == verbs
     assert {words[0] for words in told} == {"equipoise"}
 
 
 @pytest.mark.timeout(240)
 def test_the_story(swarm: Swarm) -> None:
-    _, join, launch, *looks = commands()
+    _, join, launch, _, _, *looks = commands()
     first = swarm.daemon("first")
     second = swarm.daemon("second", join=told(join[3:], first))
     (swarm.folder / "train.py").write_text(script("train.py"))
@@ -69,6 +70,17 @@ def test_the_story(swarm: Swarm) -> None:
         second.json(*words[1:])
     assert second.cli(*looks[-1][1:]).returncode == 0
     assert second.wait(30) == 0
+
+
+@pytest.mark.timeout(120)
+def test_the_doors_of_a_daemon(swarm: Swarm) -> None:
+    doors, relay = [
+        [re.sub(r"/tcp/\d+$", "/tcp/0", word) for word in words[2:]]  # Another test may have taken the ports.
+        for words in commands()[3:5]
+    ]
+    assert swarm.daemon("doors", args=doors).json("status")["swarm"]["direct"]["listening"]
+    settings = {one["key"]: one for one in swarm.daemon("relay", args=relay).json("status")["settings"]}
+    assert (settings["relay"]["value"], settings["relay_bandwidth"]["value"]) == (True, 5e6)
 
 
 @pytest.mark.timeout(120)
