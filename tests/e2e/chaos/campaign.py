@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import psutil
+
 from e2e.chaos.faults import Fault, Strike, draw
 from e2e.chaos.judge import Judge
 from e2e.chaos.member import Call, Member, Return, Usage
 from e2e.chaos.truth import Truth
 from e2e.chaos.wires import Wires
-from e2e.swarm import Swarm, eventually
+from e2e.swarm import STOP_SECONDS, Swarm, eventually
 
 LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0")
 
@@ -159,9 +162,12 @@ class Campaign:
 
     def close(self) -> list[str]:
         """Disconnect all trainers and end all processes; returns what outlived its daemon."""
+        for strike in self.story.strikes:
+            strike.over.wait(STOP_SECONDS)  # It may be about to start a daemon.
         for member in self.members:
-            member.daemon.resume()
-            member.detach()
+            if member.pids:
+                member.daemon.resume()
+                member.detach()
         return [f"outlived its daemon: {line}" for line in self._swarm.close()]
 
     @property
@@ -179,20 +185,11 @@ class Campaign:
 
     def _round(self, number: int, fault: Fault | None) -> None:
         chance = random.Random(f"{self.plan.seed}/round/{number}")
-        ready = self._gather(self.plan.peers if chance.random() < FULL_CHANCE or not number else FEWEST)
-        strike = None
-        victims = [] if fault is None else [self.members[index] for index in fault.order]
-        victim = next((one for one in victims if one in ready and not self._lasting(one)), None)
-        if fault is not None and victim is not None:
-            strike = Strike(fault, number, victim, self._network)
-            strike.arm()
-        calls = self._call(number, ready, chance)
+        ready = self._gather(self.plan.peers if chance.random() < FULL_CHANCE else FEWEST)
+        strike = None if fault is None else self._prepare(fault, number, ready)
+        self._call(number, ready, chance)
         if strike is not None:
-            self.story.strikes.append(strike)
-            strike.calls = [
-                one.call for one in self.members if one is not strike.victim and one.call is not None
-            ]
-            strike.watch(calls[strike.victim])
+            self._watch(strike)
         self._collect([member for member in ready if strike is None or member is not strike.victim])
         self.story.rounds += 1
         self.story.load.append(os.getloadavg()[0])
@@ -201,6 +198,22 @@ class Campaign:
                 strike.now.set()
             strike.struck.wait(self.plan.timeout)
             self._say(str(strike))
+
+    def _prepare(self, fault: Fault, number: int, ready: Sequence[Member]) -> Strike | None:
+        """Set the trap of one who takes part; None if all who do have faults to recover from."""
+        victims = [self.members[index] for index in fault.order if self.members[index] in ready]
+        victim = next((one for one in victims if not self._lasting(one)), None)
+        if victim is None:
+            return None
+        strike = Strike(fault, number, victim, self._network)
+        strike.arm()
+        self.story.strikes.append(strike)
+        return strike
+
+    def _watch(self, strike: Strike) -> None:
+        calls = {member: member.call for member in self.members if member.call is not None}
+        strike.watch(calls.pop(strike.victim))
+        strike.calls = list(calls.values())
 
     def _gather(self, wanted: int) -> list[Member]:
         """Those who are free to begin a round, at least `wanted` with those who wait for a group already."""
@@ -215,25 +228,23 @@ class Campaign:
         assert found is not None
         return found
 
-    def _call(self, number: int, ready: Sequence[Member], chance: random.Random) -> dict[Member, Call]:
+    def _call(self, number: int, ready: Sequence[Member], chance: random.Random) -> None:
         weights = [chance.uniform(0.5, 8.0) for _ in self.members]
         late = [chance.uniform(0.0, STAGGER_SECONDS) for _ in self.members]
         observer = chance.randrange(len(self.members)) if chance.random() < OBSERVER_CHANCE else None
         if observer is not None and len(ready) > FEWEST:
             weights[observer] = 0.0
-        calls = {}
         for member in ready:
             call = member.prepare(number, weights[member.index], self.plan.timeout)
             self.story.judge.register(member.peer_id, call.contribution)
             call.faulted = self._lasting(member)
-            calls[member] = call
         for member in ready:
             member.average(late[member.index])
-        return calls
 
     def _lasting(self, member: Member) -> str:
         """The fault from which a member has not recovered yet, though it takes part."""
-        lasting = [one for one in self.story.strikes if one.victim is member and not one.over.is_set()]
+        struck = [one for one in self.story.strikes if one.victim is member and one.struck.is_set()]
+        lasting = [one for one in struck if not one.over.is_set()]
         return lasting[-1].fault.kind if lasting else ""
 
     def _collect(self, members: Sequence[Member]) -> None:
@@ -267,7 +278,9 @@ class Campaign:
     def _count_ok(self, member: Member, call: Call) -> None:
         member.rounds += 1
         if member.rounds == WARM_UP:
-            self.story.before[member.index] = member.usage()
+            # A fault may have come right after its outcome.
+            with contextlib.suppress(psutil.Error, OSError):
+                self.story.before[member.index] = member.usage()
         if member.returning is not None and call.began > member.returning.since:
             self.story.back.append(member.returning)
             member.returning = None

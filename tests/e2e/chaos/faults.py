@@ -138,12 +138,13 @@ class Strike:
     def survivors_seconds(self) -> float | None:
         """From the fault to the last outcome of those who were in a round with the victim; None if nobody was."""
         peer, searching = self.victim.peer_id, self.phase == "matching"
-        ends = [
-            call.ended
-            for call in self.calls
-            if call.ended > self.at > 0
-            and (searching or call.outcome is None or not call.outcome.group or peer in call.outcome.group)
-        ]
+        ends = []
+        for call in self.calls:
+            group = call.outcome.group if call.outcome is not None else ()
+            # One of two is no majority: it can but wait for the other.
+            concerned = len(group) > 2 and peer in group
+            if call.ended > self.at and (concerned or not group or searching):
+                ends.append(call.ended)
         return max(ends) - self.at if ends else None
 
     def arm(self) -> None:
@@ -226,10 +227,12 @@ class Strike:
                 self._links.heal(victim.index)
         if self.fault.kind != P2PD:
             victim.returning = Return(self.fault.kind, time.monotonic())
+        victim.available = (
+            True  # Its call may be waiting for a group, and the others wait for who is available.
+        )
         call.done.wait()
         if call.lost:
             victim.attach()
-        victim.available = True
 
     def _observe(self) -> None:
         at, before, self.observed = self.at, self._before.pid, Observed()
