@@ -69,9 +69,9 @@ def test_kernels_agree() -> None:
     assert payload.numel() == 3 * stride
 
     def run(kernels: Kernels) -> list[torch.Tensor]:
-        results = [torch.empty(79), torch.empty(count, dtype=torch.int8), torch.empty(count)]
-        assert kernels.reduce(payload, stride, weights, *results, block)
-        return results
+        scales, codes, out = torch.empty(79), torch.empty(count, dtype=torch.int8), torch.empty(count)
+        assert kernels.reduce(payload, stride, weights, scales, codes, out, block)
+        return [scales, codes, out]
 
     for compiled, reference in zip(run(NumbaKernels()), run(TorchKernels()), strict=True):
         assert torch.equal(compiled, reference)
