@@ -46,6 +46,9 @@ MATCHMAKING_FRAME = b"M"
 MAX_HISTORY = 1000
 """Outcomes kept for `rounds`; about 1 KB each."""
 
+DIALABLE_SECONDS = 0.5
+"""How often one that waits for a group looks whether others can dial it."""
+
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache, for `progress` and `state`."""
 
@@ -239,18 +242,8 @@ class Averager:
             return self._failed(self._left)
         self._formed = self._loop.create_future()
         try:
-            self._tell(
-                BecameReady(
-                    weight=weight,
-                    nonce=os.urandom(NONCE_BYTES),
-                    bandwidth=self._surroundings.bandwidth or self._mesh.meter.bandwidth.estimate,
-                    credential=self._mesh.credential,
-                    dialable=self._mesh.dialable,
-                    patience=timeout,
-                )
-            )
             async with asyncio.timeout(timeout):
-                formed = await self._formed
+                formed = await self._seek(self._formed, weight, timeout)
             # Having left in the very moment in which its group formed, it begins no round.
             return self._failed(self._left) if self._left else formed
         except TimeoutError:
@@ -262,6 +255,33 @@ class Averager:
             raise
         finally:
             self._formed = None
+
+    async def _seek(
+        self, formed: asyncio.Future[Manifest | Outcome], weight: float, timeout: float
+    ) -> Manifest | Outcome:
+        """Wait for a group; begin anew when others can dial this peer now, or no longer: its join says so, signed."""
+        until = self._loop.time() + timeout
+        dialable: bool | None = None
+        while True:
+            again, dialable = dialable is not None, self._mesh.dialable
+            self._tell(
+                BecameReady(
+                    weight=weight,
+                    nonce=os.urandom(NONCE_BYTES),
+                    bandwidth=self._surroundings.bandwidth or self._mesh.meter.bandwidth.estimate,
+                    credential=self._mesh.credential,
+                    dialable=dialable,
+                    patience=max(0.0, until - self._loop.time()),
+                )
+            )
+            if again:
+                # The machine takes its record for published; that others can dial this peer is not its concern.
+                self._publish()
+            while self._mesh.dialable == dialable:
+                await asyncio.wait({formed}, timeout=DIALABLE_SECONDS)
+                if formed.done():
+                    return formed.result()
+            self._tell(Withdrew())
 
     async def _exchange(self, task: Task) -> Outcome:
         self._round = self._surroundings.begin(task)

@@ -83,6 +83,21 @@ async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, s
     assert error <= (1e-6 if codec == "fp32" else 0.010)
 
 
+async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(cluster: Cluster) -> None:
+    for name in ("one", "two"):
+        cluster.add(name, dialable=False)
+    spec = spec_of(1000)
+    rounds = asyncio.create_task(average(cluster, spec, {"one": 1.0, "two": 1.0}))
+    await cluster.net.ready(spec.name, ["one", "two"])
+    cluster.net.transports["one"]._dialable = True
+    values, results, outcomes = await rounds
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), atol=1e-5, rtol=1e-5
+        )
+
+
 async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:
     weights = {"client": 2.0, "observer": 0.0, "public": 1.0, "second": 1.0}
     for name in weights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from e2e.fleet import Fleet, normal
 from e2e.netns import Host, Network, available
 from e2e.swarm import CLI, DaemonProcess, Swarm, eventually
+from equipoise.peer import connect
 
 pytestmark = [
     pytest.mark.netns,
@@ -103,6 +105,13 @@ def test_two_behind_nats_alone_average_through_a_relay_that_is_no_member(
     hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
     for daemon in hidden:
         settled(daemon, "relayed")
+
+    # Their very first call: they do not know each other yet, nor that nobody else is there who could be dialled.
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(daemon.home)) for daemon in hidden]
+        runs = [client.join("first", {"w": torch.ones(1000)}) for client in clients]
+        pending = [run.average(timeout=30.0, wait=False) for run in runs]
+        assert all(one.result().ok for one in pending), [one.result() for one in pending]
 
     with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
         before, began = reach(relay)["relaying"]["bytes"], time.monotonic()

@@ -42,6 +42,13 @@ class Net:
                 lambda: all(self._views.get((run, peer), 0) >= len(peers) for peer in peers)
             )
 
+    async def ready(self, run: str, peers: Sequence[str]) -> None:
+        """Wait until each of `peers` has said that it waits for a group of `run`."""
+        async with self._looked:
+            await self._looked.wait_for(
+                lambda: all(peer in (of := self.records.get(run, {})) and of[peer].ready for peer in peers)
+            )
+
     async def view(self, run: str, peer: str) -> list[Entry]:
         """What `peer` sees of `run`."""
         entries = [entry for _, entry in sorted(self.records.get(run, {}).items())]
