@@ -267,6 +267,10 @@ class AllReduce:
         """Say again what a member that was out of reach may have missed."""
         if isinstance(self.ended, Finish):
             self._send_commit(1 << member)
+            decision = self.ended.decision
+            if not self._released and not self._agreement.holders(decision) >> member & 1:
+                self._ledger.look_again()
+                self._actions += self._ledger.work(decision.contributors, True, True, 1 << member)
         elif self.ended is None:
             for message in self._agreement.reminders(member):
                 self._send(member, message)
