@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import math
+from collections import deque
 
 from equipoise.averaging.aio.sendqueue import SendQueue
 from equipoise.averaging.ports import Channel
+
+MAX_REMEMBERED = 64
+"""Frames written to a channel last that are remembered; a round's members say fewer to each other in two seconds."""
 
 
 class Link:
@@ -32,7 +35,7 @@ class Link:
         self.patience = 0.0
         self.retry_at = 0.0
         self.arrived = asyncio.Event()
-        self._written: dict[Channel, float] = {}
+        self._written: dict[Channel, deque[tuple[float, bytes | None]]] = {}
         self._moved: dict[Channel, tuple[int, float]] = {}
         self._delivered = 0
         self._received = 0
@@ -67,14 +70,21 @@ class Link:
         if not self.channels:
             self.arrived.clear()
 
-    def wrote(self, channel: Channel, now: float) -> None:
-        """A frame is being written to a channel."""
-        self._written[channel] = now
+    def wrote(self, channel: Channel, now: float, control: bytes | None) -> None:
+        """A frame is being written to a channel: a control frame, or bulk."""
+        self._written.setdefault(channel, deque(maxlen=MAX_REMEMBERED)).append((now, control))
 
-    def spare(self, channel: Channel, now: float, seconds: float) -> bool:
-        """Whether another channel is written to, and this one has not been for so long: no frame is lost with it."""
-        preferred = self.channels[-1]
-        return channel is not preferred and now - self._written.get(channel, -math.inf) >= seconds
+    def unsettled(self, channel: Channel, since: float) -> list[bytes] | None:
+        """The control frames that may be lost with a channel that breaks beside another: those written since then.
+
+        None if more may be lost: the channel is the one in use, or bulk was written to it, or more than is remembered.
+        """
+        written = self._written.get(channel, deque())
+        forgotten = len(written) == MAX_REMEMBERED and written[0][0] >= since
+        if forgotten or channel is self.channels[-1]:
+            return None
+        recent = [control for at, control in written if at >= since]
+        return None if None in recent else [control for control in recent if control is not None]
 
     def idle(self, now: float, seconds: float) -> list[Channel]:
         """The channels on which no byte has moved for so long, as far as these calls could see."""

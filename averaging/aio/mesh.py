@@ -310,13 +310,14 @@ class Mesh:
         channel = link.direct[-1] if link.direct else await self._reach(peer, link)
         if channel is None:
             return
-        link.wrote(channel, self._loop.time())
         control = link.queue.control
         header = control.popleft() if control else None
         try:
             if header is not None:
+                link.wrote(channel, self._loop.time(), header)
                 await channel.send(header)
             elif frame := link.queue.next_bulk():
+                link.wrote(channel, self._loop.time(), None)
                 self.meter.start()
                 await channel.send(*frame)
         except ConnectionError as error:
@@ -392,11 +393,13 @@ class Mesh:
         if len(link.channels) == 1:
             self._drop(peer, reason)
             return
-        spare = link.spare(channel, self._loop.time(), SETTLED_SECONDS)
+        again = link.unsettled(channel, self._loop.time() - SETTLED_SECONDS)
         link.remove(channel)
         channel.close()
-        if spare:
-            log.debug("spare channel with %s: %s", peer, reason)
+        if again is not None:
+            log.debug("spare channel with %s: %s; %d frames are sent again", peer, reason, len(again))
+            for header in again:  # Twice does no harm.
+                self.post(peer, header)
             return
         link.queue.drop_bulk()  # Its rounds send what they must again when they hear of the peer.
         self._report(peer, reason)
