@@ -37,7 +37,9 @@ SLOW_ROUND = (1.0, 3.0)
 """Seconds that one vector's worth of int8 takes on a slow link."""
 
 AFTER = "after"
-"""The victim's call had ended before the trap was due, or it was in no round."""
+"""The victim's call had ended before the trap was due."""
+
+MATCHING = PHASES[0]
 
 NOTICE_SECONDS = 30.0
 """How long to watch for p2pd's return."""
@@ -137,7 +139,7 @@ class Strike:
     @property
     def survivors_seconds(self) -> float | None:
         """From the fault to the last outcome of those who were in a round with the victim; None if nobody was."""
-        peer, searching = self.victim.peer_id, self.phase == "matching"
+        peer, searching = self.victim.peer_id, self.phase == MATCHING
         ends = []
         for call in self.calls:
             group = call.outcome.group if call.outcome is not None else ()
@@ -178,7 +180,7 @@ class Strike:
             self.at, self.phase = page.sprung
             return
         # The round went another way, or was over before the trap, or is not to be waited for: it strikes now.
-        self.at, self.phase = time.monotonic(), AFTER
+        self.at, self.phase = time.monotonic(), AFTER if call.done.is_set() else MATCHING
         if self.fault.kind in SIGNALS:
             self.victim.daemon.signal(SIGNALS[self.fault.kind])
 
