@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from bench_load import end_cleanly_when_terminated
+
 from e2e.chaos.campaign import FAULT_EVERY, Campaign, Plan
 from e2e.chaos.faults import ABSENCE, KILL, STOP, Strike
 from e2e.chaos.verdict import EXCHANGING, SURVIVORS_SECONDS
@@ -80,6 +82,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    end_cleanly_when_terminated()
     found: dict[str, list[Strike]] = {kind: [] for kind in NAMES}
     for attempt in range(MAX_CAMPAIGNS):
         wanted = sum(max(options.trials - len(trials), 0) for trials in found.values())

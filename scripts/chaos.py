@@ -18,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+from bench_load import end_cleanly_when_terminated
+
 from e2e.chaos.campaign import Campaign, Plan, Story
 from e2e.chaos.faults import KINDS, NEED_LINKS
 from e2e.chaos.residue import residue
@@ -74,6 +76,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    end_cleanly_when_terminated()
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     why_not = available() if set(args.faults) & set(NEED_LINKS) else "not asked for"
     kinds = tuple(kind for kind in args.faults if not why_not or kind not in NEED_LINKS)
