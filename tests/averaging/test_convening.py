@@ -37,7 +37,7 @@ from fakes.matchmaking import OTHER_SPEC, asks, formed, join, machine, ready, ro
         ),
         (asks("bob", round=LEAP + 1), Why.NOT_VALID),
         (asks("bob", spec=OTHER_SPEC), Why.OTHER_SPEC),
-        (MessageReceived("bob", JoinRequest(RUN, join("bob"), version=2)), Why.OTHER_VERSION),
+        (MessageReceived("bob", JoinRequest(RUN, join("bob"), version=99)), Why.OTHER_VERSION),
         (MessageReceived("bob", JoinRequest("another", join("bob"))), Why.UNKNOWN_RUN),
     ],
 )
