@@ -25,13 +25,15 @@ def settle(bandwidths: Sequence[float]) -> list[float]:
 
 
 def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
-    """The fractions of the vector that minimise the time of the slowest member of a butterfly.
+    """The fractions of the vector that minimise the time of the slowest member of a butterfly in two phases.
 
-    In a butterfly of n members over a vector of S bytes, a member with fraction f sends (1 - f) S when scattering and
-    (n - 1) f S when gathering, and receives as much: S (1 + (n - 2) f) each way. The slowest takes
-    T = max (1 + (n - 2) f_i) S / b_i, so the best f_i is max(0, (T b_i / S - 1) / (n - 2)) with T such that the sum
-    is 1: water-filling, solved exactly by dropping the members that it would give a negative fraction, slowest first.
-    In a group of two, every cut costs the same wire time; the work of reducing is then split evenly.
+    Of n members over a vector of S bytes, one with fraction f sends (1 - f) S and receives (n - 1) f S when scattering;
+    when gathering, which begins once contributors are decided, it is the other way round. Over a link of b bytes per
+    second each way a phase takes it max(1 - f, (n - 1) f) S / b. Within c seconds per byte of S it can do with
+    fractions from max(0, 1 - c b) to c b / (n - 1), and needs c b >= (n - 1) / n, or c b >= 1 if it owns nothing; the
+    least c that all can do with, and with which the fractions can add up to 1, is known in closed form. So a slow
+    member owns 1 / n like others: with less, it would be busy with its own contribution for longer. What is left to
+    choose goes to whom it costs least.
 
     Args:
         bandwidths: Bytes per second of each member, > 0 and finite; less than `MIN_BANDWIDTH` counts as that.
@@ -42,17 +44,18 @@ def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
     """
     size = len(bandwidths)
     bandwidths = [max(bandwidth, MIN_BANDWIDTH) for bandwidth in bandwidths]
-    owners = [index for index in range(size) if owns[index]]
-    if size <= 2:
-        return [1 / len(owners) if index in owners else 0.0 for index in range(size)]
-    while True:
-        # `sum` rounds otherwise from Python 3.12 on, and members' fractions must agree.
-        time = (len(owners) + size - 2) / math.fsum(bandwidths[index] for index in owners)
-        slowest = min(owners, key=lambda index: (bandwidths[index], index))
-        if time * bandwidths[slowest] >= 1 or len(owners) == 1:
-            break
-        owners.remove(slowest)
-    fractions = [0.0] * size
-    for index in owners:
-        fractions[index] = (time * bandwidths[index] - 1) / (size - 2)
-    return fractions
+    # `sum` rounds otherwise from Python 3.12 on, and members' fractions must agree.
+    together = math.fsum(b for b, is_owner in zip(bandwidths, owns, strict=True) if is_owner)
+    needs = [
+        (size - 1) / size / b if is_owner else 1 / b for b, is_owner in zip(bandwidths, owns, strict=True)
+    ]
+    time = max(*needs, (size - 1) / together)
+    least = [
+        max(0.0, 1 - time * b) if is_owner else 0.0 for b, is_owner in zip(bandwidths, owns, strict=True)
+    ]
+    room = [
+        max(0.0, min(1.0, time * b / (size - 1)) - low) if is_owner else 0.0
+        for b, is_owner, low in zip(bandwidths, owns, least, strict=True)
+    ]
+    rest = max(0.0, 1 - math.fsum(least)) / (math.fsum(room) or 1.0)
+    return [low + rest * free for low, free in zip(least, room, strict=True)]

@@ -76,14 +76,15 @@ def ratios(row: Row, rows: Sequence[Row]) -> dict[str, float]:
 def shares(row: Row, values: int, rates: Sequence[float]) -> dict[str, Any]:
     """The best time that the links' rates and sizes of shares allow, and how far off the median is.
 
-    A member with the fraction f of S encoded bytes sends (1 - f) S + (n - 1) f S = S (1 + (n - 2) f), and receives as
-    much; at b bytes a second the slowest takes T = max S (1 + (n - 2) f_i) / b_i, least for `balance`'s fractions.
+    In each of the two phases a member with the fraction f of S encoded bytes sends (1 - f) S and receives (n - 1) f S,
+    or the other way round, at b bytes a second both ways; contributors are decided between the phases. So the slowest
+    takes T = 2 max max(1 - f_i, (n - 1) f_i) S / b_i, least for `balance`'s fractions.
     """
     encoded = values * row.encoded
     speeds = [rate * 1e6 / 8 for rate in rates]
     fractions = balance(speeds, [True] * len(rates))
     best = max(
-        encoded * (1 + (len(rates) - 2) * fraction) / speed
+        2 * encoded * max(1 - fraction, (len(rates) - 1) * fraction) / speed
         for fraction, speed in zip(fractions, speeds, strict=True)
     )
     return {"best_ms": 1e3 * best, "x_best": statistics.median(row.exchange) / best}

@@ -1,4 +1,4 @@
-"""Water-filling against a bisection, and against transfers counted one by one."""
+"""Shares against a bisection, and against transfers counted one by one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equipoise.averaging.balance import balance, settle
 from oracles.averaging import best_butterfly_seconds, butterfly_seconds
 
 bandwidths_and_owners = st.lists(
-    st.tuples(st.floats(1e3, 1e11), st.booleans()), min_size=3, max_size=64
+    st.tuples(st.floats(1e3, 1e9), st.booleans()), min_size=3, max_size=64
 ).filter(lambda members: any(owns for _, owns in members))
 
 
@@ -43,8 +43,13 @@ def test_equal_bandwidths_share_equally() -> None:
     assert balance([5.0] * 4, [True] * 4) == [0.25] * 4
 
 
-def test_who_is_slow_enough_owns_nothing() -> None:
-    assert balance([10.0, 10.0, 10.0, 1.0], [True] * 4)[3] == 0
+def test_a_slow_member_owns_as_much_as_others_lest_its_contribution_take_longer() -> None:
+    assert balance([10.0, 10.0, 10.0, 1.0], [True] * 4) == pytest.approx([0.25] * 4)
+
+
+def test_the_faster_owners_take_over_for_whom_nobody_can_dial() -> None:
+    fractions = balance([100.0, 1.0, 2.0, 100.0], [False, True, True, False])
+    assert fractions == pytest.approx([0.0, 1 / 3, 2 / 3, 0.0])
 
 
 def test_a_group_of_two_splits_the_work_evenly() -> None:

@@ -7,29 +7,37 @@ from fractions import Fraction
 
 
 def butterfly_seconds(fractions: Sequence[float], bandwidths: Sequence[float]) -> float:
-    """How long the slowest member sends, for a vector of one byte, counted transfer by transfer."""
+    """How long a round of a vector of one byte takes, transfer by transfer: the slowest of each phase is waited for."""
     members = range(len(fractions))
-    seconds = []
-    for member in members:
-        scattered = sum(fractions[owner] for owner in members if owner != member)
-        gathered = sum(fractions[member] for other in members if other != member)
-        seconds.append((scattered + gathered) / bandwidths[member])
-    return max(seconds)
+    phases = []
+    for scattering in (True, False):
+        sent, received = [0.0] * len(fractions), [0.0] * len(fractions)
+        for owner in members:
+            for other in members:
+                if other != owner:
+                    source, target = (other, owner) if scattering else (owner, other)
+                    sent[source] += fractions[owner]
+                    received[target] += fractions[owner]
+        phases.append(max(max(sent[m], received[m]) / bandwidths[m] for m in members))
+    return sum(phases)
 
 
 def best_butterfly_seconds(bandwidths: Sequence[float], owns: Sequence[bool]) -> float:
-    """The least that `butterfly_seconds` can be, by bisection: what owners can take within a time must add up to 1.
+    """The least that `butterfly_seconds` can be, by bisection over the time of a phase.
 
-    A member with fraction f sends 1 + (n - 2) f, so within t it can take (t b - 1) / (n - 2), and needs t b >= 1.
+    Within t a member sends 1 - f <= t b and receives (n - 1) f <= t b; all fractions add up to 1.
     """
     size = len(bandwidths)
-    least, most = 1 / min(bandwidths), size / min(bandwidths)
+    least, most = 0.0, size / min(bandwidths)
     for _ in range(200):
         middle = (least + most) / 2
-        owners = (bandwidth for bandwidth, is_owner in zip(bandwidths, owns, strict=True) if is_owner)
-        room = sum((middle * bandwidth - 1) / (size - 2) for bandwidth in owners)
-        least, most = (least, middle) if room >= 1 else (middle, most)
-    return most
+        low = [max(0.0, 1 - middle * b) for b in bandwidths]
+        high = [
+            middle * b / (size - 1) if is_owner else 0.0 for b, is_owner in zip(bandwidths, owns, strict=True)
+        ]
+        possible = all(a <= z for a, z in zip(low, high, strict=True)) and sum(low) <= 1 <= sum(high)
+        least, most = (least, middle) if possible else (middle, most)
+    return 2 * most
 
 
 def largest_remainders(granules: int, fractions: Sequence[float]) -> list[int]:
