@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from equipoise.averaging.outcome import Outcome, RunState
-from equipoise.averaging.ports import Directory
+from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
 from equipoise.dht.state import ReachStatus, SwarmStatus
 
@@ -73,6 +73,13 @@ class Hub(Protocol):
         """Leave all runs; open rounds are finished or failed."""
 
 
+class Members(Protocol):
+    """Who takes part in a run, as far as this peer knows."""
+
+    async def peers(self, run: str) -> Sequence[Candidate]:
+        """The peers of the run, this one included if it takes part, sorted by PeerID."""
+
+
 class Swarm(Protocol):
     """This daemon's place among the others."""
 
@@ -81,7 +88,7 @@ class Swarm(Protocol):
         """PeerID of this daemon."""
 
     @property
-    def directory(self) -> Directory:
+    def directory(self) -> Members:
         """Who takes part in which run."""
 
     def status(self) -> SwarmStatus:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from contracts.run import Peers, RunContract
 from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import Client, Peer, connect
-from peer.contract import Peers, RunContract
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 import torch
 
+from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import DaemonLost, NoPeers, Refused, connect
 from equipoise.peer.messages import Hello, encode
-from peer.contract import together
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,10 +12,10 @@ import psutil
 import pytest
 import torch
 
+from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.averaging.outcome import Idle
 from equipoise.peer import connect
-from peer.contract import together
 
 pytestmark = pytest.mark.timeout(120)
 

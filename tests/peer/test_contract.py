@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from contracts.run import OPTIONS, SOON, Peers, RunContract, join_all, together
 from e2e.swarm import eventually
 from equipoise.peer import Client, Exchanging, connect
 from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread, Peer
-from peer.contract import OPTIONS, SOON, Peers, RunContract, join_all, together
-from peer.fakes import FakeNetwork
+from fakes.daemon import FakeNetwork
 
 
 @pytest.fixture

@@ -146,14 +146,6 @@ class FakeDirectory:
     def __init__(self, network: FakeNetwork) -> None:
         self._network = network
 
-    async def announce(
-        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
-    ) -> None:
-        raise NotImplementedError
-
-    async def withdraw(self, run: str) -> None:
-        raise NotImplementedError
-
     async def peers(self, run: str) -> Sequence[Member]:
         with self._network.lock:
             return [member for _, member in sorted(self._network.runs.get(run, {}).items())]
