@@ -16,6 +16,7 @@ import msgspec
 from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
+from equipoise.averaging.state import StateId
 
 MAX_PEER_CHARS = 64
 """A PeerID in base58 is 46 to 52 characters."""
@@ -75,6 +76,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         dialable: Whether others can open channels to it.
         nonce: 16 random bytes, new each time it becomes ready.
         credential: What others need to open direct channels with it, for the transport to check; empty if it has none.
+        state: Which state of the run it holds; None if it says none, as one that averages once or has just come.
         signature: Over all of the above.
     """
 
@@ -86,6 +88,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     dialable: bool
     nonce: Nonce
     credential: Credential
+    state: StateId | None
     signature: Signature
 
     @classmethod
@@ -101,6 +104,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         dialable: bool,
         nonce: bytes,
         credential: bytes = b"",
+        state: StateId | None = None,
     ) -> Join:
         """Check and sign what this peer states of itself.
 
@@ -119,7 +123,9 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
             raise ValueError(
                 f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {bandwidth!r}"
             )
-        unsigned = cls(peer, spec, round, float(weight), float(bandwidth), dialable, nonce, credential, b"")
+        unsigned = cls(
+            peer, spec, round, float(weight), float(bandwidth), dialable, nonce, credential, state, b""
+        )
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
 
     @property

@@ -6,6 +6,8 @@ import math
 
 import msgspec
 
+from equipoise.averaging.state import StateId, group_state
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What one round came to, for this member.
@@ -31,6 +33,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         bytes_received: Bytes of frames received for the round.
         seconds: Duration by phase: `matchmaking`, `scatter`, `decide`, `gather`, `commit`, `total`.
         compression_ratio: fp32 bytes over encoded bytes of the vector.
+        states: PeerID -> state that it said it holds, of the members that said one, whether or not ok.
         events: What went wrong on the way (a peer lost, an owner replaced), one line each, oldest first.
     """
 
@@ -45,11 +48,17 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     bytes_received: int = 0
     seconds: dict[str, float] = {}
     compression_ratio: float = 1.0
+    states: dict[str, StateId] = {}
     events: tuple[str, ...] = ()
 
     def counted(self, peer: str) -> bool:
         """Whether `peer`'s contribution is in the mean."""
         return self.ok and peer in self.contributors
+
+    @property
+    def state(self) -> StateId | None:
+        """The group's state: the most common of `states`, which all members compute alike; None if none said one."""
+        return group_state(self.states.values())
 
 
 class NoPeers(msgspec.Struct, frozen=True, tag=True):

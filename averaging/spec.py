@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from collections.abc import Mapping
 
 import msgspec
 
 from equipoise.averaging.schema import Schema
 from equipoise.compression import parse_codec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised when messages change in a way that older peers would misread; part of every spec's hash."""
 
 STRATEGIES = ("allreduce",)
@@ -24,6 +26,19 @@ MAX_PARTS = 65_536
 """Bounds the bitmaps of parts that messages carry (8 KiB)."""
 
 MAX_NAME_CHARS = 64
+
+MAX_TERMS = 32
+"""An optimizer with its schedule takes about ten; all of them are shown to peers whose terms differ."""
+
+MAX_TERM_CHARS = 64
+MAX_TERM_VALUE_CHARS = 256
+"""An optimizer with all its options takes 200; more than that nobody compares by eye."""
+
+Terms = tuple[tuple[str, str], ...]
+"""Pairs of what was agreed on and what it is, sorted."""
+
+
+_PRINTABLE = re.compile(r"\A[ -~]*\Z")
 
 
 class SpecError(ValueError):
@@ -40,6 +55,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
         part_values: Values per part of a share (512 Ki measured best), a multiple of 256.
+        terms: What else the peers must have alike, as ("target batch size", "4096"); nothing here acts on it.
     """
 
     name: str
@@ -48,6 +64,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = "int8"
     group_size: int = 16
     part_values: int = 512 * 1024
+    terms: Terms = ()
 
     @classmethod
     def create(
@@ -59,6 +76,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         codec: str = "int8",
         group_size: int = 16,
         part_values: int = 512 * 1024,
+        terms: Mapping[str, str] | None = None,
     ) -> RunSpec:
         """Check every option and bring the codec into its canonical form.
 
@@ -89,6 +107,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
             codec=parse_codec(codec).spec,
             group_size=group_size,
             part_values=part_values,
+            terms=check_terms(terms or {}),
         )
 
     @property
@@ -96,3 +115,28 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         """SHA-256 in hex, 64 characters, of the spec and the protocol version."""
         content = msgspec.json.encode((PROTOCOL_VERSION, self))
         return hashlib.sha256(content).hexdigest()
+
+
+def check_terms(terms: Mapping[str, str]) -> Terms:
+    """Terms in the form that is hashed: sorted pairs of short strings of printable ASCII.
+
+    Raises:
+        SpecError: There are too many, or one is too long or is not printable ASCII; names it.
+    """
+    if len(terms) > MAX_TERMS:
+        raise SpecError(f"expected at most {MAX_TERMS} terms, got {len(terms)}")
+    for term, value in terms.items():
+        if not _is_short(term, MAX_TERM_CHARS) or not term:
+            raise SpecError(
+                f"expected a term of 1 to {MAX_TERM_CHARS} characters of printable ASCII, got {str(term)[:80]!r}"
+            )
+        if not _is_short(value, MAX_TERM_VALUE_CHARS):
+            raise SpecError(
+                f"term {term!r}: expected at most {MAX_TERM_VALUE_CHARS} characters of printable ASCII, "
+                f"got {str(value)[:80]!r}"
+            )
+    return tuple(sorted(terms.items()))
+
+
+def _is_short(text: object, limit: int) -> bool:
+    return isinstance(text, str) and len(text) <= limit and bool(_PRINTABLE.match(text))

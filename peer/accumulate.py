@@ -13,6 +13,10 @@ LIMIT = torch.finfo(torch.float32).max
 """No partial sum may exceed it."""
 
 
+LAYOUTS = (torch.strided, torch.sparse_coo)
+"""Sparse gradients, as those of nn.Embedding(sparse=True), are added to the rows that they touch."""
+
+
 class Accumulator:
     """A weighted sum of gradients and the sum of their weights.
 
@@ -33,7 +37,7 @@ class Accumulator:
         """Add `weight` * gradient; a gradient that is None counts as zeros. On an error nothing is added.
 
         Args:
-            gradients: By name; floating-point, of the shapes of this accumulator.
+            gradients: By name; floating-point, of the shapes of this accumulator, dense or sparse (COO).
             weight: A finite number >= 0.
 
         Raises:
@@ -87,7 +91,7 @@ class Accumulator:
             gradient = gradients[name]
             if gradient is not None:
                 _check(name, gradient, total)
-                present[name] = gradient.detach()
+                present[name] = _summed(gradient.detach())
         for name in gradients:
             if name not in self._sums:
                 raise SchemaError(
@@ -101,12 +105,20 @@ def _check(name: str, gradient: torch.Tensor, total: torch.Tensor) -> None:
         raise SchemaError(
             f"gradient {name!r}: expected a torch.Tensor or None, got {type(gradient).__name__}"
         )
-    if gradient.layout is not torch.strided or not gradient.dtype.is_floating_point:
-        raise SchemaError(f"gradient {name!r}: expected dense floating-point values, got {gradient.dtype}")
+    if gradient.layout not in LAYOUTS or not gradient.dtype.is_floating_point:
+        raise SchemaError(
+            f"gradient {name!r}: expected floating-point values, dense or sparse COO, "
+            f"got {gradient.dtype}, {gradient.layout}"
+        )
     if gradient.shape != total.shape:
         raise SchemaError(
             f"gradient {name!r}: expected shape {list(total.shape)}, got {list(gradient.shape)}"
         )
+
+
+def _summed(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient; of a sparse one the rows that were touched, each once, summed in fp32."""
+    return gradient.float().coalesce() if gradient.is_sparse else gradient
 
 
 def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
@@ -117,8 +129,9 @@ def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
     """
     peaks: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients.values():
-        if gradient.numel():
-            low, high = gradient.aminmax()
+        values = gradient.values() if gradient.is_sparse else gradient
+        if values.numel():
+            low, high = values.aminmax()
             peaks.setdefault(gradient.device, []).append(torch.maximum(-low, high).double())
     largest = max((float(torch.stack(of_device).max()) for of_device in peaks.values()), default=0.0)
     if not largest <= LIMIT:
@@ -128,9 +141,10 @@ def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
 
 def _blame(gradients: Mapping[str, torch.Tensor]) -> None:
     for name, gradient in gradients.items():
-        bad = (~torch.isfinite(gradient.float())).flatten().nonzero()
+        flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
+        bad = (~torch.isfinite(flat.float())).nonzero()
         if len(bad):
-            value = float(gradient.flatten()[bad[0]])
+            value = float(flat[bad[0]])
             raise SchemaError(
                 f"gradient {name!r} holds {value} at flat index {int(bad[0])} ({len(bad)} such values): expected "
                 f"finite values within fp32's range; nothing was accumulated"

@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Self
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
@@ -22,10 +21,9 @@ from equipoise.peer.messages import (
     PeersAre,
     RoundsAre,
     StatusIs,
-    TensorRow,
 )
 from equipoise.peer.purposes import AVERAGE, swarm_name
-from equipoise.peer.run import Run
+from equipoise.peer.run import Run, tensor_rows
 from equipoise.peer.status import PeerRow, Status
 from equipoise.peer.tensors import Tensors
 
@@ -95,8 +93,8 @@ class Client:
             codec=spec.codec,
             group_size=spec.group_size,
             part_values=spec.part_values,
-            tensors=_rows(binding.schema),
-            gradients=_rows(binding.gradients),
+            tensors=tensor_rows(binding.schema),
+            gradients=tensor_rows(binding.gradients),
             values=binding.values,
         )
         try:
@@ -159,7 +157,3 @@ def connect(home: str | os.PathLike[str] | None = None, timeout: float = CONNECT
         DaemonLost: It does not answer.
     """
     return Client(open_link(find_home(home, os.environ)[0], timeout))
-
-
-def _rows(schema: Schema) -> tuple[TensorRow, ...]:
-    return tuple(TensorRow(spec.name, spec.shape, spec.dtype) for spec in schema.tensors)

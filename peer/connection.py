@@ -13,6 +13,7 @@ from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.messages import (
     CONTROL_VERSION,
     MAX_TEXT,
+    AgreeRun,
     AskPeers,
     AskProgress,
     AskRounds,
@@ -196,7 +197,13 @@ class Connection:
 
     async def _round(self, request: StartRound) -> ReplyBody:
         session = self._session(request.run)
-        return RoundEnded(await session.start_round(request.purpose, request.weight, request.timeout))
+        return RoundEnded(
+            await session.start_round(request.purpose, request.weight, request.timeout, request.state)
+        )
+
+    async def _agree(self, request: AgreeRun) -> ReplyBody:
+        await self._session(request.run).agree(request.terms, request.buffers)
+        return Done()
 
     async def _report(self, request: ReportAccumulated) -> ReplyBody:
         await self._session(request.run).report_accumulated(request.weight)
@@ -240,6 +247,7 @@ Handler = Callable[[Connection, Any], Awaitable[ReplyBody]]
 
 _HANDLERS: dict[type, Handler] = {
     JoinRun: Connection._join,
+    AgreeRun: Connection._agree,
     StartRound: Connection._round,
     ReportAccumulated: Connection._report,
     AskState: Connection._state,

@@ -14,13 +14,14 @@ from typing import TypeVar
 import msgspec
 
 from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.averaging.state import StateId
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 1
+CONTROL_VERSION = 2
 
-MAX_FRAME_BYTES = 1024 * 1024
-"""The largest message is a schema; 10,000 tensors with names of 60 characters fit."""
+MAX_FRAME_BYTES = 2 * 1024 * 1024
+"""The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
 
 MAX_TEXT = 4096
 """Longest reason or error that is sent; longer ones are cut."""
@@ -73,13 +74,28 @@ class JoinRun(msgspec.Struct, frozen=True, tag=True):
     values: int
 
 
+class AgreeRun(msgspec.Struct, frozen=True, tag=True):
+    """What the peers that `step` must have alike, before they do; refused if those who are there have something else.
+
+    Attributes:
+        run: Name of the run.
+        terms: Pairs of what is agreed on and what it is.
+        buffers: What travels behind the gradients.
+    """
+
+    run: str
+    terms: tuple[tuple[str, str], ...]
+    buffers: tuple[TensorRow, ...]
+
+
 class StartRound(msgspec.Struct, frozen=True, tag=True):
-    """Average what the shared memory holds; `purpose` is `average` or `step`."""
+    """Average what the shared memory holds; `purpose` is `average` or `step`, `state` what this peer holds."""
 
     run: str
     purpose: str
     weight: float
     timeout: float
+    state: StateId | None = None
 
 
 class RoundEnded(msgspec.Struct, frozen=True, tag=True):
@@ -175,6 +191,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 RequestBody = (
     Hello
     | JoinRun
+    | AgreeRun
     | StartRound
     | ReportAccumulated
     | AskState

@@ -10,6 +10,7 @@ import torch
 from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
 from equipoise.dht.state import ReachStatus, SwarmStatus
 
 
@@ -45,7 +46,12 @@ class Averager(Protocol):
         """The last outcomes, oldest first."""
 
     async def average(
-        self, contribution: torch.Tensor, result: torch.Tensor, weight: float, timeout: float
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        weight: float,
+        timeout: float,
+        state: StateId | None = None,
     ) -> Outcome:
         """Take part in one round; both tensors are f32 [D], `result` holds the mean if and only if it is ok."""
 

@@ -16,12 +16,15 @@ import torch
 
 from equipoise.averaging.outcome import NoPeers, Outcome, RunState, check_weight
 from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import check_terms
+from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.binding import Binding
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
 from equipoise.peer.link import Link
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import (
+    AgreeRun,
     AskProgress,
     AskState,
     Done,
@@ -31,6 +34,7 @@ from equipoise.peer.messages import (
     ReportAccumulated,
     StartRound,
     StateIs,
+    TensorRow,
 )
 from equipoise.peer.pending import PendingRound
 from equipoise.peer.purposes import AVERAGE, STEP
@@ -44,6 +48,9 @@ SHORTEST_TIMEOUT = 0.001
 
 STATE_SECONDS = 0.25
 """A daemon that is busy encoding may take so long to answer; `state` then says what it said last."""
+
+AGREE_SECONDS = 20.0
+"""Time to look who is there, and to ask those who have agreed on something else what it is."""
 
 LEAVE_SECONDS = 10.0
 """The daemon first finishes or fails an open round, which it bounds itself by less."""
@@ -91,6 +98,34 @@ class Run:
         self.left = False
         self._state: RunState = NoPeers("the daemon has not said yet")
         self._asked: concurrent.futures.Future[ReplyBody] | None = None
+        self._stepping = False
+
+    def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
+        """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
+
+        Args:
+            terms: What must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to
+                64 and 256 characters of printable ASCII. Nothing acts on them.
+            buffers: Whether the module's persistent floating-point buffers, as the statistics of BatchNorm, travel
+                behind the gradients, as they are when `step` is called, and are overwritten by their weighted mean.
+                Integer ones, as counters, never do.
+
+        Raises:
+            Refused: The run has accumulated or stepped already.
+            SpecError: A term is too long or not printable.
+            SchemaError: There are no buffers to speak of, since the run was not joined with a module.
+            DaemonLost: The daemon has gone.
+        """
+        agreed = check_terms(terms)
+        with self._lock:
+            if self.left or self._stepping:
+                happened = "was left" if self.left else "has accumulated or stepped already"
+                raise Refused(
+                    f"run {self.name!r} {happened}", "agree after join, before the first accumulate and step"
+                )
+            carried = self._binding.buffer_schema() if buffers else Schema(())
+            self._link.ask(AgreeRun(self.name, agreed, tensor_rows(carried)), Done, AGREE_SECONDS)
+            self._binding.carry(carried)
 
     @overload
     def average(self, weight: float = ..., timeout: float = ..., wait: Literal[True] = ...) -> Outcome: ...
@@ -146,44 +181,52 @@ class Run:
             if self._accumulated is None:
                 self._accumulated = Accumulator(self._binding.stepped())
             self._accumulated.add(named_gradients(gradients), weight)
+            self._stepping = True
             total = self._accumulated.weight
         self._link.start(ReportAccumulated(self.name, total))
 
     @overload
-    def step(self, timeout: float = ..., wait: Literal[True] = ...) -> Outcome: ...
+    def step(
+        self, timeout: float = ..., wait: Literal[True] = ..., state: StateId | None = ...
+    ) -> Outcome: ...
     @overload
-    def step(self, timeout: float = ..., *, wait: Literal[False]) -> PendingRound: ...
+    def step(
+        self, timeout: float = ..., *, wait: Literal[False], state: StateId | None = ...
+    ) -> PendingRound: ...
 
-    def step(self, timeout: float = 30.0, wait: bool = True) -> Outcome | PendingRound:
+    def step(
+        self, timeout: float = 30.0, wait: bool = True, state: StateId | None = None
+    ) -> Outcome | PendingRound:
         """Exchange what has been accumulated for the mean of all that the group has accumulated.
 
-        If ok, `mean` holds it, and where the run was joined with a module, so does the `.grad` of its parameters. What
-        was accumulated is dropped only if this peer's contribution counted. A peer that has accumulated nothing
-        observes. What is accumulated while a step with `wait=False` goes on belongs to the next.
+        If ok, `mean` holds it, and where the run was joined with a module, so does the `.grad` of its parameters, in
+        their dtype; sparse for the weight of an `nn.Embedding(sparse=True)` that nothing else uses. What was
+        accumulated is dropped only if this peer's contribution counted. A peer that has accumulated nothing observes.
+        What is accumulated while a step with `wait=False` goes on belongs to the next.
 
         Args:
             timeout: Seconds after which the round has ended one way or the other.
             wait: Whether to wait for the outcome. If not, `mean` is written by `PendingRound.result`.
+            state: Which state of the run this peer holds; the outcome says it of all members that said one.
 
         Raises:
             ValueError: The timeout is out of range.
-            SchemaError: The parameters have changed since the run was joined.
+            SchemaError: The parameters have changed since the run was joined, or a buffer is not finite.
             RoundPending: A round of this run has not been collected.
             DaemonLost: The daemon has gone; what was accumulated is kept.
         """
         deadline = time.monotonic() + _check_timeout(timeout)
         with self._lock:
             self._require_idle()
+            self._stepping = True
             stepped = self._binding.stepped()
             weight = self._accumulated.weight if self._accumulated else 0.0
-            size = self._binding.gradients.size
-            if self._accumulated is not None:
-                self._accumulated.mean_into(_views(self._binding.gradients, self._region.contribution[:size]))
-            else:
-                self._region.contribution.zero_()
+            self._write_contribution(weight)
             self._contributed, self._accumulated = self._accumulated, None
             try:
-                pending = self._start(STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped))
+                pending = self._start(
+                    STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped), state
+                )
             except EquipoiseError:
                 self._keep()
                 raise
@@ -247,12 +290,28 @@ class Run:
             )
 
     def _start(
-        self, purpose: str, weight: float, deadline: float, settle: Callable[[Outcome | None], None]
+        self,
+        purpose: str,
+        weight: float,
+        deadline: float,
+        settle: Callable[[Outcome | None], None],
+        state: StateId | None = None,
     ) -> PendingRound:
         timeout = max(deadline - time.monotonic(), SHORTEST_TIMEOUT)
-        reply = self._link.start(StartRound(self.name, purpose, weight, timeout))
+        reply = self._link.start(StartRound(self.name, purpose, weight, timeout, state))
         self.pending = PendingRound(self._link, reply, deadline, settle)
         return self.pending
+
+    def _write_contribution(self, weight: float) -> None:
+        """Gradients, then buffers; zeros of an observer, whose buffers may be anything."""
+        gradients, buffers = self._binding.gradients, self._binding.buffers
+        contribution = self._region.contribution[: gradients.size + buffers.size]
+        if self._accumulated is None or weight == 0:
+            contribution.zero_()
+            return
+        if buffers.tensors:
+            buffers.flatten(self._binding.carried(), contribution[gradients.size :])
+        self._accumulated.mean_into(_views(gradients, contribution[: gradients.size]))
 
     def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
@@ -294,16 +353,31 @@ class Run:
         self._accumulated = contributed
 
     def _write_mean(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        schema = self._binding.gradients
+        schema, buffers = self._binding.gradients, self._binding.buffers
+        carried = self._binding.carried()  # First: half of what has changed meanwhile must not be written.
         for name, mean in _views(schema, self._region.result[: schema.size]).items():
             tensor = tensors[name]
             if name not in self.mean or self.mean[name].device != tensor.device:
                 self.mean[name] = torch.empty(mean.shape, dtype=torch.float32, device=tensor.device)
             self.mean[name].copy_(mean)
             if isinstance(self._binding.source, torch.nn.Module):
-                if tensor.grad is None:
-                    tensor.grad = torch.empty_like(tensor)
-                tensor.grad.copy_(self.mean[name])
+                _hand_back(tensor, self.mean[name], name in self._binding.sparse)
+        buffers.unflatten(self._region.result[schema.size : schema.size + buffers.size], carried)
+
+
+def tensor_rows(schema: Schema) -> tuple[TensorRow, ...]:
+    """The schema in the form in which it goes to the daemon."""
+    return tuple(TensorRow(spec.name, spec.shape, spec.dtype) for spec in schema.tensors)
+
+
+def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
+    """Make the mean, fp32, the parameter's `.grad`, in its dtype; `sparse` leaves out the rows that are zero."""
+    if sparse:
+        tensor.grad = mean.to_sparse(1).to(tensor.dtype)
+        return
+    if tensor.grad is None or tensor.grad.layout is not torch.strided:
+        tensor.grad = torch.empty_like(tensor)
+    tensor.grad.copy_(mean)
 
 
 def _views(schema: Schema, flat: torch.Tensor) -> dict[str, torch.Tensor]:

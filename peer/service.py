@@ -6,21 +6,17 @@ from collections.abc import Sequence
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate
-from equipoise.averaging.schema import DTYPES, MAX_NAME_CHARS, MAX_TENSORS, Schema, TensorSpec
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer.errors import Refused
 from equipoise.peer.memory import Region
-from equipoise.peer.messages import JoinRun, TensorRow
+from equipoise.peer.messages import JoinRun
 from equipoise.peer.ports import Hub, Swarm
-from equipoise.peer.purposes import AVERAGE, STEP, swarm_name
 from equipoise.peer.session import Session
+from equipoise.peer.specs import run_specs
 from equipoise.peer.status import PeerRow
 
 MAX_RUNS = 64
 """Runs of one daemon; each keeps a record in the directory and up to four vectors in memory."""
-
-MAX_DIMENSIONS = 64
-"""torch itself stops at 64 dimensions."""
 
 
 class Service:
@@ -112,37 +108,3 @@ class Service:
             reach=reach.state,
             why=reach.reason,
         )
-
-
-def run_specs(request: JoinRun) -> dict[str, RunSpec]:
-    """What the client asks for as one `RunSpec` for each purpose; `step` only if there are gradients.
-
-    Raises:
-        SpecError: An option is out of its range.
-        equipoise.compression.CodecError: The codec is unknown.
-        Refused: A tensor's description is not valid.
-    """
-    rows_of = {AVERAGE: request.tensors, STEP: request.gradients}
-    return {
-        purpose: RunSpec.create(
-            swarm_name(request.run, purpose),
-            _schema(rows),
-            strategy=request.strategy,
-            codec=request.codec,
-            group_size=request.group_size,
-            part_values=request.part_values,
-        )
-        for purpose, rows in rows_of.items()
-        if rows
-    }
-
-
-def _schema(rows: Sequence[TensorRow]) -> Schema:
-    if len(rows) > MAX_TENSORS or len({row.name for row in rows}) < len(rows):
-        raise Refused(f"expected at most {MAX_TENSORS} tensors of different names, got {len(rows)}")
-    for row in rows:
-        if not 0 < len(row.name) <= MAX_NAME_CHARS or row.dtype not in DTYPES:
-            raise Refused(f"tensor {row.name[:64]!r} of dtype {row.dtype[:64]!r} cannot be averaged")
-        if len(row.shape) > MAX_DIMENSIONS or any(size < 0 for size in row.shape):
-            raise Refused(f"tensor {row.name[:64]!r} has a shape that is none: {str(row.shape)[:64]}")
-    return Schema(tuple(TensorSpec(row.name, row.shape, row.dtype) for row in rows))

@@ -8,13 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Sequence
 
 from equipoise.averaging.outcome import Outcome, RunState, check_weight
-from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.spec import RunSpec, Terms
+from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
 from equipoise.peer.memory import Region
+from equipoise.peer.messages import TensorRow
 from equipoise.peer.ports import Averager, Hub, Swarm
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP
+from equipoise.peer.specs import agreed_spec
 from equipoise.peer.status import RunStatus
 
 MAX_TIMEOUT = 86_400.0
@@ -47,7 +51,8 @@ class Session:
         self.client = client
         self._hub = hub
         self._swarm = swarm
-        self._specs = specs
+        self._specs = dict(specs)
+        self._joined = specs.get(STEP)
         self._region: Region | None = region
         self._averagers: dict[str, Averager] = {}
         self._purpose = AVERAGE
@@ -65,7 +70,33 @@ class Session:
         """
         await self._averager(AVERAGE)
 
-    async def start_round(self, purpose: str, weight: float, timeout: float) -> Outcome:
+    async def agree(self, terms: Terms, buffers: Sequence[TensorRow]) -> None:
+        """Have `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
+
+        Raises:
+            Refused: It has been used already with others, or has no gradients, or a tensor's description is not valid.
+            SpecError: A term is too long or not printable.
+        """
+        if self._joined is None:
+            raise _nothing_to(STEP, self.name)
+        agreed = agreed_spec(self._joined, terms, buffers)
+        if self._region is not None and agreed.schema.size > self._region.values:
+            raise Refused(
+                f"expected shared memory of {agreed.schema.size} values for gradients and buffers, "
+                f"it holds {self._region.values}"
+            )
+        async with self._joining:
+            if STEP in self._averagers and agreed != self._specs[STEP]:
+                raise Refused(
+                    f"run {self.name!r} has stepped on other terms",
+                    "agree before the first accumulate and step, or leave the run and join it again",
+                )
+            self._specs[STEP] = agreed
+        await self._averager(STEP)
+
+    async def start_round(
+        self, purpose: str, weight: float, timeout: float, state: StateId | None = None
+    ) -> Outcome:
         """Exchange what the shared memory holds; the outcome is there by `timeout` and `OVERTIME`.
 
         Raises:
@@ -81,7 +112,7 @@ class Session:
             raise Refused(
                 f"a round of run {self.name!r} is going on, or it is being left", "wait for its outcome"
             )
-        self._round = asyncio.create_task(self._exchange(purpose, check_weight(weight), timeout))
+        self._round = asyncio.create_task(self._exchange(purpose, check_weight(weight), timeout, state))
         try:
             outcome = await self._within(self._round, timeout)
         finally:
@@ -171,9 +202,7 @@ class Session:
 
     async def _averager(self, purpose: str) -> Averager:
         if purpose not in self._specs:
-            raise Refused(
-                f"run {self.name!r} has no gradients to {purpose}", "join it with parameters that need them"
-            )
+            raise _nothing_to(purpose, self.name)
         async with self._joining:
             if purpose not in self._averagers:
                 if self._leaving is not None:
@@ -182,12 +211,13 @@ class Session:
             self._purpose = purpose
             return self._averagers[purpose]
 
-    async def _exchange(self, purpose: str, weight: float, timeout: float) -> Outcome:
+    async def _exchange(self, purpose: str, weight: float, timeout: float, state: StateId | None) -> Outcome:
         averager = await self._averager(purpose)
         region, values = self._region, self._specs[purpose].schema.size
         if region is None:
             return Outcome(ok=False, reason="the run was left before the round began", run=self.name)
-        return await averager.average(region.contribution[:values], region.result[:values], weight, timeout)
+        contribution, result = region.contribution[:values], region.result[:values]
+        return await averager.average(contribution, result, weight, timeout, state)
 
     async def _within(self, round_: asyncio.Task[Outcome], timeout: float) -> Outcome:
         done, _ = await asyncio.wait({round_}, timeout=timeout + OVERTIME)
@@ -221,3 +251,7 @@ class Session:
         if self._round is not None:
             self._round.cancel()
         self._region = None
+
+
+def _nothing_to(purpose: str, run: str) -> Refused:
+    return Refused(f"run {run!r} has no gradients to {purpose}", "join it with parameters that need them")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -40,6 +41,29 @@ def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     return named_tensors(tensors)
 
 
+def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The module's floating-point buffers that its state_dict holds, as BatchNorm's statistics; no counters."""
+    kept = module.state_dict(keep_vars=True)
+    floating = ((name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point())
+    return {name: buffer for name, buffer in floating if name in kept}
+
+
+def sparse_gradients(module: torch.nn.Module) -> frozenset[str]:
+    """Names of parameters whose `.grad` is sparse on every peer: weights of sparse embeddings that nothing else uses.
+
+    It follows from the module alone: peers whose gradients differ in layout would not step alike.
+    """
+    found = {
+        f"{path}.weight" if path else "weight"
+        for path, part in module.named_modules()
+        if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
+    }
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    return frozenset(
+        name for name, parameter in module.named_parameters() if name in found and uses[id(parameter)] == 1
+    )
+
+
 def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
     """Gradients by the names of what they belong to: of a module the `.grad` of `stepped_tensors`.
 
@@ -64,12 +88,7 @@ def gradient_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
 
 
 def _module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    named: dict[str, torch.Tensor] = dict(module.named_parameters())
-    kept = module.state_dict(keep_vars=True)
-    for name, buffer in module.named_buffers():
-        if name in kept and buffer.is_floating_point():
-            named[name] = buffer
-    return named
+    return {**dict(module.named_parameters()), **persistent_buffers(module)}
 
 
 def _require_writable(name: str, tensor: torch.Tensor) -> None:

@@ -38,6 +38,7 @@ from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import Exchanging, Outcome, RunState, check_weight
 from equipoise.averaging.ports import Candidate, Directory
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
 from equipoise.compression import parse_codec
 
 MATCHMAKING_FRAME = b"M"
@@ -137,7 +138,12 @@ class Averager:
     # ---- the face ----
 
     async def average(
-        self, contribution: torch.Tensor, result: torch.Tensor, weight: float, timeout: float
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        weight: float,
+        timeout: float,
+        state: StateId | None = None,
     ) -> Outcome:
         """Take part in one round.
 
@@ -147,6 +153,7 @@ class Averager:
             result: f32 [D]; holds the weighted mean if the outcome is ok, else undefined.
             weight: A finite number >= 0; 0 observes.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
+            state: Which state of the run this peer holds; the group is told, signed. None says nothing.
 
         Raises:
             ValueError: The weight, or a tensor's shape or dtype, is not valid, or a round is going on already.
@@ -154,7 +161,7 @@ class Averager:
         check_weight(weight)
         self._check(contribution, result)
         began = self._loop.time()
-        manifest = await self._match(weight, timeout)
+        manifest = await self._match(weight, timeout, state)
         matched = self._loop.time() - began
         if isinstance(manifest, Outcome):
             outcome = manifest
@@ -235,7 +242,7 @@ class Averager:
 
     # ---- one round ----
 
-    async def _match(self, weight: float, timeout: float) -> Manifest | Outcome:
+    async def _match(self, weight: float, timeout: float, state: StateId | None) -> Manifest | Outcome:
         if self._formed is not None or self._round is not None:
             raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
         if self._left:
@@ -243,7 +250,7 @@ class Averager:
         self._formed = self._loop.create_future()
         try:
             async with asyncio.timeout(timeout):
-                formed = await self._seek(self._formed, weight, timeout)
+                formed = await self._seek(self._formed, weight, timeout, state)
             # Having left in the very moment in which its group formed, it begins no round.
             return self._failed(self._left) if self._left else formed
         except TimeoutError:
@@ -257,7 +264,11 @@ class Averager:
             self._formed = None
 
     async def _seek(
-        self, formed: asyncio.Future[Manifest | Outcome], weight: float, timeout: float
+        self,
+        formed: asyncio.Future[Manifest | Outcome],
+        weight: float,
+        timeout: float,
+        state: StateId | None,
     ) -> Manifest | Outcome:
         """Wait for a group; begin anew when others can dial this peer now, or no longer: its join says so, signed."""
         until = self._loop.time() + timeout
@@ -272,6 +283,7 @@ class Averager:
                     credential=self._mesh.credential,
                     dialable=dialable,
                     patience=max(0.0, until - self._loop.time()),
+                    state=state,
                 )
             )
             if again:

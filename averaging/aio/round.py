@@ -354,6 +354,7 @@ class Round:
             bytes_received=self._received,
             seconds={**self._phases, "exchange": self._loop.time() - self._began},
             compression_ratio=4 * size / self._task.codec.encoded_size(size),
+            states={join.peer: join.state for join in self._task.manifest.members if join.state is not None},
             events=tuple(notes),
         )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, MatchmakingMessage
 from equipoise.averaging.ports import Candidate
+from equipoise.averaging.state import StateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class BecameReady:
         credential: What others need to open direct channels with it; empty if it has none.
         dialable: Whether others can open channels to it.
         patience: Seconds after which the caller gives up; 0 to 86,400.
+        state: Which state of the run it holds; None if it does not say.
     """
 
     weight: float
@@ -36,6 +38,7 @@ class BecameReady:
     credential: bytes = b""
     dialable: bool = True
     patience: float = MAX_PATIENCE
+    state: StateId | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class Standing:
             credential=ready.credential,
             dialable=ready.dialable,
             nonce=ready.nonce,
+            state=ready.state,
         )
 
     def within_reach(self, round: int, now: float) -> bool:

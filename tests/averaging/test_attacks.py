@@ -281,7 +281,8 @@ def test_a_forged_group_is_not_joined() -> None:
         if header[:1] != MATCHMAKING_FRAME:
             return [(header, body)]
         joins = [
-            Join(one, spec_of().hash, 0, 1.0, 0.0, True, bytes(16), b"", b"forged") for one in (peer, HOSTILE)
+            Join(one, spec_of().hash, 0, 1.0, 0.0, True, bytes(16), b"", None, b"forged")
+            for one in (peer, HOSTILE)
         ]
         forged = encode(GroupFormed("run", Manifest.of(HOSTILE, joins), 0.0))
         noise = [encode(Invitation("run", 2**53)), encode(LeaveRequest("run", bytes(8)))]

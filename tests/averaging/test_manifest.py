@@ -11,8 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.averaging.aio.averager import MATCHMAKING_FRAME
 from equipoise.averaging.manifest import (
+    MAX_BANDWIDTH,
+    MAX_PEER_CHARS,
     MAX_ROUND,
+    MAX_SIGNATURE_BYTES,
     MAX_WEIGHT,
     NONCE_BYTES,
     ROUND_ID_BYTES,
@@ -22,8 +26,10 @@ from equipoise.averaging.manifest import (
     shortfall,
 )
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, MessageError, decode, encode
+from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES
 from equipoise.averaging.sim.matchmaking import SPEC, signer, verify
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
+from equipoise.averaging.state import MAX_EPOCH, StateId
 
 OTHER_SPEC = "0" * 64
 
@@ -68,7 +74,15 @@ def test_the_id_follows_from_the_content_alone() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"weight": 33.0}, {"round": 8}, {"bandwidth": 2e8}, {"dialable": False}, {"nonce": b"x" * NONCE_BYTES}],
+    [
+        {"weight": 33.0},
+        {"round": 8},
+        {"bandwidth": 2e8},
+        {"dialable": False},
+        {"nonce": b"x" * NONCE_BYTES},
+        {"credential": b"c"},
+        {"state": StateId(7, "0" * 64)},
+    ],
 )
 def test_any_change_of_a_join_changes_id_and_ticket(change: dict[str, Any]) -> None:
     changed = join("a", **change)
@@ -87,12 +101,21 @@ def test_id_survives_the_wire() -> None:
 
 
 def test_the_largest_manifest_fits_a_header() -> None:
-    peers = [f"12D3KooW{index:044}" for index in range(MAX_GROUP_SIZE)]
-    largest = Manifest.of(
-        peers[0], [msgspec.structs.replace(join(peer), signature=b"s" * 64) for peer in peers]
+    peers = [f"{index:0{MAX_PEER_CHARS}}" for index in range(MAX_GROUP_SIZE)]
+    extremes = {
+        "round": MAX_ROUND,
+        "weight": MAX_WEIGHT,
+        "bandwidth": MAX_BANDWIDTH,
+        "credential": b"c" * MAX_CREDENTIAL_BYTES,
+        "state": StateId(MAX_EPOCH, "f" * 64),
+    }
+    signature = b"s" * MAX_SIGNATURE_BYTES
+    joins = [msgspec.structs.replace(join(peer, **extremes), signature=signature) for peer in peers]
+    formed = GroupFormed(
+        "\N{OLD ITALIC LETTER A}" * 64, Manifest.of(peers[0], joins), 1.0, tuple(peers), "x" * 200
     )
-    absent = tuple(peers)
-    assert len(encode(GroupFormed("r" * 64, largest, 1.0, absent, "x" * 200))) < 64 * 1024
+    assert len(MATCHMAKING_FRAME + encode(formed)) <= MAX_HEADER_BYTES
+    assert decode(encode(formed)) == formed
 
 
 @pytest.mark.parametrize(
@@ -110,6 +133,7 @@ def test_the_largest_manifest_fits_a_header() -> None:
             "at least 1 member that the others can dial",
         ),
         ([join("a"), msgspec.structs.replace(join("b"), weight=1e6)], "signed by b"),
+        ([join("a"), msgspec.structs.replace(join("b"), state=StateId(1, "0" * 64))], "signed by b"),
         ([join("a"), msgspec.structs.replace(join("b"), signature=join("a").signature)], "signed by b"),
     ],
 )

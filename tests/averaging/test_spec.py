@@ -30,10 +30,21 @@ def test_equal_options_have_equal_hashes_however_the_codec_is_spelt() -> None:
         RunSpec.create("r", SCHEMA, codec="fp16"),
         RunSpec.create("r", SCHEMA, group_size=4),
         RunSpec.create("r", SCHEMA, part_values=512),
+        RunSpec.create("r", SCHEMA, terms={"clip": "1.0"}),
     ],
 )
 def test_whatever_peers_must_agree_on_changes_the_hash(other: RunSpec) -> None:
     assert other.hash != RunSpec.create("r", SCHEMA).hash
+
+
+def test_terms_have_no_order() -> None:
+    terms = {"optimizer": "AdamW(lr=0.001)", "clip": "1.0"}
+    one = RunSpec.create("r", SCHEMA, terms=terms)
+    same = RunSpec.create("r", SCHEMA, terms=dict(reversed(terms.items())))
+
+    assert one == same
+    assert one.hash == same.hash
+    assert one.terms == (("clip", "1.0"), ("optimizer", "AdamW(lr=0.001)"))
 
 
 @pytest.mark.parametrize(
@@ -44,6 +55,12 @@ def test_whatever_peers_must_agree_on_changes_the_hash(other: RunSpec) -> None:
         ({"strategy": "ring"}, "unknown strategy 'ring': expected one of allreduce"),
         ({"group_size": 1}, "a group size of 2 to 64, got 1"),
         ({"part_values": 1000}, "a multiple of 256"),
+        ({"terms": {"": "1"}}, "a term of 1 to 64 characters of printable ASCII, got ''"),
+        ({"terms": {"x" * 65: "1"}}, "a term of 1 to 64"),
+        ({"terms": {"clip": "\x1b[2J"}}, "term 'clip': expected at most 256 characters of printable ASCII"),
+        ({"terms": {"clip": "x" * 257}}, "term 'clip'"),
+        ({"terms": {"clip": 1.0}}, "term 'clip'.*got '1.0'"),
+        ({"terms": {str(index): "" for index in range(33)}}, "at most 32 terms, got 33"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict, message: str) -> None:

@@ -8,12 +8,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
 from equipoise.peer.ports import Hub, Swarm
@@ -39,15 +41,22 @@ class Member:
     bandwidth: float = 0.0
 
 
+class Formed(NamedTuple):
+    """What a group came to."""
+
+    mean: torch.Tensor
+    weights: dict[str, float]
+    states: dict[str, StateId]
+
+
 @dataclass
 class Waiting:
     """A peer that waits for a group."""
 
     contribution: torch.Tensor
     weight: float
-    group: concurrent.futures.Future[tuple[torch.Tensor, dict[str, float]] | None] = field(
-        default_factory=concurrent.futures.Future
-    )
+    state: StateId | None = None
+    group: concurrent.futures.Future[Formed | None] = field(default_factory=concurrent.futures.Future)
 
 
 class FakeNetwork:
@@ -91,20 +100,25 @@ class FakeNetwork:
             waiting.group.set_result(None)
 
     def _close_group(self, run: str) -> None:
-        members = self.waiting.get(run, {})
-        if self.held or len(members) < max(2, len(self.runs[run])):
-            return
-        weights = {p: w.weight for p, w in sorted(members.items()) if w.weight > 0 and p not in self.refused}
+        for spec in {member.spec for member in self.runs[run].values()}:
+            expected = {peer for peer, member in self.runs[run].items() if member.spec == spec}
+            waiting = self.waiting.get(run, {})
+            if not self.held and len(expected) >= 2 and expected <= waiting.keys():
+                self._form(run, {peer: waiting[peer] for peer in sorted(expected)})
+
+    def _form(self, run: str, members: dict[str, Waiting]) -> None:
+        weights = {p: w.weight for p, w in members.items() if w.weight > 0 and p not in self.refused}
         total = sum(weights.values())
         if total == 0:
             return
+        states = {peer: one.state for peer, one in members.items() if one.state is not None}
         mean = torch.zeros_like(next(iter(members.values())).contribution)
         for peer, weight in weights.items():
             mean += members[peer].contribution * (weight / total)
-        del self.waiting[run]
         for peer, waiting in members.items():
+            del self.waiting[run][peer]
             self.runs[run][peer].ready = False
-            waiting.group.set_result((mean, weights))
+            waiting.group.set_result(Formed(mean, weights, states))
 
 
 class FakeSwarm:
@@ -196,9 +210,14 @@ class FakeAverager:
         return Gathering(ready=len(waiting), target=len(members))
 
     async def average(
-        self, contribution: torch.Tensor, result: torch.Tensor, weight: float, timeout: float
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        weight: float,
+        timeout: float,
+        state: StateId | None = None,
     ) -> Outcome:
-        waiting = Waiting(contribution.clone(), weight)
+        waiting = Waiting(contribution.clone(), weight, state)
         self._network.enter(self._spec.name, self._peer, waiting)
         try:
             came = await asyncio.wait_for(asyncio.wrap_future(waiting.group), timeout)
@@ -206,9 +225,9 @@ class FakeAverager:
         except TimeoutError:
             self._network.withdraw(self._spec.name, self._peer)
             came, reason = None, f"no group formed within {timeout:g} s"
-        outcome = self._outcome(came[1] if came else {}, reason)
+        outcome = self._outcome(came, reason)
         if came:
-            result.copy_(came[0])
+            result.copy_(came.mean)
         self.history.append(outcome)
         return outcome
 
@@ -225,17 +244,18 @@ class FakeAverager:
             self._network.runs.get(self._spec.name, {}).pop(self._peer, None)
         self._hub.averagers.pop(self._spec.name, None)
 
-    def _outcome(self, contributors: dict[str, float], reason: str) -> Outcome:
+    def _outcome(self, formed: Formed | None, reason: str) -> Outcome:
         self._member.round += 1
-        if not contributors:
+        if formed is None:
             return Outcome(ok=False, reason=reason, run=self._spec.name, round=self._member.round)
         return Outcome(
             ok=True,
             reason="all contributed",
             run=self._spec.name,
             round=self._member.round,
-            group=tuple(contributors),
-            contributors=contributors,
+            group=tuple(formed.weights),
+            contributors=formed.weights,
+            states=formed.states,
             digest="0" * 64,
             seconds={"total": 0.0},
         )

@@ -94,3 +94,39 @@ def test_doubles_beyond_fp32_are_refused() -> None:
     accumulator = Accumulator({"a": torch.zeros(1, dtype=torch.float64)})
     with pytest.raises(SchemaError, match="'a' holds 1e"):
         accumulator.add({"a": torch.full((1,), 1e39, dtype=torch.float64)}, 1)
+
+
+def sparse(rows: list[int], values: torch.Tensor, size: int = 4) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, (size, values.shape[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sparse_gradients_are_added_to_the_rows_they_touch(dtype: torch.dtype) -> None:
+    like = {"e": torch.zeros(4, 2)}
+    accumulator, dense = Accumulator(like), Accumulator(like)
+    gradient = sparse([3, 1, 3], torch.tensor([[1.0, 2.0], [3.0, 4.0], [256.0, 1.0]], dtype=dtype))
+    for weight in (2.0, 1.0):
+        accumulator.add({"e": gradient}, weight)
+        dense.add({"e": gradient.float().to_dense()}, weight)
+    accumulator.add({"e": sparse([], torch.zeros(0, 2))}, 1.0)
+    dense.add({"e": None}, 1.0)
+
+    (got, expected) = ({"e": torch.empty(4, 2)} for _ in range(2))
+    accumulator.mean_into(got)
+    dense.mean_into(expected)
+    assert torch.equal(got["e"], expected["e"])
+    assert accumulator.weight == dense.weight
+
+
+def test_a_sparse_gradient_that_is_not_finite_or_does_not_fit_is_named() -> None:
+    accumulator = Accumulator({"e": torch.zeros(4, 2)})
+    spoilt = torch.tensor([[1.0, math.nan]])
+    with pytest.raises(SchemaError, match="'e' holds nan at flat index 5"):
+        accumulator.add({"e": sparse([2], spoilt)}, 1.0)
+    with pytest.raises(SchemaError, match=r"expected shape \[4, 2\], got \[5, 2\]"):
+        accumulator.add({"e": sparse([2], torch.ones(1, 2), size=5)}, 1.0)
+    with pytest.raises(SchemaError, match=r"dense or sparse COO, got torch\.float32, torch\.sparse_csr"):
+        accumulator.add({"e": torch.ones(4, 2).to_sparse_csr()}, 1.0)
+    with pytest.raises(SchemaError, match="would exceed fp32"):  # The sum of what is given for one row twice.
+        accumulator.add({"e": sparse([2, 2], torch.full((2, 2), 1e38))}, 3.0)
+    assert accumulator.weight == 0.0

@@ -54,7 +54,7 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:
-    rows = tuple(TensorRow("x" * 500 + str(index), (1,), "float32") for index in range(3000))
+    rows = tuple(TensorRow("x" * 500 + str(index), (1,), "float32") for index in range(5000))
     with pytest.raises(ControlError, match="fuse small ones"):
         encode(1, JoinRun("digits", "allreduce", "int8", 4, 256, rows, (), 3000))
 

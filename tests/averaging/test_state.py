@@ -1,0 +1,69 @@
+"""Which state a group says is its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import MAX_EPOCH, StateId, group_state
+
+LINEAGES = tuple(character * 64 for character in "0af")
+
+states = st.builds(StateId, st.integers(0, 3), st.sampled_from(LINEAGES))
+
+
+@given(st.lists(states, max_size=8), st.randoms())
+def test_all_choose_alike_and_none_has_more_heads(held: list[StateId], random: object) -> None:
+    chosen = group_state(held)
+    if not held:
+        assert chosen is None
+        return
+    shuffled = list(held)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert group_state(shuffled) == chosen
+    counts = Counter(held)
+    for other, count in counts.items():
+        assert (counts[chosen], chosen.epoch, chosen.lineage) >= (count, other.epoch, other.lineage)
+
+
+def test_heads_come_before_epochs_and_epochs_before_lineages() -> None:
+    zero, a, f = LINEAGES
+    assert group_state([StateId(5, zero), StateId(5, zero), StateId(9, f)]) == StateId(5, zero)
+    assert group_state([StateId(5, f), StateId(6, zero)]) == StateId(6, zero)
+    assert group_state([StateId(5, zero), StateId(5, a)]) == StateId(5, a)
+
+
+def test_an_outcome_says_its_groups_state() -> None:
+    held = {"a": StateId(4, LINEAGES[0]), "b": StateId(4, LINEAGES[0]), "c": StateId(3, LINEAGES[1])}
+    assert Outcome(ok=False, reason="", states=held).state == StateId(4, LINEAGES[0])
+    assert Outcome(ok=True, reason="").state is None
+
+
+@pytest.mark.parametrize("epoch", [-1, MAX_EPOCH + 1, 1.0, True, "1", None])
+def test_an_epoch_out_of_range_is_refused(epoch: object) -> None:
+    with pytest.raises(ValueError, match="expected an epoch"):
+        StateId(epoch, LINEAGES[0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "lineage", ["", "0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n", "g" * 64, None, b"0" * 64]
+)
+def test_a_lineage_that_is_none_is_refused(lineage: object) -> None:
+    with pytest.raises(ValueError, match="expected a lineage"):
+        StateId(1, lineage)  # type: ignore[arg-type]
+
+
+@given(states)
+def test_it_survives_the_wire(state: StateId) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=StateId) == state
+
+
+@pytest.mark.parametrize("wire", [[-1, "0" * 64], [2**60, "0" * 64], [1, "x" * 64], [True, "0" * 64], [1]])
+def test_what_is_out_of_range_does_not_decode(wire: list[object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=StateId)
