@@ -18,6 +18,8 @@ from equipoise.peer.errors import ConfigError
 
 ENV_PREFIX = "EQUIPOISE_"
 HOME_ENV = ENV_PREFIX + "HOME"
+RESUME_ENV = ENV_PREFIX + "RESUME"
+"""Set to 1 for a training script that is to start from its newest checkpoint."""
 FILE_NAME = "config.toml"
 
 MAX_FILE_BYTES = 64 * 1024
@@ -274,7 +276,7 @@ def _check_channel(config: Config, origin: str) -> None:
 
 def _lookalikes(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Warn of variables that resemble ours; others may share the prefix for good reasons."""
-    known = [HOME_ENV, *(ENV_PREFIX + key.upper() for key in KEYS)]
+    known = [HOME_ENV, RESUME_ENV, *(ENV_PREFIX + key.upper() for key in KEYS)]
     warnings = []
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known:

@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TextIO
 
@@ -16,7 +16,7 @@ import torch
 import uvloop
 
 from equipoise.dht.lean import bare_packages
-from equipoise.peer.config import HOME_ENV, Loaded
+from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
 from equipoise.peer.daemon import Assemble, Daemon, assemble
 from equipoise.peer.errors import EquipoiseError
 
@@ -35,8 +35,16 @@ def run_daemon(loaded: Loaded, assemble: Assemble = assemble) -> int:
     return _run(_serve(Daemon(loaded, partial(_print, sys.stdout), assemble)))
 
 
-def launch(loaded: Loaded, command: Sequence[str], assemble: Assemble = assemble) -> int:
+def launch(
+    loaded: Loaded, command: Sequence[str], resume: bool = False, assemble: Assemble = assemble
+) -> int:
     """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
+
+    Args:
+        loaded: The daemon's configuration.
+        command: What to run.
+        resume: Whether the script is told, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
+        assemble: Makes the parts of the daemon that need a network.
 
     Returns:
         The command's exit status; 128 and the number of the signal that ended it.
@@ -44,7 +52,10 @@ def launch(loaded: Loaded, command: Sequence[str], assemble: Assemble = assemble
     Raises:
         EquipoiseError: The daemon or the command cannot start.
     """
-    return _run(_launch(Daemon(loaded, partial(_print, sys.stderr), assemble), loaded.config.home, command))
+    environment = {**os.environ, HOME_ENV: loaded.config.home}
+    if resume:
+        environment[RESUME_ENV] = "1"
+    return _run(_launch(Daemon(loaded, partial(_print, sys.stderr), assemble), command, environment))
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
@@ -79,10 +90,9 @@ async def _start(daemon: Daemon) -> None:
     gc.freeze()
 
 
-async def _launch(daemon: Daemon, home: str, command: Sequence[str]) -> int:
+async def _launch(daemon: Daemon, command: Sequence[str], environment: Mapping[str, str]) -> int:
     await _start(daemon)
     try:
-        environment = {**os.environ, HOME_ENV: home}
         try:
             child = await asyncio.create_subprocess_exec(*command, env=environment)
         except OSError as error:

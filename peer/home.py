@@ -18,7 +18,9 @@ from equipoise.peer.errors import HomeBusy, HomeError, NoDaemon
 PID_FILE = "daemon.pid"
 SOCKET_FILE = "control.sock"
 LOG_FILE = "daemon.log"
-OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "swarm.json")
+CHECKPOINTS = "checkpoints"
+"""Directory of a directory for each run."""
+OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "swarm.json", CHECKPOINTS)
 
 MAX_SOCKET_PATH_BYTES = 103
 """sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""

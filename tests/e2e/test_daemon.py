@@ -379,6 +379,17 @@ def test_launch_runs_a_script_with_a_daemon(swarm: Swarm) -> None:
     assert not (home / "control.sock").exists()
 
 
+def test_launch_tells_the_script_whether_to_resume(swarm: Swarm) -> None:
+    code = "import os; print(os.environ.get('EQUIPOISE_RESUME'))"
+    said = []
+    for words in ((), ("--resume",)):
+        home = str(swarm.folder / "home")
+        launched = swarm.command("launch", *words, "--home", home, *LOCAL, "--", sys.executable, "-c", code)
+        assert launched.wait() == 0, launched.errors
+        said.append(launched.output.strip())
+    assert said == ["None", "1"]
+
+
 def test_launch_passes_signals_on(swarm: Swarm) -> None:
     code = "import signal, sys\nsignal.signal(15, lambda *_: sys.exit(9))\nprint('up', flush=True)\nsignal.pause()"
     home = str(swarm.folder / "home")
