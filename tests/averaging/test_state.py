@@ -20,15 +20,16 @@ states = st.builds(StateId, st.integers(0, 3), st.sampled_from(LINEAGES))
 @given(st.lists(states, max_size=8), st.randoms())
 def test_all_choose_alike_and_none_has_more_heads(held: list[StateId], random: object) -> None:
     chosen = group_state(held)
-    if not held:
-        assert chosen is None
+    assert (chosen is None) == (not held)
+    if chosen is None:
         return
     shuffled = list(held)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     assert group_state(shuffled) == chosen
     counts = Counter(held)
     for other, count in counts.items():
-        assert (counts[chosen], chosen.epoch, chosen.lineage) >= (count, other.epoch, other.lineage)
+        ours = (chosen.epoch > 0, counts[chosen], chosen.epoch, chosen.lineage)
+        assert ours >= (other.epoch > 0, count, other.epoch, other.lineage)
 
 
 def test_heads_come_before_epochs_and_epochs_before_lineages() -> None:
@@ -36,6 +37,12 @@ def test_heads_come_before_epochs_and_epochs_before_lineages() -> None:
     assert group_state([StateId(5, zero), StateId(5, zero), StateId(9, f)]) == StateId(5, zero)
     assert group_state([StateId(5, f), StateId(6, zero)]) == StateId(6, zero)
     assert group_state([StateId(5, zero), StateId(5, a)]) == StateId(5, a)
+
+
+def test_newcomers_outvote_nobody() -> None:
+    zero, a, f = LINEAGES
+    assert group_state([StateId(0, f), StateId(0, f), StateId(1, zero)]) == StateId(1, zero)
+    assert group_state([StateId(0, zero), StateId(0, zero), StateId(0, a)]) == StateId(0, zero)
 
 
 def test_an_outcome_says_its_groups_state() -> None:
