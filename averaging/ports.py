@@ -138,6 +138,10 @@ class Candidate(Protocol):
     def accumulated(self) -> float:
         """Weight it has accumulated towards its next contribution."""
 
+    @property
+    def credential(self) -> bytes:
+        """What others need to open direct channels with it, for the transport to check; empty if it has none."""
+
 
 class Directory(Protocol):
     """Who takes part in a run, as far as this peer knows."""

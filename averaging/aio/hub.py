@@ -9,13 +9,17 @@ from collections import OrderedDict
 import msgspec
 
 from equipoise.averaging.aio.averager import MATCHMAKING_FRAME, Averager, Identity, Surroundings
+from equipoise.averaging.aio.download import TRANSFER_FRAME
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round import HEADER_PREFIX_BYTES, ROUND_FRAME, Round, Task
+from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRequest, MessageError, refuse_unknown_run
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.transfer import messages as transfer_messages
+from equipoise.averaging.transfer.messages import TransferMessage
 
 MAX_EARLY_ROUNDS = 8
 """Rounds of which one peer may speak before this peer's manifest has come; one per run that both wait in is usual."""
@@ -58,6 +62,7 @@ class Hub:
         direct: DirectTransport | None = None,
     ) -> None:
         self._runs: dict[str, Averager] = {}
+        self._transfers: dict[str, Transfer] = {}
         self._rounds: dict[bytes, Round] = {}
         self._closed: OrderedDict[bytes, None] = OrderedDict()
         self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
@@ -68,7 +73,7 @@ class Hub:
             identity,
             bandwidth,
             self._begin,
-            lambda run: self._runs.pop(run.spec.name, None),
+            self._left,
         )
 
     async def join(self, spec: RunSpec) -> Averager:
@@ -81,8 +86,17 @@ class Hub:
             raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
         run = Averager(spec, self._surroundings)
         self._runs[spec.name] = run
+        self._transfers[spec.name] = Transfer(spec, self._mesh, self._surroundings.directory, self._busy)
         run.start()
         return run
+
+    def transfer(self, run: str) -> Transfer:
+        """Gives and takes the state of a run that this daemon takes part in.
+
+        Raises:
+            KeyError: It takes part in none of that name.
+        """
+        return self._transfers[run]
 
     async def stop(self) -> None:
         """Leave all runs; open rounds fail with that reason. Then close every channel."""
@@ -99,6 +113,10 @@ class Hub:
 
     def place(self, peer: str, header: bytes, size: int) -> memoryview:
         """Where the body of a frame goes."""
+        if header[:1] == TRANSFER_FRAME:
+            message = _transfer_message(header)
+            transfer = self._transfers.get(message.run)
+            return self._mesh.scratch(size) if transfer is None else transfer.place(peer, message, size)
         if header[:1] != ROUND_FRAME:
             raise FrameRefused(
                 f"expected a body only in frames of a round, got {size} bytes after {header[:1]!r}"
@@ -114,14 +132,22 @@ class Hub:
             self._matchmaking(peer, header[1:])
         elif header[:1] == ROUND_FRAME:
             self._round_frame(peer, header, body)
+        elif header[:1] == TRANSFER_FRAME:
+            message = _transfer_message(header)
+            if transfer := self._transfers.get(message.run):
+                transfer.frame(peer, message, body)
         else:
-            raise FrameRefused(f"expected a frame of a round or of matchmaking, got kind {header[:1]!r}")
+            raise FrameRefused(
+                f"expected a frame of a round, of matchmaking or of a transfer, got kind {header[:1]!r}"
+            )
 
     def lost(self, peer: str, reason: str, connected: bool) -> None:
         """Frames to or from a peer may have been lost."""
         for round in list(self._rounds.values()):
             if round.is_member(peer):
                 round.lost(peer, reason)
+        for transfer in list(self._transfers.values()):
+            transfer.lost(peer, reason, connected)
         if not connected:
             for run in list(self._runs.values()):
                 run.lost(peer)
@@ -181,6 +207,14 @@ class Hub:
             except FrameRefused as error:
                 round.lost(peer, str(error))
 
+    def _left(self, run: Averager) -> None:
+        self._runs.pop(run.spec.name, None)
+        if transfer := self._transfers.pop(run.spec.name, None):
+            transfer.stop("the run was left")
+
+    def _busy(self) -> bool:
+        return any(not round.outcome.done() for round in self._rounds.values())
+
     def _forget(self, round: Round) -> None:
         self._rounds.pop(round.id, None)
         self._closed[round.id] = None
@@ -195,3 +229,10 @@ def _message(header: bytes) -> wire.RoundMessage:
         raise FrameRefused(
             f"expected a message of a round, got {len(header)} bytes that are none: {error}"
         ) from error
+
+
+def _transfer_message(header: bytes) -> TransferMessage:
+    try:
+        return transfer_messages.decode(memoryview(header)[1:])
+    except transfer_messages.MessageError as error:
+        raise FrameRefused(str(error)) from error

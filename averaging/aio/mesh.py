@@ -158,10 +158,10 @@ class Mesh:
         link.queue.control.append(header)
         self._write_soon(peer, link)
 
-    def post_bulk(self, peer: str, flow: bytes, make: Bulk) -> None:
-        """Send a bulk frame of a round, made when its turn has come."""
+    def post_bulk(self, peer: str, flow: bytes, make: Bulk, late: bool = False) -> None:
+        """Send a bulk frame of a round, made when its turn has come; a `late` one after all that are not."""
         link = self._link(peer)
-        link.queue.add_bulk(flow, make)
+        link.queue.add_bulk(flow, make, late)
         self._write_soon(peer, link)
 
     def scratch(self, size: int) -> memoryview:

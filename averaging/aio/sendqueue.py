@@ -1,4 +1,4 @@
-"""What waits to be sent to one peer: control frames first, then the bulk frames of all flows in turn."""
+"""What waits to be sent to one peer: control frames first, then bulk of all rounds in turn, then what can wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bulk = Callable[[], Frame | None]
 
 
 class SendQueue:
-    """A queue in which a heartbeat waits behind no part, and a large round behind no more than it must.
+    """A queue in which a heartbeat waits behind no part, a round behind no more than it must, a download behind both.
 
     Attributes:
         control: Headers of control frames, in order.
@@ -24,26 +24,27 @@ class SendQueue:
     def __init__(self) -> None:
         self.control: deque[bytes] = deque()
         self._flows: OrderedDict[bytes, deque[Bulk]] = OrderedDict()
+        self._late: OrderedDict[bytes, deque[Bulk]] = OrderedDict()
 
     def __bool__(self) -> bool:
-        return bool(self.control or self._flows)
+        return bool(self.control or self._flows or self._late)
 
     @property
     def has_bulk(self) -> bool:
         """Whether a bulk frame waits."""
-        return bool(self._flows)
+        return bool(self._flows or self._late)
 
-    def add_bulk(self, flow: bytes, make: Bulk) -> None:
-        """Queue a bulk frame; frames of one flow (a round's id) stay in order, flows take turns."""
-        self._flows.setdefault(flow, deque()).append(make)
+    def add_bulk(self, flow: bytes, make: Bulk, late: bool = False) -> None:
+        """Queue a bulk frame; those of one flow (a round's id) stay in order, flows take turns, late ones come last."""
+        (self._late if late else self._flows).setdefault(flow, deque()).append(make)
 
     def next_bulk(self) -> Frame | None:
         """Take the next bulk frame that is still wanted, from the flow whose turn it is."""
-        while self._flows:
-            flow, waiting = self._flows.popitem(last=False)
+        while flows := self._flows or self._late:
+            flow, waiting = flows.popitem(last=False)
             make = waiting.popleft()
             if waiting:
-                self._flows[flow] = waiting
+                flows[flow] = waiting
             if frame := make():
                 return frame
         return None
@@ -52,5 +53,7 @@ class SendQueue:
         """Forget the bulk frames of one flow, or of all."""
         if flow is None:
             self._flows.clear()
+            self._late.clear()
         else:
             self._flows.pop(flow, None)
+            self._late.pop(flow, None)

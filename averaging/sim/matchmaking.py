@@ -50,6 +50,7 @@ class Record:
     dialable: bool = True
     bandwidth: float = 0.0
     accumulated: float = 0.0
+    credential: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

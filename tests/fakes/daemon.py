@@ -39,6 +39,7 @@ class Member:
     round: int = 0
     dialable: bool = True
     bandwidth: float = 0.0
+    credential: bytes = b""
 
 
 class Formed(NamedTuple):

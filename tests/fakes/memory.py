@@ -19,6 +19,7 @@ class Entry:
     dialable: bool
     bandwidth: float
     accumulated: float
+    credential: bytes = b""
 
 
 class Net:

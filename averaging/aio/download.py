@@ -1,0 +1,214 @@
+"""The asyncio driver of one download: memory, digests and messages around the machine `transfer.fetch.Fetch`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.manifest import TICKET_BYTES
+from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.transfer.events import (
+    Allocate,
+    AnswerReceived,
+    ChunkReceived,
+    DigestsReceived,
+    Fail,
+    FetchEvent,
+    Finish,
+    MemoryReady,
+    MemoryRefused,
+    PeerLost,
+    PeersSeen,
+    Send,
+    Withdrew,
+    Woke,
+)
+from equipoise.averaging.transfer.fetch import Fetch, Request
+from equipoise.averaging.transfer.image import CHUNK_BYTES, DIGEST_BYTES, ImageId, is_chunk
+from equipoise.averaging.transfer.messages import (
+    AskChunks,
+    AskDigests,
+    Bulk,
+    Chunk,
+    Digests,
+    ToNewcomer,
+    TransferMessage,
+    encode,
+)
+from equipoise.averaging.transfer.outcome import FetchOutcome
+
+TRANSFER_FRAME = b"T"
+"""First byte of the header of every frame of a transfer; a message follows."""
+
+Room = Callable[[int], Awaitable[memoryview]]
+"""Makes room for an image: a writable view of just so many bytes. Raises ValueError where there is none."""
+
+log = logging.getLogger(__name__)
+
+
+def flow_of(ticket: bytes, peer: str) -> bytes:
+    """The mesh's name for what goes between this peer and another for one download."""
+    return TRANSFER_FRAME + ticket + peer.encode()
+
+
+class Download:
+    """One download of a run's state.
+
+    Args:
+        request: What it is after, without a ticket.
+        mesh: Sends frames.
+        timeout: Seconds for everything.
+        room: Makes memory for the image.
+
+    Attributes:
+        outcome: What it came to.
+    """
+
+    def __init__(self, request: Request, mesh: Mesh, timeout: float, room: Room) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.outcome: asyncio.Future[FetchOutcome] = self._loop.create_future()
+        self._mesh = mesh
+        self._room = room
+        self._began = self._loop.time()
+        self._ticket = request.ticket
+        self._machine = Fetch(request, self._began, timeout)
+        self._image: ImageId | None = None
+        self._digests = b""
+        self._memory = memoryview(b"")
+        self._credentials: Mapping[str, bytes] = {}
+        self._entered: set[str] = set()
+        self._due: Counter[str] = Counter()
+        self._making: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    @staticmethod
+    def ticket() -> bytes:
+        """A ticket for a new request."""
+        return os.urandom(TICKET_BYTES)
+
+    @property
+    def standing(self) -> str:
+        """What it is doing, in one line."""
+        return self._machine.standing
+
+    def see(self, credentials: Mapping[str, bytes]) -> None:
+        """These are the peers of the run, and what they say of their direct channels."""
+        self._credentials = credentials
+        self._tell(PeersSeen(tuple(credentials)))
+
+    def withdraw(self, reason: str) -> None:
+        """End it."""
+        self._tell(Withdrew(reason))
+
+    def lost(self, peer: str, reason: str, connected: bool) -> None:
+        """Frames to or from a peer may have been lost."""
+        self._tell(PeerLost(peer, reason, connected))
+
+    def place(self, peer: str, message: Bulk, size: int) -> memoryview:
+        """Where a body goes: a buffer of its own if it is wanted, else scratch.
+
+        Not into the image: a donor that stalled in the middle of a chunk could write over what another has delivered
+        and was verified.
+
+        Raises:
+            FrameRefused: It has another size than it should have, or more comes than was asked for.
+        """
+        self._due[peer] -= 1
+        if self._due[peer] < 0:
+            raise FrameRefused(f"more comes from {peer} than it was asked for")
+        if self._image is None or not self._machine.expects(peer, message):
+            return self._mesh.scratch(size)
+        expected = self._image.chunks * DIGEST_BYTES
+        if isinstance(message, Chunk):
+            expected = self._image.length(message.chunk)
+        if size != expected:
+            raise FrameRefused(f"expected {expected} bytes of a {type(message).__name__}, got {size}")
+        return self._mesh.pool.take(size)
+
+    def frame(self, peer: str, message: ToNewcomer, body: memoryview) -> None:
+        """A frame has come from a donor."""
+        if not isinstance(message, Bulk):
+            self._tell(AnswerReceived(peer, message))
+        elif self._image is not None and body and not self._mesh.is_scratch(body):
+            self._take(peer, message, body, self._image)
+
+    def _take(self, peer: str, message: Bulk, body: memoryview, image: ImageId) -> None:
+        if not self._machine.expects(peer, message):
+            return  # It was wanted when it began to come in, and has come from another since.
+        if isinstance(message, Digests):
+            genuine = image.genuine(body)
+            if genuine:
+                self._digests = bytes(body)
+            self._tell(DigestsReceived(peer, image, genuine))
+            return
+        genuine = is_chunk(body, self._digests, message.chunk)
+        if genuine:
+            self._memory[image.span(message.chunk)] = body
+        self._tell(ChunkReceived(peer, image, message.chunk, genuine))
+
+    def _tell(self, event: FetchEvent) -> None:
+        for action in self._machine.handle(event, self._loop.time()):
+            match action:
+                case Send(peer, message):
+                    self._send(peer, message)
+                case Allocate(image):
+                    self._allocate(image)
+                case Finish() | Fail():
+                    self._end(action)
+        self._schedule()
+
+    def _send(self, peer: str, message: TransferMessage) -> None:
+        self._mesh.post(peer, TRANSFER_FRAME + encode(message))
+        if isinstance(message, AskDigests | AskChunks):
+            self._due[peer] += len(message.chunks) if isinstance(message, AskChunks) else 1
+            if peer not in self._entered:
+                # By now it has admitted this peer: it has answered. So neither waits for the other's handshake.
+                self._entered.add(peer)
+                self._mesh.enter(flow_of(self._ticket, peer), {peer: self._credentials.get(peer, b"")})
+
+    def _allocate(self, image: ImageId) -> None:
+        if self._making is not None:
+            self._making.cancel()
+        self._image, self._digests = image, b""
+        self._making = asyncio.create_task(self._make_room(image))
+
+    async def _make_room(self, image: ImageId) -> None:
+        try:
+            self._memory = await self._room(image.size)
+        except ValueError as error:
+            self._tell(MemoryRefused(str(error)))
+        except Exception:
+            log.exception("no memory for an image of %d bytes", image.size)
+            self._tell(MemoryRefused("making room for the image failed here; the daemon's log says more"))
+        else:
+            self._tell(MemoryReady(image.size))
+
+    def _end(self, action: Finish | Fail) -> None:
+        seconds = self._loop.time() - self._began
+        if isinstance(action, Finish):
+            outcome = FetchOutcome(
+                ok=True,
+                reason=action.reason,
+                state=action.state,
+                size=action.image.size,
+                sources={peer: min(n * CHUNK_BYTES, action.image.size) for peer, n in action.sources.items()},
+                seconds=seconds,
+            )
+        else:
+            outcome = FetchOutcome(ok=False, reason=action.reason, seconds=seconds)
+        for peer in self._entered:
+            self._mesh.leave(flow_of(self._ticket, peer))
+        self._memory = memoryview(b"")
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if not self._machine.ended:
+            self._timer = self._loop.call_at(self._machine.deadline, self._tell, Woke())

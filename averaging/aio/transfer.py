@@ -1,0 +1,295 @@
+"""The asyncio driver of one run's transfers: the snapshot that it serves, and the download that it may be at."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Room, flow_of
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.sendqueue import Frame
+from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
+from equipoise.averaging.ports import Candidate, Directory
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.donor import Donor
+from equipoise.averaging.transfer.events import (
+    AskReceived,
+    BodySent,
+    DonorEvent,
+    EpochReached,
+    PeerLost,
+    Release,
+    Send,
+    SendBody,
+    SnapshotReady,
+    SnapshotTaken,
+    Woke,
+)
+from equipoise.averaging.transfer.fetch import Request
+from equipoise.averaging.transfer.image import MAX_IMAGE_BYTES, ImageId, digests_of
+from equipoise.averaging.transfer.messages import (
+    Ask,
+    Bulk,
+    Chunk,
+    Refusal,
+    ToDonor,
+    ToNewcomer,
+    TransferMessage,
+    encode,
+)
+from equipoise.averaging.transfer.outcome import FetchOutcome
+
+LOOK_SECONDS = 0.5
+"""Between two reads of the directory's cache during a download: who has come, and who has gone."""
+
+MAX_ASKS_AT_ONCE = 64
+"""Asks whose sender is being looked up; more are dropped, and come again in a second."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A snapshot's bytes and the digests of its chunks."""
+
+    image: memoryview
+    digests: bytes
+
+
+class Transfer:
+    """State of one run, given and taken.
+
+    Args:
+        spec: The run.
+        mesh: Sends frames.
+        directory: Who else is in the run.
+        busy: Whether a round exchanges at this daemon now.
+    """
+
+    def __init__(
+        self, spec: RunSpec, mesh: Mesh, directory: Directory, busy: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._spec = spec
+        self._mesh = mesh
+        self._directory = directory
+        self._busy = busy
+        self._loop = asyncio.get_running_loop()
+        self._donor = Donor()
+        self._held: dict[bytes, _Held] = {}
+        self._flows: dict[str, bytes] = {}
+        self._download: Download | None = None
+        self._offering = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = ""
+
+    # ---- the face ----
+
+    @property
+    def wanted(self) -> int | None:
+        """Epoch of which a newcomer wants a snapshot."""
+        return self._donor.wanted
+
+    @property
+    def standing(self) -> str:
+        """What is being fetched or served, and why, in one line; empty if nothing."""
+        fetching = self._download.standing if self._download is not None else ""
+        return "; ".join(line for line in (fetching, self._donor.standing) if line)
+
+    def reach(self, epoch: int) -> None:
+        """This peer's trainer stands at that epoch."""
+        self._tell(EpochReached(epoch))
+
+    async def offer(self, state: StateId, image: memoryview) -> None:
+        """Serve a snapshot; it takes the place of the one before.
+
+        Args:
+            state: What it is a snapshot of.
+            image: Its bytes, not to be changed; kept until nobody downloads it any more.
+
+        Raises:
+            ValueError: It is empty, or larger than can be served.
+        """
+        if not 0 < len(image) <= MAX_IMAGE_BYTES:
+            raise ValueError(f"expected an image of 1 to {MAX_IMAGE_BYTES} bytes, got {len(image)}")
+        async with self._offering:
+            self._tell(SnapshotTaken(state))
+            digests = await self._loop.run_in_executor(None, digests_of, image)
+            if self._left:
+                return
+            name = ImageId.of(len(image), digests)
+            self._held[name.digest] = _Held(image, digests)
+            self._tell(SnapshotReady(state, name))
+
+    async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
+        """Download a snapshot of epoch `at_least` or later from all who have it.
+
+        Args:
+            at_least: The first epoch that is of use.
+            limit: Most bytes of the image.
+            timeout: Seconds for everything; the outcome fails with a reason when they are over.
+            room: Makes memory for the image.
+
+        Raises:
+            ValueError: A download of this run is going on already.
+        """
+        if self._download is not None:
+            raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
+        if self._left:
+            return FetchOutcome(ok=False, reason=self._left)
+        request = Request(self._spec.name, self._spec.hash, Download.ticket(), at_least, limit)
+        download = self._download = Download(request, self._mesh, timeout, room)
+        looking = asyncio.create_task(self._look_regularly(download))
+        try:
+            outcome = await asyncio.shield(download.outcome)
+        except asyncio.CancelledError:
+            download.withdraw("cancelled")
+            raise
+        finally:
+            self._download = None
+            looking.cancel()
+        log.info("run %s: %s", self._spec.name, _told(outcome))
+        return outcome
+
+    def withdraw(self, reason: str) -> None:
+        """End the download that is going on, if any."""
+        if self._download is not None:
+            self._download.withdraw(reason)
+
+    def stop(self, reason: str) -> None:
+        """Serve and fetch nothing more."""
+        self._left = reason
+        self.withdraw(reason)
+        for flow in self._flows.values():
+            self._mesh.leave(flow)
+        for task in self._tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._held.clear()
+
+    # ---- what the hub tells ----
+
+    def place(self, peer: str, message: TransferMessage, size: int) -> memoryview:
+        """Where the body of a frame goes.
+
+        Raises:
+            FrameRefused: It is not what was asked for.
+        """
+        if self._download is None or not isinstance(message, Bulk):
+            return self._mesh.scratch(size)
+        return self._download.place(peer, message, size)
+
+    def frame(self, peer: str, message: TransferMessage, body: memoryview) -> None:
+        """A frame has come."""
+        if isinstance(message, ToNewcomer):
+            if self._download is not None:
+                self._download.frame(peer, message, body)
+        elif isinstance(message, Ask):
+            if len(self._tasks) < MAX_ASKS_AT_ONCE:
+                self._spawn(self._on_ask(peer, message))
+        else:
+            self._tell(AskReceived(peer, message))
+
+    def lost(self, peer: str, reason: str, connected: bool) -> None:
+        """Frames to or from a peer may have been lost."""
+        self._tell(PeerLost(peer, reason, connected))
+        if self._download is not None:
+            self._download.lost(peer, reason, connected)
+
+    # ---- as a donor ----
+
+    async def _on_ask(self, peer: str, ask: Ask) -> None:
+        found = next((one for one in await self._mates() if one.peer == peer), None)
+        if found is None or ask.spec != self._spec.hash:
+            known = (
+                "no peer of this run that is known here" if found is None else "of another spec of this run"
+            )
+            self._post(peer, Refusal(ask.run, ask.ticket, f"you are {known}"[:MAX_DETAIL_CHARS]))
+            return
+        flow = flow_of(ask.ticket, peer)
+        if self._flows.get(peer) != flow:
+            self._leave(peer)
+            self._flows[peer] = flow
+            self._mesh.enter(flow, {peer: found.credential})
+        self._tell(AskReceived(peer, ask))
+
+    def _tell(self, event: DonorEvent) -> None:
+        if self._left:
+            return
+        for action in self._donor.handle(event, self._loop.time()):
+            match action:
+                case Send(peer, message):
+                    self._post(peer, message)
+                case SendBody(peer, message):
+                    self._post_body(peer, message)
+                case Release(image):
+                    self._held.pop(image.digest, None)
+        for peer in [peer for peer in self._flows if not self._donor.serves(peer)]:
+            self._leave(peer)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._donor.deadline != float("inf"):
+            self._timer = self._loop.call_at(self._donor.deadline, self._tell, Woke())
+
+    def _post(self, peer: str, message: ToDonor | ToNewcomer) -> None:
+        self._mesh.post(peer, TRANSFER_FRAME + encode(message))
+
+    def _post_body(self, peer: str, message: Bulk) -> None:
+        flow = self._flows.get(peer, b"")
+        self._mesh.post_bulk(peer, flow, lambda: self._make(message), late=True)
+        self._mesh.post_bulk(peer, flow, lambda: self._sent(peer), late=True)
+
+    def _make(self, message: Bulk) -> Frame | None:
+        held = self._held.get(message.digest)
+        if held is None:
+            return None
+        header = TRANSFER_FRAME + encode(message)
+        if isinstance(message, Chunk):
+            name = ImageId(message.digest, len(held.image))
+            return header, held.image[name.span(message.chunk)]
+        return header, held.digests
+
+    def _sent(self, peer: str) -> None:
+        """Takes its turn after a body: that one has left."""
+        self._loop.call_soon(self._tell, BodySent(peer, self._busy()))
+
+    def _leave(self, peer: str) -> None:
+        if flow := self._flows.pop(peer, None):
+            self._mesh.leave(flow)
+
+    # ---- looking ----
+
+    async def _mates(self) -> list[Candidate]:
+        """The other peers of the run with the same spec."""
+        found = await self._directory.peers(self._spec.name)
+        return [one for one in found if one.peer != self._mesh.peer and one.spec == self._spec.hash]
+
+    async def _look_regularly(self, download: Download) -> None:
+        while True:
+            download.see({one.peer: one.credential for one in await self._mates()})
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("run %s: a background task failed", self._spec.name, exc_info=task.exception())
+
+
+def _told(outcome: FetchOutcome) -> str:
+    if not outcome.ok or outcome.state is None:
+        return f"no state fetched: {outcome.reason}"
+    megabytes = outcome.size / 1e6
+    return (
+        f"fetched the state of epoch {outcome.state.epoch}, {megabytes:.1f} MB from {len(outcome.sources)} peers "
+        f"in {outcome.seconds:.2f} s ({outcome.reason})"
+    )

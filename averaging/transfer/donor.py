@@ -1,0 +1,232 @@
+"""The donor's machine: tells newcomers what it has, asks its trainer for what they wish, and serves it.
+
+Theory of operation. A newcomer's `Ask` is kept and answered, and answered again whenever the answer changes, until it
+has finished or has not been heard of for a while. What it wishes for shows in `wanted`; the trainer takes a snapshot
+when it stands at that epoch, and nobody waits for it. A snapshot is held until the next takes its place, and longer
+while someone downloads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equipoise.averaging.transfer.events import (
+    AskReceived,
+    BodySent,
+    DonorAction,
+    DonorEvent,
+    EpochReached,
+    PeerLost,
+    Release,
+    Send,
+    SendBody,
+    SnapshotReady,
+    SnapshotTaken,
+)
+from equipoise.averaging.transfer.messages import (
+    Answer,
+    Ask,
+    AskChunks,
+    AskDigests,
+    Bulk,
+    Chunk,
+    Digests,
+    Finished,
+    Gone,
+    Offer,
+    Refusal,
+    ToDonor,
+)
+from equipoise.averaging.transfer.serving import Serving
+from equipoise.averaging.transfer.shelf import Shelf
+
+MAX_ASKERS = 64
+"""Newcomers served at once; as many as a group has members."""
+
+ASKER_SECONDS = 15.0
+"""A newcomer says something every three seconds; one that is silent for five times as long has gone."""
+
+MAX_SERVINGS = 4
+"""How many times one newcomer may download the chunks of one image: faults explain two, malice any number."""
+
+
+@dataclass
+class _Asker:
+    """One newcomer.
+
+    Attributes:
+        ask: What it said last.
+        expires: When it is forgotten.
+        reading: Digest of the image that it downloads; empty if none yet.
+        told: Digest of the image that it was offered last.
+        served: Bodies that it asked for, of that image.
+    """
+
+    ask: Ask
+    expires: float
+    reading: bytes = b""
+    told: bytes = b""
+    served: int = 0
+
+
+class Donor:
+    """One peer's part in one run as a donor."""
+
+    def __init__(self) -> None:
+        self._askers: dict[str, _Asker] = {}
+        self._shelf = Shelf()
+        self._serving = Serving()
+        self._epoch: int | None = None
+        self._taking: int | None = None
+        self._now = 0.0
+
+    @property
+    def wanted(self) -> int | None:
+        """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
+        read = {asker.reading for asker in self._askers.values()}
+        if sum(offer.image.digest in read for offer in self._shelf.offers) > 1:
+            return None
+        wishes = [
+            epoch
+            for asker in self._askers.values()
+            for epoch in asker.ask.wanted
+            if self._awaits(asker.ask, epoch)
+        ]
+        return min(wishes, default=None)
+
+    def serves(self, peer: str) -> bool:
+        """Whether `peer` is a newcomer that may ask for more."""
+        return peer in self._askers
+
+    @property
+    def deadline(self) -> float:
+        """When to wake it."""
+        expiries = [asker.expires for asker in self._askers.values()]
+        return min([self._serving.deadline(self._now), *expiries])
+
+    @property
+    def standing(self) -> str:
+        """What it does for others, in one line; empty if nothing."""
+        if readers := self._serving.readers:
+            epochs = " and ".join(str(offer.state.epoch) for offer in self._shelf.offers)
+            return f"serving the state of epoch {epochs} to {readers} peers"
+        if (wanted := self.wanted) is not None:
+            return f"{len(self._askers)} peers want the state of epoch {wanted}: waiting for the trainer's snapshot"
+        return ""
+
+    def handle(self, event: DonorEvent, now: float) -> list[DonorAction]:
+        """Take note of an event; return what to do."""
+        self._now = now
+        actions: list[DonorAction] = []
+        match event:
+            case AskReceived(peer, message):
+                actions += self._on_ask(peer, message, now)
+            case PeerLost(peer):
+                self._serving.drop(peer)
+            case EpochReached(epoch):
+                actions += self._on_epoch(epoch)
+            case SnapshotTaken(state):
+                self._taking = state.epoch
+            case SnapshotReady(state, image):
+                actions += self._on_snapshot(Offer(state, image))
+            case BodySent(peer, busy):
+                self._serving.sent(peer, busy, now)
+        self._askers = {peer: one for peer, one in self._askers.items() if now < one.expires}
+        actions += [Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
+        while (body := self._serving.next(now)) is not None:
+            actions.append(SendBody(*body))
+        return actions
+
+    # ---- events ----
+
+    def _on_ask(self, peer: str, message: ToDonor, now: float) -> list[DonorAction]:
+        if isinstance(message, Ask):
+            return self._on_new_ask(peer, message, now)
+        asker = self._askers.get(peer)
+        if asker is None or asker.ask.ticket != message.ticket:
+            if isinstance(message, Finished):
+                return []
+            return [
+                Send(
+                    peer, Gone(message.run, message.ticket, message.digest, "that download is not known here")
+                )
+            ]
+        if isinstance(message, Finished):
+            del self._askers[peer]
+            self._serving.drop(peer)
+            return []
+        asker.expires = now + ASKER_SECONDS
+        return self._on_reading(peer, asker, message)
+
+    def _on_new_ask(self, peer: str, ask: Ask, now: float) -> list[DonorAction]:
+        asker = self._askers.get(peer)
+        if asker is None and len(self._askers) >= MAX_ASKERS:
+            reason = f"{MAX_ASKERS} peers are being served already"
+            return [Send(peer, Refusal(ask.run, ask.ticket, reason))]
+        if asker is None or asker.ask.ticket != ask.ticket:
+            self._serving.drop(peer)
+            asker = self._askers[peer] = _Asker(ask, now)
+        asker.ask, asker.expires = ask, now + ASKER_SECONDS
+        return [self._answer(peer, asker)]
+
+    def _on_reading(self, peer: str, asker: _Asker, message: AskDigests | AskChunks) -> list[DonorAction]:
+        offer = self._shelf.find(message.digest)
+        if offer is None:
+            gone = Gone(message.run, message.ticket, message.digest, "it holds that image no longer")
+            return [Send(peer, gone)]
+        if asker.reading != message.digest:
+            asker.reading, asker.served = message.digest, 0
+        bodies: list[Bulk] = []
+        if isinstance(message, AskDigests):
+            bodies = [Digests(message.run, message.ticket, message.digest)]
+        else:
+            chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
+            bodies = [Chunk(message.run, message.ticket, message.digest, chunk) for chunk in chunks]
+        asker.served += len(bodies)
+        if asker.served > MAX_SERVINGS * (offer.image.chunks + 1):
+            reason = f"it was sent {MAX_SERVINGS} times already"
+            return [Send(peer, Gone(message.run, message.ticket, message.digest, reason))]
+        self._serving.add(peer, bodies)
+        return []
+
+    def _on_epoch(self, epoch: int) -> list[DonorAction]:
+        before, self._epoch = self._epoch, epoch
+        if before == epoch:
+            return []
+        return [
+            self._answer(peer, one)
+            for peer, one in self._askers.items()
+            if not one.reading and any(wish < epoch for wish in one.ask.wanted)
+        ]
+
+    def _on_snapshot(self, offer: Offer) -> list[DonorAction]:
+        if self._taking == offer.state.epoch:
+            self._taking = None
+        self._epoch = max(self._epoch or 0, offer.state.epoch)
+        released = self._shelf.put(offer, self._read)
+        answers = [
+            self._answer(peer, one)
+            for peer, one in self._askers.items()
+            if one.ask.at_least <= offer.state.epoch and not one.reading
+        ]
+        return [*(Release(one.image) for one in released), *answers]
+
+    # ---- answers ----
+
+    def _answer(self, peer: str, asker: _Asker) -> DonorAction:
+        ask = asker.ask
+        offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
+        noted = tuple(epoch for epoch in ask.wanted if self._awaits(ask, epoch) or epoch == self._taking)
+        if offers:
+            asker.told = offers[0].image.digest
+        return Send(peer, Answer(ask.run, ask.ticket, self._epoch, noted, offers))
+
+    def _awaits(self, ask: Ask, epoch: int) -> bool:
+        """Whether the trainer may still take a snapshot of `epoch`, and that is of use to who asks."""
+        held = any(one.state.epoch == epoch for one in self._shelf.offers)
+        return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
+
+    @property
+    def _read(self) -> set[bytes]:
+        """Digests of the images that someone downloads, or was just offered and may."""
+        return {one.reading or one.told for one in self._askers.values()}

@@ -1,0 +1,207 @@
+"""What the two machines of a transfer are told, and what they ask for.
+
+Events are in the past tense, actions in the imperative. No bytes of images come here: the driver keeps them, has
+checked every size, and says only whether what came had the right digest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.image import ImageId
+from equipoise.averaging.transfer.messages import Bulk, ToDonor, ToNewcomer, TransferMessage
+
+
+@dataclass(frozen=True, slots=True)
+class AskReceived:
+    """A peer of the run, of the same spec, has said something to this peer as a donor."""
+
+    peer: str
+    message: ToDonor
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReceived:
+    """A donor has said something to this newcomer."""
+
+    peer: str
+    message: ToNewcomer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """Frames to or from a peer may have been lost; `connected` says whether it can still be spoken to."""
+
+    peer: str
+    reason: str
+    connected: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """The machine's deadline has passed."""
+
+
+# ---- a donor's ----
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReached:
+    """This donor's trainer stands at that epoch."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTaken:
+    """The trainer has handed a snapshot over; its digest is being computed."""
+
+    state: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotReady:
+    """The driver holds a snapshot's bytes and digests."""
+
+    state: StateId
+    image: ImageId
+
+
+@dataclass(frozen=True, slots=True)
+class BodySent:
+    """A body has left for a peer.
+
+    Attributes:
+        peer: Whom it was for.
+        busy: Whether a round exchanges at this donor now.
+    """
+
+    peer: str
+    busy: bool
+
+
+DonorEvent = AskReceived | PeerLost | Woke | EpochReached | SnapshotTaken | SnapshotReady | BodySent
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a peer."""
+
+    to: str
+    message: TransferMessage
+
+
+@dataclass(frozen=True, slots=True)
+class SendBody:
+    """Send a message with its body, after whatever rounds have to send; answer with `BodySent`, unless it is lost."""
+
+    to: str
+    message: Bulk
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nobody needs that image any more."""
+
+    image: ImageId
+
+
+DonorAction = Send | SendBody | Release
+
+
+# ---- a newcomer's ----
+
+
+@dataclass(frozen=True, slots=True)
+class PeersSeen:
+    """The peers of the run with the same spec, without this one."""
+
+    peers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReady:
+    """There is room for an image of that size."""
+
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRefused:
+    """There is none."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DigestsReceived:
+    """A donor's list of digests has come; `genuine` says whether it is that image's."""
+
+    peer: str
+    image: ImageId
+    genuine: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReceived:
+    """A chunk that was asked for has come; if `genuine`, the driver has put it into its place."""
+
+    peer: str
+    image: ImageId
+    chunk: int
+    genuine: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrew:
+    """The image is not wanted any more."""
+
+    reason: str
+
+
+FetchEvent = (
+    PeersSeen
+    | AnswerReceived
+    | PeerLost
+    | MemoryReady
+    | MemoryRefused
+    | DigestsReceived
+    | ChunkReceived
+    | Withdrew
+    | Woke
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Make room for an image; answer with `MemoryReady` or `MemoryRefused`. What was in it may be lost."""
+
+    image: ImageId
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The image is complete.
+
+    Attributes:
+        state: What it is a snapshot of.
+        image: Its name.
+        sources: PeerID -> chunks that came from it.
+        reason: How it came about, in one line.
+    """
+
+    state: StateId
+    image: ImageId
+    sources: dict[str, int]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """There is no image to be had."""
+
+    reason: str
+
+
+FetchAction = Send | Allocate | Finish | Fail

@@ -1,0 +1,76 @@
+"""Images: a state as bytes, cut into chunks, named by one digest over the digests of all chunks.
+
+A tree of one level: whoever knows the name can check the list of digests, and with the list every chunk by itself,
+from whomever it comes (as in BitTorrent v2, BEP 52, with a flat layer in place of a binary tree).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from blake3 import blake3
+
+from equipoise.averaging.ports import MAX_BODY_BYTES, Buffer
+
+DIGEST_BYTES = 32
+
+CHUNK_BYTES = 1024 * 1024
+"""A hundredth of a second on a link of 1 Gbit/s: what a round's frame waits for at most, what one liar can waste."""
+
+MAX_CHUNKS = MAX_BODY_BYTES // DIGEST_BYTES
+"""The list of digests must fit one frame's body; so images have up to 128 GiB."""
+
+MAX_IMAGE_BYTES = MAX_CHUNKS * CHUNK_BYTES
+
+_DOMAIN = b"equipoise image 1\0"
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=MAX_IMAGE_BYTES)]
+
+
+class ImageId(msgspec.Struct, frozen=True, array_like=True):
+    """Names an image: equal ids, equal bytes.
+
+    Attributes:
+        digest: BLAKE3 over the size and the digests of all chunks.
+        size: Bytes.
+    """
+
+    digest: Digest
+    size: Size
+
+    @classmethod
+    def of(cls, size: int, digests: Buffer) -> ImageId:
+        """Name the image of `size` bytes whose chunks have these digests, 32 bytes each."""
+        return cls(blake3(_DOMAIN + size.to_bytes(8, "big") + digests).digest(), size)
+
+    @property
+    def chunks(self) -> int:
+        """How many there are."""
+        return -(-self.size // CHUNK_BYTES)
+
+    def span(self, chunk: int) -> slice:
+        """Where a chunk lies in the image."""
+        return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size))
+
+    def length(self, chunk: int) -> int:
+        """Bytes of a chunk; all have `CHUNK_BYTES` but the last."""
+        span = self.span(chunk)
+        return int(span.stop - span.start)
+
+    def genuine(self, digests: Buffer) -> bool:
+        """Whether these are the digests of this image's chunks."""
+        return len(digests) == self.chunks * DIGEST_BYTES and ImageId.of(self.size, digests) == self
+
+
+def digests_of(image: memoryview) -> bytes:
+    """The BLAKE3 digests of an image's chunks, 32 bytes each; does not hold the GIL while it computes."""
+    starts = range(0, len(image), CHUNK_BYTES)
+    return b"".join(blake3(image[start : start + CHUNK_BYTES]).digest() for start in starts)
+
+
+def is_chunk(body: memoryview, digests: bytes, chunk: int) -> bool:
+    """Whether `body` is that chunk of the image whose chunks have these digests."""
+    start = chunk * DIGEST_BYTES
+    return blake3(body).digest() == digests[start : start + DIGEST_BYTES]

@@ -1,0 +1,196 @@
+"""Which image a newcomer takes, and which epoch it asks its donors for: decided from their answers alone.
+
+An image is taken if most of those who hold a state offer it; after some patience, if two do and no others deny it; and
+if it comes from the only peer there is. One liar among three changes nothing.
+
+Donors that stand in different epochs take different snapshots. So all are asked for one that none of them has reached:
+the next after the one where most stand. Where steps are so fast that it is over when the wish arrives, the margin
+doubles; where they are so slow that it would be long in coming, donors are asked for the present one too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from equipoise.averaging.state import MAX_EPOCH
+from equipoise.averaging.transfer.messages import Answer, Offer
+
+ANSWER_SECONDS = 1.0
+"""A peer that has not answered by then is not waited for; most answer within a round trip."""
+
+PATIENCE_SECONDS = 5.0
+"""How long those who have noted a wish may take longer than the first who fulfils it: to copy and digest an image."""
+
+SLOW_SECONDS = 2.0
+"""A step that takes longer than that is worth asking for the epoch before it."""
+
+MAX_MARGIN = 64
+"""Epochs between where donors stand and what they are asked for; at 10 ms a step that is more than half a second."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What is to be downloaded.
+
+    Attributes:
+        offer: The snapshot.
+        donors: PeerIDs of those who offer it.
+        reason: Why it is taken, in one line.
+    """
+
+    offer: Offer
+    donors: tuple[str, ...]
+    reason: str
+
+
+class Poll:
+    """The answers of a run's peers.
+
+    Attributes:
+        peers: Whom to ask.
+        barred: PeerID -> why nothing more is taken from it.
+        wanted: The epochs that donors are asked for; empty until it is known where they stand.
+    """
+
+    def __init__(self, at_least: int) -> None:
+        self.peers: dict[str, float] = {}
+        self.barred: dict[str, str] = {}
+        self.wanted: tuple[int, ...] = ()
+        self._at_least = at_least
+        self._answers: dict[str, Answer] = {}
+        self._since: dict[Offer, float] = {}
+        self._margin = 1
+        self._wished_at = 0.0
+
+    def see(self, peers: tuple[str, ...], now: float) -> list[str]:
+        """Take note of the peers there are; return those that are new, which are asked now."""
+        self.peers = {peer: self.peers.get(peer, now) for peer in peers if peer not in self.barred}
+        self._answers = {peer: answer for peer, answer in self._answers.items() if peer in self.peers}
+        return [peer for peer, since in self.peers.items() if since == now]
+
+    def hear(self, peer: str, answer: Answer, now: float) -> None:
+        """Take note of an answer."""
+        if peer in self.peers:
+            self._answers[peer] = answer
+            for offer in answer.offers:
+                self._since.setdefault(offer, now)
+            offered = {offer for one in self._answers.values() for offer in one.offers}
+            self._since = {offer: since for offer, since in self._since.items() if offer in offered}
+
+    def forget(self, peer: str) -> None:
+        """What it had answered may hold no longer."""
+        self._answers.pop(peer, None)
+
+    def bar(self, peer: str, reason: str) -> None:
+        """Take nothing from it any more."""
+        self.barred[peer] = reason
+        self.peers.pop(peer, None)
+        self._answers.pop(peer, None)
+
+    def offers(self, peer: str, offer: Offer) -> bool:
+        """Whether `peer` offers it."""
+        return peer in self._answers and offer in self._answers[peer].offers
+
+    def deadline(self, now: float) -> float:
+        """When `agreement` or `wish` may come to another result without an answer."""
+        times = [since + ANSWER_SECONDS for peer, since in self.peers.items() if peer not in self._answers]
+        times += [since + PATIENCE_SECONDS for since in self._since.values()]
+        if len(self.wanted) == 1:
+            times.append(self._wished_at + SLOW_SECONDS)
+        return min((time for time in times if time > now), default=float("inf"))
+
+    def agreement(self, now: float) -> Agreement | None:
+        """What to download; None if that is not clear yet."""
+        tally = Counter(
+            offer for peer in self._voters for offer in self._answers[peer].offers if self._useful(offer)
+        )
+        if not tally:
+            return None
+        offer, count = max(
+            tally.items(), key=lambda item: (item[1], item[0].state.epoch, item[0].image.digest)
+        )
+        if 2 * count <= len(self.peers) and not self._settled(now):
+            return None
+        if 2 * count > len(self._voters):
+            return self._agreed(offer, f"{count} of {_peers(len(self._voters))} with a state offer it")
+        denied = max(
+            (n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer),
+            default=0,
+        )
+        patient = now < self._since[offer] + PATIENCE_SECONDS
+        if patient or count <= denied or (count < 2 and 2 * count <= self._offering):
+            return None
+        return self._agreed(
+            offer, f"{_peers(count)} of {len(self._voters)} offer it, the others none in time"
+        )
+
+    def wish(self, now: float) -> bool:
+        """Choose the epochs to ask for; returns whether they are others than before."""
+        epochs = sorted(e for peer in self._voters if (e := self._answers[peer].epoch) is not None)
+        if not epochs or not self._settled(now):
+            return False
+        # Of most: one liar must not make all the others wait for an epoch that never comes.
+        present = epochs[len(epochs) // 2]
+        before = self.wanted
+        if not before or self._missed(before[0]):
+            self._margin = min(2 * self._margin, MAX_MARGIN) if before else 1
+            self.wanted = (min(max(self._at_least, present + self._margin), MAX_EPOCH),)
+        elif now >= self._wished_at + SLOW_SECONDS and self._at_least <= present < before[0]:
+            self.wanted = (before[0], present)
+        if self.wanted[:1] != before[:1]:
+            self._wished_at = now
+        return self.wanted != before
+
+    @property
+    def standing(self) -> str:
+        """What is waited for, in one line."""
+        if not self.peers:
+            barred = "; ".join(f"{peer[-8:]}: {why}" for peer, why in self.barred.items())
+            return (
+                f"no other peer can be asked ({barred})" if barred else "no other peer of this run is known"
+            )
+        if not self._answers:
+            return f"none of {_peers(len(self.peers))} has answered"
+        if not self._voters:
+            return f"{len(self._answers)} of {_peers(len(self.peers))} answered, and none holds a state"
+        offering = f"{self._offering} of {_peers(len(self._voters))} with a state"
+        if self._offering:
+            return f"{offering} offer one, and they do not agree"
+        wanted = f" of epoch {self.wanted[0]}" if self.wanted else f" of epoch {self._at_least} or later"
+        return f"{offering} offer a snapshot{wanted}"
+
+    @property
+    def _voters(self) -> list[str]:
+        return [peer for peer, one in self._answers.items() if one.epoch is not None or one.offers]
+
+    @property
+    def _offering(self) -> int:
+        return sum(any(map(self._useful, self._answers[peer].offers)) for peer in self._voters)
+
+    def _settled(self, now: float) -> bool:
+        return all(
+            peer in self._answers or now >= since + ANSWER_SECONDS for peer, since in self.peers.items()
+        )
+
+    def _useful(self, offer: Offer) -> bool:
+        return offer.state.epoch >= self._at_least
+
+    def _missed(self, epoch: int) -> bool:
+        """Whether too few will ever offer that epoch, or those who do have shown that they differ."""
+        coming = offered = 0
+        tally: Counter[Offer] = Counter()
+        for peer in self._voters:
+            answer = self._answers[peer]
+            own = [offer for offer in answer.offers if offer.state.epoch == epoch]
+            tally.update(own)
+            offered += bool(own)
+            coming += not own and (epoch in answer.noted or answer.epoch is None or answer.epoch <= epoch)
+        return coming + max(tally.values(), default=0) < min(2, len(self._voters))
+
+    def _agreed(self, offer: Offer, reason: str) -> Agreement:
+        return Agreement(offer, tuple(peer for peer in self.peers if self.offers(peer, offer)), reason)
+
+
+def _peers(count: int) -> str:
+    return f"{count} peer" if count == 1 else f"{count} peers"

@@ -1,0 +1,176 @@
+"""State for newcomers through the asyncio drivers, over a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from random import Random
+
+import pytest
+import torch
+
+from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.image import CHUNK_BYTES
+from fakes.memory import FakeIdentity, Net
+
+SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(100)}), codec="fp32", part_values=256)
+STATE = StateId(7, "ab" * 32)
+IMAGE = Random(7).randbytes(5 * CHUNK_BYTES + 12345)
+LIMIT = 64 * CHUNK_BYTES
+
+
+class Cluster:
+    """Hubs on one network in memory, all in one run."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.hubs: dict[str, Hub] = {}
+
+    async def add(self, *names: str, spec: RunSpec = SPEC) -> list[Transfer]:
+        for name in names:
+            transport, directory = self.net.peer(name)
+            self.hubs[name] = Hub(transport, directory, FakeIdentity(name))
+            await self.hubs[name].join(spec)
+        await self.net.acquainted(spec.name, list(self.hubs))
+        return [self.hubs[name].transfer(spec.name) for name in names]
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(hub.stop() for hub in self.hubs.values()))
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.stop()
+
+
+class Memory:
+    """Where an image goes."""
+
+    def __init__(self) -> None:
+        self.image = bytearray()
+
+    async def room(self, size: int) -> memoryview:
+        self.image = bytearray(size)
+        return memoryview(self.image)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def test_an_image_comes_from_all_who_have_it(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "c", "new")
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    memory = Memory()
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    assert outcome.ok, outcome.reason
+    assert outcome.state == STATE
+    assert memory.image == IMAGE
+    assert set(outcome.sources) == {"a", "b", "c"}
+    assert "peers with a state offer it" in outcome.reason
+    assert newcomer.standing == ""
+
+
+async def test_a_wish_reaches_the_trainers_and_their_snapshots_the_newcomer(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "new")
+    for donor in donors:
+        donor.reach(6)
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(3, LIMIT, 20.0, memory.room))
+    await until(lambda: all(donor.wanted == 7 for donor in donors))
+    assert "want the state of epoch 7" in donors[0].standing
+    assert "fetching a state" in newcomer.standing
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    outcome = await fetching
+    assert outcome.ok, outcome.reason
+    assert memory.image == IMAGE
+    await until(lambda: all(donor.wanted is None for donor in donors))
+
+
+async def test_a_donor_that_is_killed_in_mid_download_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "c", "new")
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(7, LIMIT, 20.0, memory.room))
+    await until(lambda: memory.image)
+    cluster.net.kill("b")
+    outcome = await fetching
+    assert outcome.ok, outcome.reason
+    assert memory.image == IMAGE
+
+
+async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(cluster: Cluster) -> None:
+    liar, honest, other, newcomer = await cluster.add("a", "b", "c", "new")
+    for donor in (liar, honest, other):
+        await donor.offer(STATE, memoryview(IMAGE))
+    (held,) = liar._held.values()
+    liar._held[next(iter(liar._held))] = type(held)(memoryview(bytes(len(IMAGE))), held.digests)
+    memory = Memory()
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    assert outcome.ok, outcome.reason
+    assert memory.image == IMAGE
+    assert "a: chunk" in outcome.reason
+    assert "a" not in outcome.sources
+
+
+async def test_what_is_too_large_is_not_fetched(cluster: Cluster) -> None:
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(IMAGE))
+    memory = Memory()
+    outcome = await newcomer.fetch(7, len(IMAGE) - 1, 20.0, memory.room)
+    assert not outcome.ok
+    assert f"at most {len(IMAGE) - 1} bytes" in outcome.reason
+    assert not memory.image
+
+
+async def test_memory_that_cannot_be_had_fails_the_fetch(cluster: Cluster) -> None:
+    async def none(size: int) -> memoryview:
+        raise ValueError(f"no room for {size} bytes")
+
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(IMAGE))
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, none)
+    assert not outcome.ok
+    assert f"no room for {len(IMAGE)} bytes" in outcome.reason
+
+
+async def test_peers_of_another_spec_are_neither_asked_nor_answered(cluster: Cluster) -> None:
+    other = RunSpec.create("run/step", Schema.of({"w": torch.zeros(101)}), codec="fp32", part_values=256)
+    (donor,) = await cluster.add("a", spec=other)
+    (newcomer,) = await cluster.add("new")
+    await donor.offer(STATE, memoryview(IMAGE))
+    outcome = await newcomer.fetch(0, LIMIT, 0.1, Memory().room)
+    assert not outcome.ok
+    assert "no other peer of this run is known" in outcome.reason
+
+
+async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:
+    (newcomer,) = await cluster.add("new")
+    fetching = asyncio.create_task(newcomer.fetch(0, LIMIT, 20.0, Memory().room))
+    await until(lambda: newcomer.standing)
+    with pytest.raises(ValueError, match="already"):
+        await newcomer.fetch(0, LIMIT, 20.0, Memory().room)
+    await cluster.hubs["new"].stop()
+    outcome = await fetching
+    assert not outcome.ok
+    assert "left" in outcome.reason
+
+
+async def test_an_image_of_one_byte(cluster: Cluster) -> None:
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(b"x"))
+    memory = Memory()
+    assert (await newcomer.fetch(0, LIMIT, 20.0, memory.room)).ok
+    assert memory.image == b"x"
+    with pytest.raises(ValueError, match="image of 1 to"):
+        await donor.offer(STATE, memoryview(b""))
