@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Literal, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import msgspec
 import torch
@@ -38,7 +38,10 @@ from equipoise.peer.messages import (
 )
 from equipoise.peer.pending import PendingRound
 from equipoise.peer.purposes import AVERAGE, STEP
-from equipoise.peer.tensors import Gradients, named_gradients
+from equipoise.peer.tensors import Gradients, Tensors, named_gradients
+
+if TYPE_CHECKING:
+    from equipoise.peer.training.optimizer import SwarmOptimizer
 
 MAX_TIMEOUT = 86_400.0
 """A day; a longer wait is a mistake in the unit."""
@@ -103,6 +106,10 @@ class Run:
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
 
+        Where live peers of the run are known that have something else, and are more than those that have the same, this
+        peer is refused; of one against one, the later. Who comes with a mistake later turns nobody away: `state`,
+        `status` and `peers` then say what differs.
+
         Args:
             terms: What must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to
                 64 and 256 characters of printable ASCII. Nothing acts on them.
@@ -111,7 +118,8 @@ class Run:
                 Integer ones, as counters, never do.
 
         Raises:
-            Refused: The run has accumulated or stepped already.
+            Refused: Those who are there have something else; says which thing, here and there. Or the run has accumulated
+                or stepped already.
             SpecError: A term is too long or not printable.
             SchemaError: There are no buffers to speak of, since the run was not joined with a module.
             DaemonLost: The daemon has gone.
@@ -261,6 +269,34 @@ class Run:
         answer = self._link.ask(AskProgress(self.name), ProgressIs)
         local = self.accumulated
         return Progress(local, max(answer.swarm - answer.local, 0.0) + local)
+
+    def take(self) -> Accumulator | None:
+        """Take back what has been accumulated and is not part of a round that is going on; None if nothing has.
+
+        Raises:
+            DaemonLost: The daemon has gone; what was accumulated is lost to the run.
+        """
+        with self._lock:
+            taken, self._accumulated = self._accumulated, None
+        self._link.start(ReportAccumulated(self.name, 0.0))
+        return taken
+
+    @property
+    def source(self) -> Tensors:
+        """What the run was joined with."""
+        return self._binding.source
+
+    def optimizer(self, inner: torch.optim.Optimizer, **options: Any) -> SwarmOptimizer:
+        """Wrap any torch optimizer over this run's parameters, so that the whole swarm makes its steps together.
+
+        Args:
+            inner: The optimizer.
+            **options: Fields of `equipoise.peer.training.Options`; `target_batch_size` is required.
+        """
+        # Who only averages need not load it.
+        from equipoise.peer.training.optimizer import Options, SwarmOptimizer
+
+        return SwarmOptimizer(self, inner, Options(**options))  # type: ignore[arg-type]
 
     def leave(self) -> None:
         """Stop taking part; idempotent. A round that is going on is finished or fails."""

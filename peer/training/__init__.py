@@ -1,0 +1,11 @@
+"""Training together: any torch optimizer by the whole swarm's batches, or local steps with an exchange now and then.
+
+`Run.optimizer` makes a `SwarmOptimizer`; `LocalSGD` and `DiLoCo` are context managers around a loop of your own.
+"""
+
+from equipoise.averaging.state import StateId
+from equipoise.peer.training.image import Stateful
+from equipoise.peer.training.optimizer import Options, SwarmOptimizer
+from equipoise.peer.training.tensorfile import ImageError
+
+__all__ = ["ImageError", "Options", "StateId", "Stateful", "SwarmOptimizer"]

@@ -1,0 +1,338 @@
+"""The state that all peers of a training hold alike, as an image: safetensors bytes that any of them can load.
+
+Donors' images of one state are equal byte for byte, so a newcomer can take ranges of them from several and check all
+against one digest. What comes is untrusted until it has been compared with the local model: first everything is
+checked, then everything is loaded.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from blake3 import blake3
+
+from equipoise.averaging.state import StateId
+from equipoise.peer.training.tensorfile import ImageError, pack, unpack
+
+FORMAT = 1
+"""Raised when an older reader would misread an image."""
+
+STATE_FACTOR = 8
+"""An image holds parameters and what an optimizer remembers of each: two values in fp32 where parameters may be
+fp16."""
+
+SPARE_BYTES = 64 * 2**20
+"""For the header, the scheduler, and what the user adds."""
+
+MAX_DEPTH = 16
+"""Of what is nested in a state: an optimizer's takes four."""
+
+Tree = Any
+"""None, bool, int, float, str, tensors, and dicts, lists and tuples of those."""
+
+
+class Stateful(Protocol):
+    """A scheduler, a data loader, or what else the user wants newcomers to have."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers, strings, tensors, and dicts, lists and tuples of those."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> object:
+        """Take on what another's `state_dict` returned."""
+
+
+class Part(Protocol):
+    """A part of the state."""
+
+    def tree(self) -> Tree:
+        """The part as it is now; its tensors are not copies."""
+
+    def check(self, tree: Tree) -> None:
+        """Raise ImageError unless `load` will take it."""
+
+    def load(self, tree: Tree) -> None:
+        """Become that."""
+
+
+class Image(NamedTuple):
+    """An image that was checked against the state that read it.
+
+    Attributes:
+        id: Which state it is.
+        load: Take it on.
+    """
+
+    id: StateId
+    load: Callable[[], None]
+
+
+class TrainingState:
+    """All parts of the state that peers hold alike."""
+
+    def __init__(self, parts: Mapping[str, Part]) -> None:
+        """`parts` by name; user's code first, so that nothing has changed should it raise."""
+        self._parts = dict(parts)
+
+    def image(self, state: StateId) -> torch.Tensor:
+        """Copy the state; `state` is the id that it has.
+
+        Returns:
+            u8 [bytes], on the CPU.
+
+        Raises:
+            ImageError: The user's part holds what cannot be written; names it.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        plain = {name: _split(part.tree(), name, tensors) for name, part in self._parts.items()}
+        about = {"format": FORMAT, "epoch": state.epoch, "lineage": state.lineage, "plain": plain}
+        return pack(tensors, {"equipoise": json.dumps(about, sort_keys=True, separators=(",", ":"))})
+
+    def read(self, image: torch.Tensor) -> Image:
+        """Check all of an image against this state; nothing changes before its `load` is called.
+
+        Args:
+            image: u8 [bytes], on the CPU, not to be changed before it has been loaded.
+
+        Raises:
+            ImageError: It is damaged, or of another model; names the first thing that differs.
+        """
+        tensors, metadata = unpack(image)
+        try:
+            about = json.loads(metadata["equipoise"])
+            found, state = about["format"], StateId(about["epoch"], about["lineage"])
+            trees = {name: _join(about["plain"][name], tensors) for name in self._parts}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ImageError(f"expected an image of a training's state, {_told(error)}") from None
+        if found != FORMAT:
+            raise ImageError(f"expected an image of format {FORMAT}, got {found!r}")
+        for name, part in self._parts.items():
+            part.check(trees[name])
+
+        def load() -> None:
+            for name, part in self._parts.items():
+                part.load(trees[name])
+
+        return Image(state, load)
+
+
+class ModelPart:
+    """Parameters, and those buffers that the peers average.
+
+    Attributes:
+        limit: Bytes that an image of such a model takes at most.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = dict(tensors)
+        self._buffers = dict(buffers)
+        self._settled = {name: buffer.clone() for name, buffer in buffers.items()}
+        held = sum(tensor.numel() * tensor.element_size() for tensor in {**tensors, **buffers}.values())
+        self.limit = STATE_FACTOR * held + SPARE_BYTES
+
+    def settle(self) -> None:
+        """The buffers are now those of the group; forward passes change them until the next round."""
+        for name, buffer in self._buffers.items():
+            self._settled[name].copy_(buffer)
+
+    def digest(self) -> str:
+        """BLAKE3 in hex over names, dtypes, shapes and values of all parameters."""
+        return digest(self._tensors)
+
+    def tree(self) -> Tree:
+        """See `Part`."""
+        return {**self._tensors, **self._settled}
+
+    def check(self, tree: Tree) -> None:
+        """See `Part`."""
+        _check_like(tree, self.tree())
+
+    def load(self, tree: Tree) -> None:
+        """See `Part`."""
+        with torch.no_grad():
+            for name, tensor in {**self._tensors, **self._buffers}.items():
+                tensor.copy_(tree[name])
+        self.settle()
+
+
+class OptimizerPart:
+    """What an optimizer remembers, and its hyperparameters, by the names of the parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> None:
+        self._optimizer = optimizer
+        self._parameters = dict(names)
+        self._names = {id(parameter): name for name, parameter in names.items()}
+
+    def tree(self) -> Tree:
+        """See `Part`."""
+        state = {
+            self._names[id(p)]: dict(kept)
+            for p, kept in self._optimizer.state.items()
+            if id(p) in self._names
+        }
+        groups = [
+            {**group, "params": [self._names[id(p)] for p in group["params"]]}
+            for group in self._optimizer.param_groups
+        ]
+        return {"state": state, "groups": groups}
+
+    def check(self, tree: Tree) -> None:
+        """See `Part`."""
+        ours = self.tree()
+        if not isinstance(tree, dict) or set(tree) != {"state", "groups"}:
+            raise ImageError("expected an optimizer's state and groups, there are none")
+        if [_names(group) for group in _as_list(tree["groups"])] != [
+            _names(group) for group in ours["groups"]
+        ]:
+            raise ImageError(
+                "expected the optimizer's groups to hold the parameters that they hold here, they differ"
+            )
+        for name, kept in _as_dict(tree["state"]).items():
+            if name not in self._parameters:
+                raise ImageError(
+                    f"expected what an optimizer remembers of the run's parameters, got {name[:80]!r}"
+                )
+            for key, value in _as_dict(kept).items():
+                known = ours["state"].get(name, {}).get(key)
+                if isinstance(known, torch.Tensor) and known.dim():
+                    _check_like({key: value}, {key: known}, f"of {name!r} ")
+
+    def load(self, tree: Tree) -> None:
+        """See `Part`."""
+        for ours, theirs in zip(self._optimizer.param_groups, tree["groups"], strict=True):
+            ours.update({key: _owned(value) for key, value in theirs.items() if key != "params"})
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                kept = tree["state"].get(self._names[id(parameter)])
+                self._optimizer.state.pop(parameter, None)
+                if kept is not None:
+                    self._optimizer.state[parameter] = {
+                        key: _placed(key, value, parameter, group) for key, value in kept.items()
+                    }
+
+
+class UserPart:
+    """Anything with `state_dict` and `load_state_dict`."""
+
+    def __init__(self, what: Stateful) -> None:
+        self._what = what
+
+    def tree(self) -> Tree:
+        """See `Part`."""
+        return self._what.state_dict()
+
+    def check(self, tree: Tree) -> None:
+        """See `Part`."""
+        _as_dict(tree)
+
+    def load(self, tree: Tree) -> None:
+        """See `Part`."""
+        self._what.load_state_dict(_owned(tree))
+
+
+def digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """BLAKE3 in hex over names, dtypes, shapes and values of tensors, on any device."""
+    content = blake3()
+    for name, tensor in sorted(tensors.items()):
+        content.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        content.update(values.numpy().data)
+    return content.hexdigest()
+
+
+def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, Any]) -> Tree:
+    """A value where torch's optimizers want it: all on the parameter's device, but steps that kernels do not read."""
+    if not isinstance(value, torch.Tensor):
+        return _owned(value)
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        return value.clone()
+    return value.to(parameter.device, copy=True)
+
+
+def _owned(tree: Tree) -> Tree:
+    """A copy that does not share the image's memory."""
+    return copy.deepcopy(tree)
+
+
+def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> None:
+    found = _as_dict(tree)
+    for name in sorted(set(like) ^ set(found)):
+        raise ImageError(
+            f"expected the tensors that are here: {name[:80]!r} {of}is only {_side(name in like)}"
+        )
+    for name, tensor in like.items():
+        if not isinstance(found[name], torch.Tensor) or found[name].dtype != tensor.dtype:
+            raise ImageError(
+                f"{name!r} {of}is {tensor.dtype} here, got {getattr(found[name], 'dtype', 'none')}"
+            )
+        if found[name].shape != tensor.shape:
+            raise ImageError(
+                f"{name!r} {of}has shape {list(tensor.shape)} here, got {list(found[name].shape)}"
+            )
+
+
+def _side(here: bool) -> str:
+    return "here" if here else "in the image"
+
+
+def _names(group: Tree) -> Tree:
+    return _as_dict(group).get("params")
+
+
+def _as_dict(tree: Tree) -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        raise ImageError(f"expected a dict in the image, got {type(tree).__name__}")
+    return tree
+
+
+def _as_list(tree: Tree) -> list[Any]:
+    if not isinstance(tree, list):
+        raise ImageError(f"expected a list in the image, got {type(tree).__name__}")
+    return tree
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:120]}"
+
+
+def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:
+    """The tree in JSON's terms; its tensors, by their paths, go into `tensors`."""
+    if depth > MAX_DEPTH:
+        raise ImageError(f"{path[:120]!r} is nested deeper than {MAX_DEPTH}")
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    if isinstance(tree, torch.Tensor):
+        tensors[path] = tree.detach()
+        return {"tensor": path}
+    if isinstance(tree, Mapping):
+        return {
+            "dict": [[key, _split(v, f"{path}/{key}", tensors, depth + 1)] for key, v in _pairs(tree, path)]
+        }
+    if isinstance(tree, list | tuple):
+        kind = "list" if isinstance(tree, list) else "tuple"
+        return {kind: [_split(value, f"{path}/{at}", tensors, depth + 1) for at, value in enumerate(tree)]}
+    raise ImageError(
+        f"{path!r} is a {type(tree).__name__}: expected numbers, strings, tensors, and dicts, lists, tuples of those"
+    )
+
+
+def _pairs(tree: Mapping[Any, Any], path: str) -> list[tuple[str | int, Any]]:
+    for key in tree:
+        if not isinstance(key, str | int):
+            raise ImageError(f"{path!r} has the key {key!r}: expected strings or integers")
+    return sorted(tree.items(), key=lambda item: (isinstance(item[0], str), item[0]))
+
+
+def _join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Tree:
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: _join(value, tensors) for key, value in content}
+    values = [_join(value, tensors) for value in content]
+    return tuple(values) if kind == "tuple" else values

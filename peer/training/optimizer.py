@@ -1,0 +1,353 @@
+"""`SwarmOptimizer`: any torch optimizer, stepped by the whole swarm at once.
+
+In the spirit of torchft's OptimizerWrapper: the loop stays what it is. `step` adds this micro-batch's gradients to
+what this peer will contribute; when the swarm has the target batch, one round averages them, and every peer makes the
+same step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import StateId
+from equipoise.peer.errors import Refused
+from equipoise.peer.tensors import (
+    persistent_buffers,
+    sparse_gradients,
+    stepped_tensors,
+)
+from equipoise.peer.training.image import (
+    ModelPart,
+    OptimizerPart,
+    Part,
+    Stateful,
+    TrainingState,
+    UserPart,
+    digest,
+)
+from equipoise.peer.training.member import Member, Policy, Subject
+from equipoise.peer.training.ports import TrainingRun
+from equipoise.peer.training.replica import Alone
+
+CLIP_BITS = 20
+"""Bits kept of the factor that clips. Peers with other hardware, or another number of threads, add a norm up in
+another order and come to another last bit; so rounded, they clip alike, at a millionth of the factor."""
+
+MAX_VALUE_CHARS = 200
+"""A term may have 256; of longer descriptions of hyperparameters a digest is compared."""
+
+Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a swarm steps. What all peers must have alike becomes a term of the run.
+
+    Attributes:
+        target_batch_size: Samples, of all peers together, that make an update.
+        batch_size: Samples in one call of `step`; `SwarmOptimizer.batch_size` can be set before any of them.
+        clip: Largest norm, over all parameters, of the averaged gradient; larger ones are scaled down to it. None:
+            none.
+        scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
+        buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
+            not, each peer has its own. Counters stay each peer's own in both cases.
+        extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
+        delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
+            this peer has as much again as it gave. Gradients are then up to one step old.
+        alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others.
+        patience: Seconds without company before it trains alone.
+        timeout: Seconds for one round.
+    """
+
+    target_batch_size: float
+    batch_size: float = 1
+    clip: float | None = None
+    scheduler: Schedule | None = None
+    buffers: bool = False
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+    delay: bool = False
+    alone: Alone = "train"
+    patience: float = 10.0
+    timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("target_batch_size", "batch_size", "timeout"):
+            _require_positive(name, getattr(self, name))
+        if self.clip is not None:
+            _require_positive("clip", self.clip)
+        if self.alone not in ("train", "wait"):
+            raise ValueError(f"alone: expected 'train' or 'wait', got {self.alone!r}")
+        if not isinstance(self.patience, int | float) or not 0 <= self.patience < math.inf:
+            raise ValueError(f"patience: expected seconds >= 0, got {self.patience!r}")
+
+
+class SwarmOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose steps are the swarm's; made by `Run.optimizer`.
+
+    `param_groups`, `state`, `zero_grad` and `state_dict` are the wrapped optimizer's, so that schedulers, GradScaler
+    and frameworks take it for one.
+
+    Attributes:
+        inner: The optimizer that makes the steps.
+        batch_size: Samples in the next call of `step`.
+        dropped: Calls of `step` whose gradients were not finite, and so were not added.
+        skipped: Epochs without a step, since the averaged gradient was not finite.
+        scheduler: What `Options.scheduler` made.
+    """
+
+    def __init__(self, run: TrainingRun, inner: torch.optim.Optimizer, options: Options) -> None:
+        """Wrap `inner`.
+
+        Raises:
+            TypeError: `inner` is no torch optimizer, or a wrapped one.
+            Refused: It holds other parameters than the run, or the run has been used already.
+        """
+        parameters = _check_inner(run, inner)
+        self.inner = inner
+        self.batch_size = options.batch_size
+        self.dropped = self.skipped = 0
+        self.scheduler = options.scheduler(inner) if options.scheduler else None
+        self.__setstate__({})  # The hooks of torch.optim.Optimizer, without parameters of its own.
+        self._options = options
+        self._run = run
+        self._parameters = parameters
+        source = run.source
+        is_module = isinstance(source, torch.nn.Module)
+        self._sparse = sparse_gradients(source) if isinstance(source, torch.nn.Module) else frozenset()
+        buffers = (
+            persistent_buffers(source) if options.buffers and isinstance(source, torch.nn.Module) else {}
+        )
+        model = ModelPart(parameters, buffers)
+        parts: dict[str, Part] = {f"extra {name}": UserPart(what) for name, what in options.extra.items()}
+        if self.scheduler is not None:
+            parts["scheduler"] = UserPart(self.scheduler)
+        parts |= {"optimizer": OptimizerPart(inner, parameters), "model": model}
+        run.agree(terms_of(inner, options, _frozen(source) if is_module else {}), options.buffers)
+        subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
+        policy = Policy(options.alone, options.patience, options.timeout)
+        self.member = Member(run, subject, policy)
+        self._given = 0.0
+
+    # ---- what is the wrapped optimizer's ----
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The wrapped optimizer's."""
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the wrapped optimizer's."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's; the swarm's whole state is `image`."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's; peers that load something else than this one are then no longer in step."""
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: the run was joined with a fixed set of parameters."""
+        raise Refused(
+            "expected the parameters that the run was joined with, got more", "join again with all of them"
+        )
+
+    # ---- what is the swarm's ----
+
+    @property
+    def epoch(self) -> int:
+        """Updates applied to the state that this peer holds."""
+        return self.member.id.epoch
+
+    @property
+    def id(self) -> StateId:
+        """Which state this peer holds: equal on all peers that are in step."""
+        return self.member.id
+
+    @property
+    def last(self) -> Outcome | None:
+        """The last round's outcome; where the last update was made alone, one that is not ok and says why."""
+        return self.member.last
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this peer holds the group's state, as far as it knows."""
+        return self.member.in_step
+
+    @property
+    def reason(self) -> str:
+        """What this peer does about that, and why, one line."""
+        return self.member.reason
+
+    def image(self) -> torch.Tensor:
+        """The state as safetensors, u8 [bytes]; `load` takes it."""
+        return self.member.image()
+
+    def load(self, image: torch.Tensor) -> StateId:
+        """Take on the state that an image holds: all of it, or, with an ImageError, nothing."""
+        return self.member.load(image)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Add this micro-batch's gradients; with them, if the swarm then has its target, make the step.
+
+        A round that failed keeps what was accumulated, and is tried again in the next call.
+
+        Raises:
+            TypeError: A closure was given: the swarm does not evaluate a loss again.
+            DaemonLost: The daemon has gone; the parameters are untouched.
+        """
+        if closure is not None:
+            raise TypeError("step() takes no closure here: call backward() yourself, then step()")
+        self._take_in()
+        self.member.find_group()
+        if self.member.pending and self.member.in_step and not self._may_collect():
+            return
+        self.member.collect()
+        if self.member.swarm_accumulated() >= self._options.target_batch_size:
+            self._given = self.member.accumulated
+            self.member.meet(wait=not self._options.delay)
+
+    def _may_collect(self) -> bool:
+        """Whether the round that goes on has ended, or has to be waited for."""
+        if self.member.accumulated >= self._given:
+            return True
+        return self.member.round_done
+
+    def _take_in(self) -> None:
+        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+        if _all_finite([gradient for gradient in gradients.values() if gradient is not None]):
+            self.member.accumulate(gradients, self.batch_size)
+        else:
+            self.dropped += 1
+
+    def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
+        """The step that all peers make alike, of the mean in fp32."""
+        norm = _norm(mean)
+        if math.isfinite(norm):
+            self._hand_over(mean, _clip_factor(norm, self._options.clip))
+            self.inner.step()
+        else:
+            self.skipped += 1
+        self.inner.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def _hand_over(self, mean: Mapping[str, torch.Tensor], factor: float) -> None:
+        """Make the mean the parameters' `.grad`; None where nobody had a gradient, so that the optimizer skips
+        those."""
+        for name, parameter in self._parameters.items():
+            gradient = mean[name].to(parameter.device)
+            if not bool(gradient.any()):
+                parameter.grad = None
+                continue
+            scaled = gradient * factor
+            parameter.grad = (scaled.to_sparse(1) if name in self._sparse else scaled).to(parameter.dtype)
+
+
+def terms_of(
+    inner: torch.optim.Optimizer, options: Options, frozen: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """What all peers must have alike, as terms of the run."""
+    terms = {
+        "optimizer": type(inner).__name__,
+        "hyperparameters": hyperparameters(inner),
+        "target batch size": f"{options.target_batch_size:g}",
+        "clip": "none" if options.clip is None else f"{options.clip:g}",
+        "scheduler": "set" if options.scheduler else "none",
+        "buffers": "averaged" if options.buffers else "each peer's own",
+    }
+    if frozen:
+        terms["frozen parameters"] = digest(frozen)[:16]
+    return terms
+
+
+def hyperparameters(inner: torch.optim.Optimizer) -> str:
+    """The hyperparameters of all groups, as text, or its digest where that is long."""
+    told = "; ".join(
+        ", ".join(
+            f"{key}={value}" for key, value in sorted(group.items()) if key not in ("params", "initial_lr")
+        )
+        for group in inner.param_groups
+    )
+    return (
+        told
+        if len(told) <= MAX_VALUE_CHARS and told.isascii()
+        else f"blake3 {blake3(told.encode()).hexdigest()[:16]}"
+    )
+
+
+def _check_inner(run: TrainingRun, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    if isinstance(inner, SwarmOptimizer):
+        raise TypeError(
+            "expected a torch optimizer, got one that a run steps already: one run takes one optimizer"
+        )
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}")
+    parameters = stepped_tensors(run.source)
+    held = [parameter for group in inner.param_groups for parameter in group["params"]]
+    ours = {id(parameter) for parameter in parameters.values()}
+    foreign = sum(id(parameter) not in ours for parameter in held if parameter.requires_grad)
+    if foreign:
+        raise Refused(
+            f"{foreign} of the optimizer's parameters are not those of run {run.name!r}",
+            "join the run with all of them",
+        )
+    missing = [
+        name for name, one in parameters.items() if id(one) not in {id(parameter) for parameter in held}
+    ]
+    if missing:
+        raise Refused(
+            f"{len(missing)} parameters of run {run.name!r} are not the optimizer's, as {missing[0]!r}",
+            "give it all of them, or freeze those with requires_grad_(False) before join",
+        )
+    return parameters
+
+
+def _frozen(source: Any) -> dict[str, torch.Tensor]:
+    kept = dict(source.named_parameters())
+    return {name: tensor for name, tensor in kept.items() if not tensor.requires_grad}
+
+
+def _require_positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+
+
+def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:
+    """Whether all values are; one synchronisation per device."""
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        found.setdefault(gradient.device, []).append(torch.isfinite(values).all())
+    return all(bool(torch.stack(of_device).all()) for of_device in found.values())
+
+
+def _norm(mean: Mapping[str, torch.Tensor]) -> float:
+    """The L2 norm of all values together, in double precision."""
+    return math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in mean.values()))
+
+
+def _clip_factor(norm: float, clip: float | None) -> float:
+    """As torch's clip_grad_norm_: min(1, clip / (norm + 1e-6)), in few enough bits that all peers come to the same."""
+    if clip is None or norm <= clip:
+        return 1.0
+    mantissa, exponent = math.frexp(clip / (norm + 1e-6))
+    return math.ldexp(round(math.ldexp(mantissa, CLIP_BITS)), exponent - CLIP_BITS)

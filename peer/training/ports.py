@@ -1,0 +1,125 @@
+"""What training needs of a run: `equipoise.peer.run.Run` has it, and so has a swarm simulated in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, Protocol, overload
+
+import torch
+
+from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.averaging.state import StateId
+from equipoise.peer.accumulate import Accumulator
+from equipoise.peer.tensors import Gradients, Tensors
+
+
+class Pending(Protocol):
+    """A round that was started and not waited for."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def wait(self, timeout: float) -> bool:
+        """Wait, at most `timeout` seconds, until it is done; returns whether it is."""
+
+    def result(self) -> Outcome:
+        """The outcome; the run's `mean`, and its module's buffers, are written now."""
+
+
+class Fetched(Protocol):
+    """What a download came to."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is an image."""
+
+    @property
+    def reason(self) -> str:
+        """Why it ended so."""
+
+    @property
+    def state(self) -> StateId | None:
+        """Which state the image is of."""
+
+    @property
+    def image(self) -> torch.Tensor | memoryview | None:
+        """The image: u8 [bytes]."""
+
+
+class PendingFetch(Protocol):
+    """A download that goes on."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def result(self) -> Fetched:
+        """What it came to."""
+
+
+class Progress(Protocol):
+    """Weight accumulated towards the next step.
+
+    Attributes:
+        local: By this peer.
+        swarm: By all known peers.
+        wanted: An epoch of which some peer wants a snapshot, or of a later one.
+    """
+
+    @property
+    def local(self) -> float: ...  # noqa: D102 - told above
+
+    @property
+    def swarm(self) -> float: ...  # noqa: D102
+
+    @property
+    def wanted(self) -> int | None: ...  # noqa: D102
+
+
+class TrainingRun(Protocol):
+    """See `equipoise.peer.run.Run`, whose methods these are."""
+
+    name: str
+    mean: dict[str, torch.Tensor]
+
+    @property
+    def source(self) -> Tensors:
+        """What the run was joined with."""
+
+    @property
+    def accumulated(self) -> float:
+        """Weight accumulated towards the next step."""
+
+    @property
+    def state(self) -> RunState:
+        """Where the next round stands."""
+
+    def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
+        """Have `step` meet only peers that give the same."""
+
+    def accumulate(self, gradients: Gradients, weight: float = 1.0) -> None:
+        """Add to what this peer contributes to the next step."""
+
+    def take(self) -> Accumulator | None:
+        """Take back what was accumulated."""
+
+    @overload
+    def step(
+        self, timeout: float = ..., wait: Literal[True] = ..., state: StateId | None = ...
+    ) -> Outcome: ...
+    @overload
+    def step(self, timeout: float = ..., *, wait: Literal[False], state: StateId | None = ...) -> Pending: ...
+
+    def progress(self) -> Progress:
+        """Weight accumulated towards the next step, and whether a snapshot is wanted."""
+
+    def offer(self, state: StateId, image: memoryview) -> None:
+        """Have the daemon serve this image, in place of the one before."""
+
+    @overload
+    def fetch(
+        self, at_least: int, limit: int, timeout: float = ..., wait: Literal[True] = ...
+    ) -> Fetched: ...
+    @overload
+    def fetch(
+        self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False]
+    ) -> PendingFetch: ...

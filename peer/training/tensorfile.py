@@ -1,0 +1,147 @@
+"""Tensors to safetensors bytes and back, so that equal tensors are equal bytes.
+
+The format is https://github.com/huggingface/safetensors: 8 bytes of length, little-endian; a JSON header; the values,
+contiguous. The library's own writer copies every tensor twice and its reader a third time, where a snapshot must not
+hold up a training step; so this writes into one buffer, and reads without copying. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from equipoise.peer.errors import EquipoiseError
+
+ALIGNMENT = 8
+"""Bytes; every dtype's values can then be viewed where they lie."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""What the library itself refuses above; a hundred thousand tensors take a fifth of it."""
+
+METADATA = "__metadata__"
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Formats' names of what parameters, buffers and optimizers hold."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class ImageError(EquipoiseError, ValueError):
+    """A state cannot be written as an image, or an image cannot be loaded here; nothing was loaded."""
+
+
+def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> torch.Tensor:
+    """Write tensors, on any device, as one safetensors file.
+
+    Returns:
+        u8 [bytes], on the CPU: the same for the same tensors and metadata, in whatever order they come.
+
+    Raises:
+        ImageError: A tensor is sparse or of a dtype that the format has no name for; names it.
+    """
+    header: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))}
+    at = 0
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    for name, tensor in ordered:
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _dtype_name(name, tensor),
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    image = torch.empty(8 + len(text) + at, dtype=torch.uint8)
+    image[: 8 + len(text)] = torch.frombuffer(
+        bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8
+    )
+    values = image[8 + len(text) :]
+    with torch.no_grad():
+        for name, tensor in ordered:
+            start, end = header[name]["data_offsets"]
+            values[start:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    return image
+
+
+def unpack(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, as views of it, and its metadata.
+
+    Args:
+        image: u8 [bytes], on the CPU; from whoever: every length is checked.
+
+    Raises:
+        ImageError: It is no safetensors file, or not a whole one.
+    """
+    size = int.from_bytes(bytes(image[:8].tolist()), "little")
+    if len(image) < 8 or not 0 < size <= min(len(image) - 8, MAX_HEADER_BYTES):
+        raise ImageError(f"expected a safetensors file, got {len(image)} bytes with a header of {size}")
+    header = _parse(image[8 : 8 + size].numpy().tobytes())
+    metadata = header.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ImageError("expected the metadata to be strings, they are not")
+    values = image[8 + size :]
+    tensors, at = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: _start(*item)):
+        tensors[name] = _view(name, entry, values, at)
+        at += tensors[name].numel() * tensors[name].element_size()
+    if at != len(values):
+        raise ImageError(f"expected {at} bytes of values, got {len(values)}")
+    return tensors, metadata
+
+
+def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+        raise ImageError(
+            f"tensor {name!r}: expected dense values of a known dtype, got {tensor.dtype}, {tensor.layout}"
+        )
+    return _NAMES[tensor.dtype]
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ImageError(f"expected a header in JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ImageError(f"expected a header that is an object, got {type(header).__name__}")
+    return header
+
+
+def _start(name: str, entry: Any) -> int:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
+        raise ImageError(f"tensor {name[:80]!r}: expected two offsets, got {str(offsets)[:80]}")
+    return int(offsets[0])
+
+
+def _view(name: str, entry: dict[str, Any], values: torch.Tensor, at: int) -> torch.Tensor:
+    dtype, shape, (start, end) = str(entry.get("dtype")), entry.get("shape"), entry["data_offsets"]
+    if dtype not in DTYPES or not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+        raise ImageError(
+            f"tensor {name[:80]!r}: expected a dtype and a shape, got {str((dtype, shape))[:80]}"
+        )
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    if start != at or end != at + size or end > len(values):
+        raise ImageError(
+            f"tensor {name[:80]!r}: expected {size} bytes at {at} of {len(values)}, got {start} to {end}"
+        )
+    part = values[start:end]
+    if part.data_ptr() % DTYPES[dtype].itemsize:
+        part = part.clone()  # Somebody else's writer; ours aligns.
+    return part.view(DTYPES[dtype]).view(shape)

@@ -1,0 +1,327 @@
+"""A swarm of training scripts in one process and in virtual time, deterministic: one thread runs at once.
+
+Each peer is a function in a thread of its own, as a user would write it. It runs until it waits for something; then
+the one goes on whose wait is over first. The runs are real ones down to the daemon: what the daemons do is done here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.state import StateId
+from equipoise.compression import parse_codec
+from equipoise.peer.binding import Binding
+from equipoise.peer.memory import Region
+from equipoise.peer.messages import AgreeRun, ReportAccumulated
+from equipoise.peer.run import Run
+from equipoise.peer.tensors import Tensors
+
+LIMIT_SECONDS = 100_000.0
+"""Of virtual time; a test that gets there hangs."""
+
+
+class Killed(BaseException):
+    """What a peer dies of."""
+
+
+class Actor:
+    """One peer's thread."""
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        self.name = name
+        self.error: BaseException | None = None
+        self.turn = threading.Semaphore(0)
+        self.over = self.killed = False
+        self.until: Callable[[], bool] = lambda: False
+        self.wake = 0.0
+        self.work = work
+
+
+class FakeSwarm:
+    """Peers, their runs, and the clock.
+
+    Attributes:
+        now: Virtual seconds.
+        round_seconds: What a round takes.
+        fetch_seconds: What a download takes.
+        gather_seconds: How long a group that could begin waits for those who are still computing.
+        fails: Called with the round's number and a peer; whether the round fails for that one, though not for others.
+    """
+
+    def __init__(self, codec: str = "fp32") -> None:
+        self.now = 0.0
+        self.round_seconds = 0.1
+        self.fetch_seconds = 0.5
+        self.gather_seconds = 1.0
+        self.fails: Callable[[int, str], bool] = lambda number, peer: False
+        self.codec = parse_codec(codec)
+        self.runs: dict[str, dict[str, FakeRun]] = {}
+        self.rounds = 0
+        self.bytes: Counter[str] = Counter()
+        self._actors: dict[str, Actor] = {}
+        self._scheduler = threading.Semaphore(0)
+        self._local = threading.local()
+
+    def clock(self) -> float:
+        return self.now
+
+    def join(self, peer: str, name: str, tensors: Tensors) -> FakeRun:
+        run = FakeRun(self, peer, name, tensors)
+        self.runs.setdefault(run.key, {})[peer] = run
+        return run
+
+    def peer(self, name: str, work: Callable[[], None], at: float = 0.0) -> None:
+        """Have a peer begin at some time; also while others run."""
+        actor = self._actors[name] = Actor(name, work)
+        actor.wake = at
+        threading.Thread(target=self._live, args=(actor,), name=name, daemon=True).start()
+
+    def kill(self, name: str) -> None:
+        self._actors[name].killed = True
+        for members in self.runs.values():
+            members.pop(name, None)
+
+    def run(self) -> None:
+        """Until all peers are through; raises what one of them raised."""
+        while living := [actor for actor in self._actors.values() if not actor.over]:
+            for members in self.runs.values():
+                self._form(members)
+            actor = min(living, key=self._due)
+            self.now = max(self.now, self._due(actor))
+            assert self.now < LIMIT_SECONDS, "nobody makes progress"
+            actor.turn.release()
+            self._scheduler.acquire()
+            if actor.error is not None:
+                raise actor.error
+
+    def wait(self, until: Callable[[], bool], seconds: float) -> bool:
+        """Give way to the others until a condition holds, or for so long; returns whether it holds."""
+        actor: Actor = self._local.actor
+        actor.until, actor.wake = until, self.now + seconds
+        self._scheduler.release()
+        actor.turn.acquire()
+        if actor.killed:
+            raise Killed
+        return until()
+
+    def compute(self, seconds: float) -> None:
+        """What a forward and a backward pass take."""
+        self.wait(lambda: False, seconds)
+
+    def _due(self, actor: Actor) -> float:
+        if actor.killed:
+            return self.now
+        events = [run.ready_at for members in self.runs.values() for run in members.values()]
+        if actor.until():
+            return self.now
+        # What it waits for may come about when a round or a download ends: look again then.
+        return min([actor.wake, *(at for at in events if at > self.now)])
+
+    def _live(self, actor: Actor) -> None:
+        self._local.actor = actor
+        actor.turn.acquire()
+        try:
+            if not actor.killed:
+                actor.work()
+        except Killed:
+            pass
+        except BaseException as error:
+            actor.error = error
+        for members in self.runs.values():
+            members.pop(actor.name, None)
+        actor.over = True
+        self._scheduler.release()
+
+    def _form(self, members: Mapping[str, FakeRun]) -> None:
+        """Let those meet who wait for a group, if all do, or some have for long enough."""
+        waiting = {peer: run for peer, run in sorted(members.items()) if run.waiting}
+        contributors = [run for run in waiting.values() if run.weight > 0]
+        if len(contributors) < 2:
+            return
+        patient = self.now - min(run.waits_since for run in waiting.values()) >= self.gather_seconds
+        if len(waiting) < len(members) and not patient:
+            return
+        self.rounds += 1
+        outcome, mean = self._exchange(waiting)
+        for peer, run in waiting.items():
+            if self.fails(self.rounds, peer):
+                run.end(Outcome(ok=False, reason="as the test says", run=run.name), None)
+            else:
+                run.end(outcome, mean)
+
+    def _exchange(self, group: Mapping[str, FakeRun]) -> tuple[Outcome, torch.Tensor]:
+        """The weighted mean, as the codec has it: the same bytes for all."""
+        weights = {peer: run.weight for peer, run in group.items() if run.weight > 0}
+        size = next(iter(group.values())).size
+        total = torch.zeros(size)
+        payload = torch.empty(self.codec.encoded_size(size), dtype=torch.uint8)
+        for peer, weight in weights.items():
+            self.codec.encode(group[peer].contribution, payload)
+            self.codec.accumulate(payload, weight, total)
+        self.codec.encode(total / torch.tensor(sum(weights.values()), dtype=torch.float32), payload)
+        mean = torch.empty(size)
+        self.codec.decode(payload, mean)
+        sent = 2 * len(payload) * (len(group) - 1) // len(group)
+        for peer in group:
+            self.bytes[peer] += sent
+        content = hashlib.sha256(repr(sorted(weights.items())).encode() + payload.numpy().tobytes())
+        return Outcome(
+            ok=True,
+            reason="all contributed",
+            run=next(iter(group.values())).name,
+            round=self.rounds,
+            group=tuple(group),
+            contributors=weights,
+            digest=content.hexdigest(),
+            bytes_sent=sent,
+            bytes_received=sent,
+            seconds={"total": self.round_seconds},
+            states={peer: run.claim for peer, run in group.items() if run.claim is not None},
+        ), mean
+
+
+class FakeRun(Run):
+    """A run whose daemon is the swarm above."""
+
+    def __init__(self, swarm: FakeSwarm, peer: str, name: str, tensors: Tensors) -> None:
+        self.swarm, self.peer_name = swarm, peer
+        binding = Binding(tensors)
+        link: Any = SimpleNamespace(
+            welcome=SimpleNamespace(peer_id=peer), start=self._start_request, ask=self._ask_request
+        )
+        super().__init__(link, name, binding, Region.create(2 * binding.values + 1024))
+        self._region.close_fd()
+        self.terms: Mapping[str, str] = {}
+        self.waiting = False
+        self.waits_since = self.weight = 0.0
+        self.claim: StateId | None = None
+        self.contribution = torch.empty(0)
+        self.reported = 0.0
+        self.offered: tuple[StateId, bytes] | None = None
+        self.wants: int | None = None
+        self.ready_at = 0.0
+        self.ended: tuple[Outcome, torch.Tensor | None] | None = None
+        self.offers = 0
+
+    @property
+    def key(self) -> str:
+        """Only runs of equal name, shapes and terms meet."""
+        return f"{self.name} {self._binding.gradients} {self._binding.buffers} {sorted(self.terms.items())}"
+
+    @property
+    def size(self) -> int:
+        return self._binding.gradients.size + self._binding.buffers.size
+
+    def others(self) -> list[FakeRun]:
+        members = self.swarm.runs.get(self.key, {})
+        return [run for peer, run in members.items() if peer != self.peer_name]
+
+    def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
+        self.swarm.runs[self.key].pop(self.peer_name)
+        super().agree(terms, buffers)
+        self.terms = dict(terms)
+        self.swarm.runs.setdefault(self.key, {})[self.peer_name] = self
+
+    @property
+    def state(self) -> RunState:
+        return Idle(peers=len(self.others())) if self.others() else NoPeers()
+
+    def progress(self) -> Any:
+        wanted = [run.wants for run in self.others() if run.wants is not None]
+        swarm = self.accumulated + sum(run.reported for run in self.others() if not run.left)
+        return SimpleNamespace(local=self.accumulated, swarm=swarm, wanted=max(wanted, default=None))
+
+    def offer(self, state: StateId, image: memoryview) -> None:
+        self.offered, self.offers = (state, bytes(image)), self.offers + 1
+
+    def fetch(self, at_least: int, limit: int, timeout: float = 600.0, wait: bool = True) -> Any:
+        return FakeFetch(self, at_least, timeout)
+
+    def end(self, outcome: Outcome, mean: torch.Tensor | None) -> None:
+        self.waiting = False
+        self.ended = (outcome, mean)
+        self.ready_at = self.swarm.now + self.swarm.round_seconds
+
+    def _start(self, purpose: str, weight: float, deadline: float, settle: Any, state: Any = None) -> Any:
+        self.weight, self.claim, self.waiting, self.waits_since = weight, state, True, self.swarm.now
+        self.contribution = self._region.contribution[: self.size].clone()
+        self.ended = None
+        self.pending = FakePending(self, settle)  # type: ignore[assignment]
+        return self.pending
+
+    def _start_request(self, request: Any) -> None:
+        if isinstance(request, ReportAccumulated):
+            self.reported = request.weight
+
+    def _ask_request(self, request: Any, kind: Any, timeout: float = 0.0) -> None:
+        assert isinstance(request, AgreeRun)
+
+
+class FakePending:
+    """A round that goes on."""
+
+    def __init__(self, run: FakeRun, settle: Callable[[Outcome | None], None], timeout: float = 30.0) -> None:
+        self._run, self._settle = run, settle
+        self._deadline = run.swarm.now + timeout
+        self._outcome: Outcome | None = None
+
+    def done(self) -> bool:
+        run = self._run
+        return self._outcome is not None or (run.ended is not None and run.swarm.now >= run.ready_at)
+
+    def wait(self, timeout: float) -> bool:
+        return self.done() or self._run.swarm.wait(self.done, timeout)
+
+    def result(self) -> Outcome:
+        if self._outcome is not None:
+            return self._outcome
+        run = self._run
+        while not self.done() and run.swarm.now < self._deadline:
+            run.swarm.wait(self.done, self._deadline - run.swarm.now)
+        run.waiting = False
+        failed = Outcome(ok=False, reason="no group within 30 s", run=run.name), None
+        self._outcome, mean = run.ended or failed
+        if mean is not None:
+            run._region.result[: run.size].copy_(mean)
+        self._settle(self._outcome)
+        return self._outcome
+
+
+class FakeFetch:
+    """A download that goes on: from when somebody offers what is wanted."""
+
+    def __init__(self, run: FakeRun, at_least: int, timeout: float) -> None:
+        self._run, self._at_least = run, at_least
+        self._deadline = run.swarm.now + timeout
+        self._since: float | None = None
+        self._image: tuple[StateId, bytes] | None = None
+        run.wants = at_least
+
+    def done(self) -> bool:
+        swarm = self._run.swarm
+        if self._image is None:
+            offered = Counter(run.offered for run in self._run.others() if run.offered is not None)
+            fitting = [offer for offer in offered if offer[0].epoch >= self._at_least]
+            if fitting:
+                self._image, self._since = max(fitting, key=lambda offer: offered[offer]), swarm.now
+                self._run.wants = None
+        if self._since is not None:
+            return swarm.now >= self._since + swarm.fetch_seconds
+        return swarm.now >= self._deadline
+
+    def result(self) -> Any:
+        self._run.wants = None
+        if self._image is None:
+            return SimpleNamespace(ok=False, reason="nobody offers it", state=None, image=None)
+        state, image = self._image
+        return SimpleNamespace(
+            ok=True, reason="", state=state, image=torch.frombuffer(bytearray(image), dtype=torch.uint8)
+        )
