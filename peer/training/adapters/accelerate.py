@@ -1,0 +1,67 @@
+"""Hugging Face Accelerate: a prepared optimizer that steps with the swarm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
+
+from equipoise.peer.errors import Refused
+from equipoise.peer.run import Run
+from equipoise.peer.training.adapters.pace import paced
+from equipoise.peer.training.optimizer import SwarmOptimizer
+
+
+def step_with_swarm(
+    accelerator: Accelerator,
+    run: Run,
+    optimizer: AcceleratedOptimizer,
+    scheduler: AcceleratedScheduler | None = None,
+    *,
+    batch_size: float,
+    **options: Any,
+) -> SwarmOptimizer:
+    """Have what `accelerator.prepare` returned step with the swarm; the loop stays as it is.
+
+    Leave out `accelerator.clip_grad_norm_`, which would clip by this peer's own norm, and give `clip` here.
+
+    Args:
+        accelerator: Of one process: a machine with several GPUs is one peer, see `equipoise.peer.training.ddp`.
+        run: Joined with the model.
+        optimizer: A prepared optimizer.
+        scheduler: A prepared scheduler; it then follows the swarm's epochs, and stepping it in the loop does nothing.
+        batch_size: Samples in one backward pass; gradient accumulation is counted in.
+        **options: Fields of `equipoise.peer.training.Options`; `target_batch_size` is required.
+
+    Returns:
+        What steps now, inside `optimizer`: its `epoch`, `reason`, `last`.
+
+    Raises:
+        Refused: There is more than one process, or the optimizer holds other parameters than the run.
+        TypeError: The optimizer or the scheduler has not been prepared, or the scheduler wants a metric.
+    """
+    if not isinstance(optimizer, AcceleratedOptimizer):
+        raise TypeError(f"expected what accelerator.prepare returns, got {type(optimizer).__name__}")
+    if scheduler is not None and not isinstance(scheduler, AcceleratedScheduler):
+        raise TypeError(f"expected what accelerator.prepare returns, got {type(scheduler).__name__}")
+    size = batch_size * accelerator.gradient_accumulation_steps
+    if scheduler is not None:
+        options["scheduler"] = paced(scheduler.scheduler)
+    return take_over(optimizer, run, batch_size=size, **options)
+
+
+def take_over(optimizer: AcceleratedOptimizer, run: Run, **options: Any) -> SwarmOptimizer:
+    """Put the swarm's optimizer between a prepared one and what it wraps."""
+    processes = AcceleratorState().num_processes
+    if processes > 1:
+        raise Refused(
+            f"expected one process, got {processes}: they would be {processes} peers with one batch",
+            "see equipoise.peer.training.ddp for a machine with several GPUs",
+        )
+    swarm = run.optimizer(optimizer.optimizer, **options)
+    # A new start, in place, since others hold it: it keeps bound methods of what it wraps.
+    optimizer.__init__(swarm, device_placement=optimizer.device_placement, scaler=optimizer.scaler)
+    return swarm

@@ -1,0 +1,92 @@
+"""Lightning: a callback for `Trainer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from equipoise.peer.errors import Refused
+from equipoise.peer.run import Run
+from equipoise.peer.training.adapters.pace import paced
+from equipoise.peer.training.optimizer import SwarmOptimizer
+
+
+class SwarmCallback(Callback):  # type: ignore[misc]
+    """Has a `Trainer` step with the swarm: `callbacks=[SwarmCallback(run, target_batch_size=4096, batch_size=32)]`.
+
+    It takes over when fitting starts: the optimizer steps when the swarm has its target batch, the learning rate
+    follows the swarm's epochs, and `gradient_clip_val` applies to the averaged gradient. What Lightning counts as steps
+    are its own micro-batches.
+
+    Attributes:
+        optimizer: What steps, from the start of fitting on: its `epoch`, `reason`, `last`.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        target_batch_size: float,
+        batch_size: float,
+        epochs: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Say how the swarm steps.
+
+        Args:
+            run: Joined with the LightningModule that is given to the Trainer.
+            target_batch_size: Samples, of all peers together, that make an update.
+            batch_size: Samples in one batch; `accumulate_grad_batches` is counted in.
+            epochs: The swarm's epoch at which training stops; None leaves the end to the Trainer.
+            **options: Other fields of `equipoise.peer.training.Options`. `clip` and `scheduler` come from the Trainer
+                unless they are given.
+        """
+        self.optimizer: SwarmOptimizer | None = None
+        self._run = run
+        self._epochs = epochs
+        self._batch_size = batch_size
+        self._options = {"target_batch_size": target_batch_size, **options}
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take over the module's optimizer, its scheduler and the Trainer's clipping.
+
+        Raises:
+            Refused: There is more than one process or optimizer, gradients are clipped by value, or the run was joined
+                with another module.
+            TypeError: The scheduler wants a metric.
+        """
+        _check(trainer, pl_module)
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        options: dict[str, Any] = {
+            "batch_size": self._batch_size * trainer.accumulate_grad_batches,
+            "clip": trainer.gradient_clip_val or None,
+            "scheduler": paced(schedulers[0] if schedulers else None),
+        }
+        self.optimizer = self._run.optimizer(trainer.optimizers[0], **{**options, **self._options})
+        trainer.strategy.optimizers = [self.optimizer]
+        trainer.gradient_clip_val = None  # It would clip by this peer's own norm, before the average.
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop where the swarm has made its epochs."""
+        if self._epochs is not None and self.optimizer is not None and self.optimizer.epoch >= self._epochs:
+            trainer.should_stop = True
+
+
+def _check(trainer: Trainer, module: LightningModule) -> None:
+    if trainer.world_size > 1:
+        raise Refused(
+            f"expected one process, got {trainer.world_size}: they would be as many peers with one batch",
+            "see equipoise.peer.training.ddp for a machine with several GPUs",
+        )
+    if len(trainer.optimizers) != 1 or not module.automatic_optimization:
+        raise Refused(
+            f"expected automatic optimization with one optimizer, got {len(trainer.optimizers)}",
+            "with manual optimization, wrap each in configure_optimizers with a run of its own",
+        )
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+        raise Refused(
+            "expected clipping by norm, got clipping by value", "set gradient_clip_algorithm='norm'"
+        )

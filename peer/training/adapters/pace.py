@@ -1,0 +1,57 @@
+"""Learning-rate schedulers that a framework made and steps by its own count, made to follow the swarm's epochs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+
+class _Paced:
+    """Comes before the class of a scheduler: to its framework it is what it was, but `step` does nothing."""
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        pass
+
+
+class Pace:
+    """The swarm's end of such a scheduler."""
+
+    def __init__(self, scheduler: LRScheduler) -> None:
+        self._scheduler = scheduler
+        self._step = type(scheduler).step
+        # Its __dict__ is its state_dict, which frameworks pickle, so a method of the instance has no place in it.
+        scheduler.__class__ = type(f"Paced{type(scheduler).__name__}", (_Paced, type(scheduler)), {})
+
+    def step(self) -> None:
+        """Step it."""
+        self._step(self._scheduler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the scheduler's."""
+        return self._scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the scheduler's."""
+        self._scheduler.load_state_dict(state_dict)
+
+
+def paced(scheduler: LRScheduler | None) -> Callable[[Optimizer], Pace] | None:
+    """A scheduler as the option `scheduler` of `Run.optimizer` takes it; its own `step` does nothing any more.
+
+    Peers step a scheduler alike only if each does so once an epoch of the swarm; batches they count differently.
+
+    Raises:
+        TypeError: It wants a metric, which peers measure differently.
+    """
+    if scheduler is None:
+        return None
+    if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError(
+            f"expected a scheduler that counts steps, got {type(scheduler).__name__}: "
+            "peers would differ in what it sees"
+        )
+    pace = Pace(scheduler)
+    return lambda _: pace

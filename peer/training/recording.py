@@ -1,0 +1,159 @@
+"""Checkpoints beside training: a copy at a step's boundary, a thread that writes it, a word about every failure."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from equipoise.averaging.state import StateId
+from equipoise.peer.config import RESUME_ENV
+from equipoise.peer.home import CHECKPOINTS
+from equipoise.peer.training.checkpoint import Subject
+from equipoise.peer.training.folder import Folder, Found, Read, folder_name
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """When checkpoints are written, how many are kept, where, and whether training starts from one.
+
+    Attributes:
+        every: Epochs from one checkpoint to the next; one is written at the end too.
+        keep: How many are kept.
+        directory: Where each run has a directory, of one peer alone; by default `checkpoints` in the home.
+        resume: Whether to start from the newest sound one; by default what `equipoise launch --resume` says.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    every: int = 10
+    keep: int = 3
+    directory: str | os.PathLike[str] | None = None
+    resume: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("every", self.every), ("keep", self.keep)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(
+                    f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
+                )
+
+    def open(self, home: str | os.PathLike[str], subject: Subject) -> Recorder:
+        """Take the run's directory.
+
+        Raises:
+            CheckpointError: It cannot be made, or another process writes there.
+        """
+        parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
+        resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
+        return Recorder(Folder(parent / folder_name(subject.run), subject, self.keep), self.every, resume)
+
+
+class Recorder:
+    """Writes the checkpoints of one run; its methods are called between steps, by one thread.
+
+    Attributes:
+        resume: Whether training is to start from the newest sound one.
+        recorded: The state that was written last; None before.
+        failure: Why the last attempt to write did not succeed; empty if it did.
+    """
+
+    def __init__(self, folder: Folder, every: int, resume: bool) -> None:
+        self.resume = resume
+        self.recorded: StateId | None = None
+        self.failure = ""
+        self._folder = folder
+        self._every = every
+        self._last = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def path(self) -> Path:
+        """The run's directory."""
+        return self._folder.path
+
+    def restore(self, limit: int, read: Read) -> Found | None:
+        """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.
+
+        Raises:
+            CheckpointError: There are checkpoints and none can be used.
+        """
+        found = self._folder.load(limit, read) if self.resume else None
+        furthest = self._folder.furthest
+        if not self.resume and furthest is not None:
+            log.warning(
+                "training starts anew, though %s holds a checkpoint of epoch %d; "
+                "`equipoise launch --resume` would go on from it",
+                self.path,
+                furthest,
+            )
+        if found is not None:
+            self.recorded = found.manifest.state
+            self._last = found.manifest.state.epoch
+            log.info("resumed from %s, epoch %d: %s", found.path, self._last, found.reason)
+        elif self.resume:
+            log.info("nothing to resume from in %s: training starts anew", self.path)
+        return found
+
+    def due(self, epoch: int) -> bool:
+        """Whether the state of this epoch should be recorded; False too while the one before is being written."""
+        if epoch // self._every == self._last // self._every:
+            return False
+        if self._thread is not None and self._thread.is_alive():
+            log.warning(
+                "no checkpoint of epoch %d: the one of epoch %d is still being written; "
+                "a faster disk or a larger `every` than %d would help",
+                epoch,
+                self._last,
+                self._every,
+            )
+            self._last = epoch
+            return False
+        return True
+
+    def record(self, state: StateId, image: torch.Tensor) -> None:
+        """Write this state's image from a thread; nobody may change it afterwards.
+
+        Raises:
+            RuntimeError: The one before is still being written: `due` was not asked.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            raise RuntimeError("the checkpoint before is still being written; ask `due` first")
+        self._last = state.epoch
+        self._thread = threading.Thread(target=self._write, args=(state, image), name="checkpoint")
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
+        """Write this state too, unless it is on the disk, and wait for it; `image` copies it."""
+        self.settle()
+        if state != self.recorded:
+            self._write(state, image())
+
+    def close(self) -> None:
+        """Leave the directory to others; idempotent."""
+        self.settle()
+        self._folder.close()
+
+    def _write(self, state: StateId, image: torch.Tensor) -> None:
+        try:
+            path = self._folder.write(state, image)
+        except Exception as error:
+            # Training goes on without: whoever watches it reads the log or the status, and the next one is tried.
+            self.failure = f"the checkpoint of epoch {state.epoch} could not be written: {error}"
+            log.error("%s", self.failure)
+            return
+        self.recorded, self.failure = state, ""
+        log.info("checkpoint of epoch %d: %s", state.epoch, path)

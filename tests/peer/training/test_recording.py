@@ -1,0 +1,177 @@
+"""Checkpoints beside training: when they are due, what is told when one fails, and what resuming finds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from equipoise.averaging.state import StateId
+from equipoise.peer.config import RESUME_ENV
+from equipoise.peer.training.checkpoint import CheckpointError, Subject, read_manifest
+from equipoise.peer.training.folder import Folder
+from equipoise.peer.training.image import Image
+from equipoise.peer.training.recording import Checkpoints, Recorder
+
+OWN = Subject("digits", "ab" * 32, {"model": "one"})
+
+
+IMAGE = torch.tensor([1, 2, 3], dtype=torch.uint8)
+
+
+def state(epoch: int) -> StateId:
+    return StateId(epoch, f"{epoch:064x}")
+
+
+def opened(home: Path, every: int = 10, resume: bool = False) -> Recorder:
+    return Checkpoints(every=every, resume=resume).open(home, OWN)
+
+
+def record(recorder: Recorder, epoch: int) -> None:
+    recorder.record(state(epoch), IMAGE)
+    recorder.settle()
+
+
+def epochs(recorder: Recorder) -> list[int]:
+    return sorted(read_manifest(path).state.epoch for path in recorder.path.glob("epoch-*"))
+
+
+def test_one_is_due_every_so_many_epochs_also_where_epochs_were_jumped(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    due = []
+    for epoch in (1, 9, 10, 11, 19, 37, 38, 40):
+        if recorder.due(epoch):
+            due.append(epoch)
+            record(recorder, epoch)
+    assert due == [10, 37, 40]
+    recorder.close()
+
+
+def test_they_live_in_the_home_unless_told_otherwise(tmp_path: Path) -> None:
+    inside = opened(tmp_path / "home")
+    elsewhere = Checkpoints(directory=tmp_path / "disk").open(tmp_path / "home", OWN)
+    assert inside.path == tmp_path / "home" / "checkpoints" / "digits"
+    assert elsewhere.path == tmp_path / "disk" / "digits"
+    inside.close()
+    elsewhere.close()
+
+
+def read(epoch: int) -> Callable[[torch.Tensor], Image]:
+    return lambda image: Image(state(epoch), lambda: None)
+
+
+def test_the_last_state_is_written_at_the_end_once(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    record(recorder, 10)
+    recorder.finish(state(13), lambda: IMAGE)
+    recorder.close()
+    again = opened(tmp_path, resume=True)
+    assert again.restore(100, read(13)) is not None
+    again.finish(state(13), lambda: pytest.fail("it is on the disk already"))
+    again.close()
+    assert epochs(again) == [10, 13]
+
+
+def test_what_was_resumed_counts_as_recorded(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    record(recorder, 10)
+    recorder.close()
+    again = opened(tmp_path, resume=True)
+    again.restore(100, read(10))
+    assert not again.due(10)
+    assert not again.due(12)
+    assert again.due(20)
+    again.close()
+
+
+def test_a_failure_is_told_and_the_next_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder = opened(tmp_path)
+
+    def full(*_: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "write", full)
+        record(recorder, 10)
+    assert "the checkpoint of epoch 10 could not be written" in recorder.failure
+    assert "No space left on device" in caplog.text
+    assert recorder.recorded is None
+    record(recorder, 20)
+    assert not recorder.failure
+    assert recorder.recorded == state(20)
+    recorder.close()
+
+
+def test_training_does_not_wait_for_a_slow_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    recorder, written, free = opened(tmp_path), Folder.write, threading.Event()
+
+    def slow(folder: Folder, state: StateId, image: torch.Tensor) -> Path:
+        assert free.wait(60)
+        return written(folder, state, image)
+
+    monkeypatch.setattr(Folder, "write", slow)
+    recorder.record(state(10), IMAGE)
+    assert not recorder.due(20)
+    assert "no checkpoint of epoch 20: the one of epoch 10 is still being written" in caplog.text
+    with pytest.raises(RuntimeError, match="ask `due` first"):
+        recorder.record(state(20), IMAGE)
+    free.set()
+    recorder.settle()
+    assert recorder.due(30)
+    recorder.finish(state(31), lambda: IMAGE)
+    recorder.close()
+    assert epochs(recorder) == [10, 31]
+
+
+@pytest.mark.parametrize(("said", "resumes"), [(None, False), ("1", True), ("", False)])
+def test_launch_says_whether_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, resumes: bool
+) -> None:
+    if said is None:
+        monkeypatch.delenv(RESUME_ENV, raising=False)
+    else:
+        monkeypatch.setenv(RESUME_ENV, said)
+    with_default = Checkpoints().open(tmp_path, OWN)
+    assert with_default.resume == resumes
+    with_default.close()
+
+
+def test_nothing_to_resume_from_is_said_and_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    recorder = opened(tmp_path, resume=True)
+    assert recorder.restore(100, lambda image: pytest.fail("there is none")) is None
+    assert "nothing to resume from" in caplog.text
+    recorder.close()
+
+
+def test_a_start_that_forgot_to_resume_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = opened(tmp_path)
+    record(recorder, 50)
+    recorder.close()
+    again = opened(tmp_path)
+    assert again.restore(100, lambda image: pytest.fail("nobody asked to resume")) is None
+    assert "holds a checkpoint of epoch 50" in caplog.text
+    again.close()
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"keep": 0}, {"every": 1.5}, {"keep": True}])
+def test_numbers_out_of_range_are_mistakes(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=f"expected {next(iter(wrong))} to be a whole number of at least 1"):
+        Checkpoints(**wrong)
+
+
+def test_two_trainers_do_not_share_a_directory(tmp_path: Path) -> None:
+    recorder = opened(tmp_path)
+    with pytest.raises(CheckpointError, match="another process writes checkpoints"):
+        opened(tmp_path)
+    recorder.close()
