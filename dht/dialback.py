@@ -51,21 +51,31 @@ class Ask(messages.Versioned, frozen=True, kw_only=True):
 
 
 class Answer(messages.Versioned, frozen=True, kw_only=True):
-    """What came of it: `reachability.Finding`; `busy` if nothing was tried."""
+    """What came of it: `reachability.Finding`; `busy` if nothing was tried.
+
+    Attributes:
+        direct: TCP port of the author's direct listener, which tells whoever asks where it comes from; 0: none.
+    """
 
     seen: Text = ""
     reached: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
     failed: Text = ""
     busy: bool = False
+    direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
 
 Probe = Callable[[str, int], Awaitable[None]]
 
 
 class DialBack:
-    """Dials back for others, and asks them to."""
+    """Dials back for others, and asks them to.
+
+    Attributes:
+        direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
+    """
 
     def __init__(self, link: Link) -> None:
+        self.direct: Callable[[], int] = lambda: 0
         self._link = link
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._under_way = 0
@@ -84,7 +94,7 @@ class DialBack:
         if answer.busy:
             return None
         reached = tuple(one for one in answer.reached if _is_listen_address(one))
-        return Finding(printable(answer.seen, 64), reached, printable(answer.failed, MAX_TEXT))
+        return Finding(printable(answer.seen, 64), reached, printable(answer.failed, MAX_TEXT), answer.direct)
 
     async def answer(self, peer: str, data: bytes) -> bytes:
         """Answer the call of `peer`."""
@@ -93,8 +103,9 @@ class DialBack:
         ask = messages.decode(data, Ask)
         self._under_way += 1
         try:
-            seen = _direct_hosts((await self._link.connections()).get(peer, ()))
-            return messages.encode(await _try_all(seen, targets(seen, ask.addresses), greeted))
+            seen = direct_hosts((await self._link.connections()).get(peer, ()))
+            answer = await _try_all(seen, targets(seen, ask.addresses), greeted)
+            return messages.encode(msgspec.structs.replace(answer, direct=self.direct()))
         finally:
             self._under_way -= 1
 
@@ -149,7 +160,8 @@ def _is_listen_address(text: str) -> bool:
     return True
 
 
-def _direct_hosts(paths: Iterable[str]) -> list[str]:
+def direct_hosts(paths: Iterable[str]) -> list[str]:
+    """Return the IP addresses at the other ends of p2pd's connections, those through relays left out."""
     return list(dict.fromkeys(path.split("/")[2] for path in paths if not is_relayed(path)))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from equipoise.dht import messages
-from equipoise.dht.dialback import DIALBACK, DialBack
+from equipoise.dht.dialback import DIALBACK, DialBack, direct_hosts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.link import CallHandler, Link
 from equipoise.dht.reachability import Reachability
@@ -57,6 +57,7 @@ class Reach:
         candidates: Tells the PeerIDs of peers that can be asked.
         listening: Tells where this peer listens itself, in the form that `--join` takes.
         mates: Tells the records of all others in this peer's runs.
+        direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
         keeper: The relays in use.
     """
 
@@ -65,9 +66,12 @@ class Reach:
         self.candidates: Callable[[], Iterable[str]] = tuple
         self.listening: Callable[[], Iterable[str]] = tuple
         self.mates: Callable[[], Iterable[Readiness]] = tuple
+        self.direct: Callable[[], int] = lambda: 0
         self._link = link
+        self._dialer = dialer
         self._verdict = Reachability(options.hidden)
         self._dialback = DialBack(link)
+        self._dialback.direct = lambda: self.direct()
         self._service = RelayService(link, dialer.refresh, options.relay)
         trials = Trials(folder, options.guard)
         self._offers: dict[str, None] = {}
@@ -96,6 +100,17 @@ class Reach:
     def dialable(self) -> bool:
         """Whether others can open channels to this peer, and it may own shares."""
         return not self.hidden or (bool(self.keeper.held) and stands_in(self.mates()))
+
+    @property
+    def mirrors(self) -> list[tuple[str, int]]:
+        """The direct listeners of public peers that have dialled back, which tell whoever asks where it comes from."""
+        paths = self._dialer.paths
+        found = [
+            (host, port)
+            for peer, port in self._verdict.direct_ports.items()
+            for host in direct_hosts(paths.get(peer, ()))
+        ]
+        return sorted(found, key=lambda place: ":" in place[0])  # NATs are of IPv4.
 
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""

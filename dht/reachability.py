@@ -25,11 +25,13 @@ class Finding:
         seen: IP address that this peer's connection comes from, as the witness sees it.
         reached: Addresses that led here, in the form that `--listen` takes.
         failed: Why none did, if none did.
+        direct: TCP port of the witness's direct listener; 0 if it has none.
     """
 
     seen: str
     reached: tuple[str, ...]
     failed: str
+    direct: int = 0
 
 
 class Reachability:
@@ -83,6 +85,11 @@ class Reachability:
             failed = next(one for one in reversed(said) if not one.reached)
             self.reason = f"{len(said) - len(reached)} of {_peers(len(said))} failed, {failed.failed}"
         return (self.verdict, self.addresses) != before
+
+    @property
+    def direct_ports(self) -> dict[str, int]:
+        """The ports of the witnesses' direct listeners, by PeerID."""
+        return {peer: said.direct for peer, (_, said) in self._heard.items() if said.direct}
 
     def doubt(self) -> None:
         """Ask everybody again: this peer's addresses are others now, or its network is."""

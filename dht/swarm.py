@@ -22,6 +22,7 @@ from equipoise.dht.memory import MAX_PEERS, Memory
 from equipoise.dht.node import Node
 from equipoise.dht.p2pd import P2pdOptions
 from equipoise.dht.protocol import RecordProtocol
+from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.reach import Reach, ReachOptions
 from equipoise.dht.records import MAX_ADDRESSES, Readiness
 from equipoise.dht.relay.service import RelayRules
@@ -150,6 +151,11 @@ class Swarm:
         self.direct = DirectTransport(self.identity, self._runtime, DirectOptions(listen, options.channel))
         self.directory.credential = lambda: self.direct.credential
         self.directory.on_credential = self.direct.learn
+        self._reach.direct = lambda: self.direct.port
+        self._puncher = Puncher(self._link, self._dialer, self.direct, self._runtime)
+        self._puncher.mirrors = lambda: self._reach.mirrors
+        self._puncher.hidden = lambda: self._reach.hidden and bool(self.direct.port)
+        self.direct.on_admit = self._puncher.want
 
     @property
     def peer(self) -> str:
@@ -173,13 +179,17 @@ class Swarm:
         """Return how this member reaches `peer`, by what it says of itself and by what came of trying."""
         if peer == self.peer:
             return self._reach.status()
+        if self.direct.punched(peer):
+            return ReachStatus("direct", "hole punched: both have dialled at once")
         said = self._protocol.ledger.newest(peer)
         failure = self._dialer.failures.get(peer)
         if failure is not None and peer not in self._dialer.connected:
             return ReachStatus("unreachable", failure)
         if said is None:
             return ReachStatus("unknown", "it has said nothing of itself")
-        return ReachStatus(said.reach, printable(said.why))
+        punching = self._puncher.failure(peer)
+        why = f"punching failed because {punching}; {said.why}" if punching else said.why
+        return ReachStatus(said.reach, printable(why))
 
     async def start(self) -> None:
         """Start libp2p and begin to look for the swarm; returns without waiting for peers.
@@ -192,6 +202,7 @@ class Swarm:
             self.direct.start()
             self.transport.listen()
             self._reach.listen()
+            self._puncher.listen()
             await self._supervisor.start()
         except BaseException:
             await self.stop()
@@ -208,6 +219,7 @@ class Swarm:
         self._tasks = []
         self._memory.save()
         await self.directory.stop()
+        await self._puncher.stop()
         await self.direct.stop()
         await self.transport.stop()
         await self._reach.stop()
@@ -290,6 +302,7 @@ class Swarm:
         self._tell_addresses()
         await self.transport.attach()
         await self._reach.attach()
+        await self._puncher.attach()
         self._tasks = [task for task in self._tasks if not task.done()]
         self._tasks.append(asyncio.create_task(self._rejoin()))
 

@@ -43,6 +43,8 @@ _PREFIX = struct.Struct("!II")
 _log = logging.getLogger(__name__)
 
 Place = Callable[[bytes, int], memoryview]
+Handler = Callable[["FramedChannel"], Awaitable[None]]
+"""What becomes of an accepted channel; it is closed when that ends."""
 
 
 class FramedChannel:
@@ -63,6 +65,11 @@ class FramedChannel:
     def peer(self) -> str:
         """PeerID of the other end."""
         return self._peer
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed at this end."""
+        return self._stream.closed
 
     @property
     def delivered(self) -> int:
@@ -97,6 +104,17 @@ class FramedChannel:
             except BaseException:
                 self._close("a send was abandoned within a frame")
                 raise
+
+    async def wait_readable(self) -> None:
+        """Wait, without a bound, until something comes in; nobody else may wait for it at the same time.
+
+        Raises:
+            ConnectionError: The channel is closed or broken.
+        """
+        try:
+            await self._stream.wait_readable()
+        except StreamClosed as error:
+            raise self._broken("receive from", error) from None
 
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
         """Receive one frame into the buffer that `place` gives for its body.
@@ -161,7 +179,7 @@ class Libp2pTransport:
         self._link = link
         self._dialer = dialer
         self._path = runtime / "streams.sock"
-        self._handler: Callable[[FramedChannel], Awaitable[None]] | None = None
+        self._handler: Handler | None = None
         self._channels: set[FramedChannel] = set()
         self._per_peer: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -200,7 +218,7 @@ class Libp2pTransport:
             raise ConnectionError(f"cannot reach {peer}: {error}") from error
         return self._enter(peer, stream)
 
-    def serve(self, handler: Callable[[FramedChannel], Awaitable[None]] | None) -> None:
+    def serve(self, handler: Handler | None) -> None:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
         self._handler = handler
 
@@ -274,7 +292,7 @@ class Libp2pTransport:
             _log.info("refused a stream: %s", error)
             stream.close()
             return
-        await self._handle(self._enter(peer, stream))
+        await run_handler(self._handler, self._enter(peer, stream))
 
     async def _introduce(self, stream: Stream) -> str:
         self._half_open += 1
@@ -286,17 +304,18 @@ class Libp2pTransport:
         finally:
             self._half_open -= 1
 
-    async def _handle(self, channel: FramedChannel) -> None:
-        handler = self._handler
-        try:
-            if handler is not None:
-                await handler(channel)
-        except ConnectionError as error:
-            _log.debug("%s", error)
-        except Exception:
-            _log.exception("the handler of a channel from %s failed", channel.peer)
-        finally:
-            channel.close()
+
+async def run_handler(handler: Handler | None, channel: FramedChannel) -> None:
+    """Let `handler` have an accepted channel, and close that afterwards."""
+    try:
+        if handler is not None:
+            await handler(channel)
+    except ConnectionError as error:
+        _log.debug("%s", error)
+    except Exception:
+        _log.exception("the handler of a channel from %s failed", channel.peer)
+    finally:
+        channel.close()
 
 
 def _size(buffer: bytes | bytearray | memoryview) -> int:

@@ -37,6 +37,10 @@ class OpenChannels:
     def __len__(self) -> int:
         return len(self._channels)
 
+    def has(self, peer: str) -> bool:
+        """Whether one with `peer` is open."""
+        return self._per_peer[peer] > 0
+
     def check_room(self, peer: str) -> None:
         """Check that one more channel with `peer` stays within bounds.
 

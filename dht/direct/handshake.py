@@ -20,7 +20,6 @@ from equipoise.dht.direct.preface import (
     Preface,
     encode_greeting,
     parse_greeting,
-    parse_preface,
 )
 from equipoise.dht.direct.refusals import Refused, Why
 from equipoise.dht.direct.streams import HEAD_BYTES, AeadStream, PlainStream, TlsStream
@@ -31,11 +30,11 @@ _EXPIRED = {9, 10}
 """X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED."""
 
 
-async def receive_preface(connection: socket.socket) -> Preface:
-    """Read what the dialling side claims, and no byte more.
+async def receive_opening(connection: socket.socket) -> bytes:
+    """Read the `PREFACE_BYTES` with which the dialling side begins, and no byte more.
 
     Raises:
-        Refused: It is malformed, or the connection ended.
+        Refused: The connection ended.
     """
     data = bytearray(PREFACE_BYTES)
     view, loop = memoryview(data), asyncio.get_running_loop()
@@ -47,7 +46,7 @@ async def receive_preface(connection: socket.socket) -> Preface:
         if not got:
             raise Refused("went away", "it closed the connection before it said who it is")
         view = view[got:]
-    return parse_preface(data)
+    return bytes(data)
 
 
 async def secure(

@@ -25,7 +25,7 @@ class Listener:
     """Listens on some addresses and hands every connection on."""
 
     def __init__(
-        self, addresses: Sequence[ListenAddress], taken: Callable[[socket.socket, str], None]
+        self, addresses: Sequence[ListenAddress], taken: Callable[[socket.socket, tuple[str, int]], None]
     ) -> None:
         self._wanted = addresses
         self._taken = taken
@@ -71,7 +71,7 @@ class Listener:
                 loop.call_later(PAUSE_SECONDS, self._resume, listening)
                 return
             connection.setblocking(False)
-            self._taken(connection, address[0])
+            self._taken(connection, address[:2])
 
 
 def _listen(address: ListenAddress) -> socket.socket:

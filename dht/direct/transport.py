@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from equipoise.dht.address import ListenAddress, is_loopback
-from equipoise.dht.direct import handshake
+from equipoise.dht.direct import handshake, mirror
 from equipoise.dht.direct.admitted import Admitted, AdmittedPeers
 from equipoise.dht.direct.channel import DirectChannel, OpenChannels
 from equipoise.dht.direct.dialling import connect, said, shown
 from equipoise.dht.direct.gate import Gate
 from equipoise.dht.direct.listener import Listener, endpoints
-from equipoise.dht.direct.preface import Layer, Preface, fingerprint_of
+from equipoise.dht.direct.parking import Parking, keep_alive
+from equipoise.dht.direct.preface import Layer, Preface, fingerprint_of, parse_preface
 from equipoise.dht.direct.presence import Presence
 from equipoise.dht.direct.refusals import CredentialError, Refusals, Refused
 from equipoise.dht.direct.sockets import tune
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
 from equipoise.dht.state import DirectStatus
-from equipoise.dht.transport import FramedChannel
+from equipoise.dht.transport import Handler, run_handler
 
 OPEN_SECONDS = 5.0
 """To dial and shake hands, over all of a peer's addresses."""
@@ -33,10 +33,6 @@ ADMIT_SECONDS = 2.0
 """How long who dials us may wait for its admission: its manifest comes to us a moment later than to it."""
 DEFAULT_LAYER: Layer = "aead"
 """Its construction is small and stated in `aead`; it costs less than half of TLS' 16 KiB records."""
-
-_log = logging.getLogger(__name__)
-
-Handler = Callable[[FramedChannel], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +49,11 @@ class DirectOptions:
 
 
 class DirectTransport:
-    """Opens and accepts direct channels with admitted peers; needs nothing of libp2p."""
+    """Opens and accepts direct channels with admitted peers; needs nothing of libp2p.
+
+    Attributes:
+        on_admit: Called with the PeerID of a peer that a round has admitted.
+    """
 
     def __init__(self, identity: Identity, folder: Path, options: DirectOptions) -> None:
         """Make a certificate, kept in `folder`.
@@ -74,6 +74,8 @@ class DirectTransport:
         self._gate: Gate[asyncio.Task[None]] = Gate()
         self._handler: Handler | None = None
         self._channels = OpenChannels()
+        self._parking = Parking(lambda channel: run_handler(self._handler, channel))
+        self.on_admit: Callable[[str], None] = lambda peer: None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -112,6 +114,7 @@ class DirectTransport:
         except CredentialError as error:
             self._refusals.note(error.why, str(error))
             raise
+        self.on_admit(peer)
 
     def learn(self, peer: str, credential: bytes) -> None:
         """Verify a credential ahead of its admission, which is quick then; a bad one is counted."""
@@ -121,9 +124,22 @@ class DirectTransport:
             self._refusals.note(error.why, str(error))
 
     def reaches(self, peer: str) -> bool:
-        """Whether `peer` was admitted and says where it listens."""
+        """Whether `peer` was admitted and says where it listens, or a channel to it is there already."""
         admitted = self._admitted.get(peer)
-        return admitted is not None and bool(admitted.credential.addresses)
+        return admitted is not None and (bool(admitted.credential.addresses) or self._parking.keeps(peer))
+
+    def linked(self, peer: str) -> bool:
+        """Whether a channel with `peer` is open."""
+        return self._channels.has(peer)
+
+    def punched(self, peer: str) -> bool:
+        """Whether one that was opened from both ends at once is."""
+        return self._parking.open(peer)
+
+    @property
+    def port(self) -> int:
+        """A TCP port listened on; 0 if there is none."""
+        return next((port for _, port in self._listener.bound), 0)
 
     def serve(self, handler: Handler | None) -> None:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
@@ -151,6 +167,7 @@ class DirectTransport:
         """Stop listening, close every channel, end every handler; idempotent."""
         self._handler = None
         self._listener.stop()
+        await self._parking.stop()
         self._channels.close()
         for task in self._tasks:
             task.cancel()
@@ -163,6 +180,9 @@ class DirectTransport:
         Raises:
             ConnectionError: The peer cannot be reached or is not admitted; names it and says why.
         """
+        kept = await self._parking.take(peer)
+        if kept is not None:
+            return kept
         self._channels.check_room(peer)
         failures = []
         try:
@@ -184,7 +204,43 @@ class DirectTransport:
     async def _dial(self, admitted: Admitted, host: str, port: int) -> PlainStream:
         if self._layer == "plain" and not is_loopback(host):
             raise Refused("plain", "channels without encryption are for loopback addresses only")
-        connection = await connect(host, port)
+        return await self._claim(await connect(host, port), admitted, (host, port))
+
+    async def punch(
+        self, peer: str, connection: socket.socket, address: tuple[str, int], *, dialled: bool
+    ) -> DirectChannel:
+        """Make a connection that both sides have opened at once a channel, as if one had dialled the other.
+
+        Args:
+            peer: Who must be at the other end.
+            connection: Non-blocking; it is taken over, and closed if this fails.
+            address: Of the other end.
+            dialled: Whether this side counts as the one that has.
+
+        Raises:
+            ConnectionError: It is not who it must be, was not admitted, or went away.
+        """
+        try:
+            keep_alive(connection)
+            admitted = self._admitted.current(peer)
+            if dialled:
+                self._channels.check_room(peer)
+                return self._channels.enter(peer, await self._claim(connection, admitted, address))
+            preface = parse_preface(await handshake.receive_opening(connection))
+            if preface.dialler != peer:
+                raise Refused("other peer", f"{preface.dialler} is where {peer} was expected")
+            return await self._introduce(connection, address[0], preface)
+        finally:
+            connection.close()
+
+    def park(self, channel: DirectChannel, *, dialled: bool) -> None:
+        """Keep a punched channel for the next round; with `dialled` as in `punch`."""
+        self._parking.park(channel, dialled=dialled)
+
+    async def _claim(
+        self, connection: socket.socket, admitted: Admitted, address: tuple[str, int]
+    ) -> PlainStream:
+        """Say who this peer is on a connection that it has opened, and prove it."""
         own = fingerprint_of(self._presence.certificate.der)
         preface = Preface(self._layer, self._peer, admitted.credential.peer, own)
         try:
@@ -193,9 +249,7 @@ class DirectTransport:
             return await self._secure(connection, admitted, preface, dialler=True)
         except Refused as error:
             if error.why in ("impostor", "expired", "replayed certificate"):
-                self._refusals.note(
-                    error.why, f"{admitted.credential.peer} at {shown((host, port))}: {error}"
-                )
+                self._refusals.note(error.why, f"{admitted.credential.peer} at {shown(address)}: {error}")
             raise
         finally:
             connection.close()
@@ -212,23 +266,27 @@ class DirectTransport:
         expected = admitted.credential.certificate
         return await handshake.secure(connection, context, expected, preface, dialler=dialler)
 
-    def _accept(self, connection: socket.socket, host: str) -> None:
+    def _accept(self, connection: socket.socket, address: tuple[str, int]) -> None:
         if self._handler is None:
             connection.close()
             return
-        task = self._spawn(self._welcome(connection, host))
+        task = self._spawn(self._welcome(connection, address))
         task.add_done_callback(lambda _: connection.close())
-        evicted = self._gate.enter(task, host)
+        evicted = self._gate.enter(task, address[0])
         if evicted is not None:
             self._refusals.note("too many", f"more than {len(self._gate)} connections without a proven peer")
             evicted.cancel()
 
-    async def _welcome(self, connection: socket.socket, host: str) -> None:
-        task = asyncio.current_task()
+    async def _welcome(self, connection: socket.socket, address: tuple[str, int]) -> None:
+        task, host = asyncio.current_task(), address[0]
         assert task is not None
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
-                channel = await self._introduce(connection, host)
+                opening = await handshake.receive_opening(connection)
+                if mirror.is_question(opening):
+                    await asyncio.get_running_loop().sock_sendall(connection, mirror.encode_answer(*address))
+                    return
+                channel = await self._introduce(connection, host, parse_preface(opening))
         except TimeoutError:
             self._refusals.note("timeout", f"{host} did not prove who it is in {HANDSHAKE_SECONDS:.0f} s")
             return
@@ -240,11 +298,10 @@ class DirectTransport:
             return
         finally:
             self._gate.leave(task)
-        await self._handle(channel)
+        await run_handler(self._handler, channel)
 
-    async def _introduce(self, connection: socket.socket, host: str) -> DirectChannel:
+    async def _introduce(self, connection: socket.socket, host: str, preface: Preface) -> DirectChannel:
         tune(connection)
-        preface = await handshake.receive_preface(connection)
         if preface.acceptor != self._peer:
             raise Refused("other peer", f"{preface.dialler} wants to reach {preface.acceptor}")
         if (preface.layer == "plain") != (self._layer == "plain") or (
@@ -259,18 +316,6 @@ class DirectTransport:
             stream.close()
             raise Refused("too many", str(error)) from None
         return self._channels.enter(preface.dialler, stream)
-
-    async def _handle(self, channel: DirectChannel) -> None:
-        handler = self._handler
-        try:
-            if handler is not None:
-                await handler(channel)
-        except ConnectionError as error:
-            _log.debug("%s", error)
-        except Exception:
-            _log.exception("the handler of a direct channel from %s failed", channel.peer)
-        finally:
-            channel.close()
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

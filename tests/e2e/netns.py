@@ -5,7 +5,8 @@
         network.shape(network.hosts[0], 200)
 
 Every host has one cable to a switch (a bridge in a namespace of its own); one behind a NAT has a router of its own in
-between, which masquerades, and silently drops what nobody inside asked for. Only the namespaces are named outside,
+between, which masquerades, keeping ports where they are free, and silently drops what nobody inside asked for; one of
+`symmetric` gives every connection a port drawn by chance. Only the namespaces are named outside,
 after this process; what is in them goes with them. Needs root, iproute2 and nftables. The kernel here has no `netem`:
 there is no artificial latency, and loss only as a cut.
 """
@@ -93,12 +94,14 @@ class Host:
 class Network:
     """A switch and its hosts, from `__enter__` to `__exit__`."""
 
-    def __init__(self, hosts: int, nat: Collection[int] = ()) -> None:
+    def __init__(self, hosts: int, nat: Collection[int] = (), symmetric: Collection[int] = ()) -> None:
+        nat = {*nat, *symmetric}
         if not 1 <= hosts <= MAX_HOSTS or not set(nat) <= set(range(hosts)):
             raise ValueError(f"expected 1 to {MAX_HOSTS} hosts and their indices, got {hosts} and {nat}")
         self._prefix = f"eq{os.getpid()}-{next(_serials)}"
         self._count = hosts
         self._nat = frozenset(nat)
+        self._symmetric = frozenset(symmetric)
         self._namespaces: list[str] = []
         self._lost: set[tuple[str, str]] = set()
         self.hosts: tuple[Host, ...] = ()
@@ -209,7 +212,8 @@ class Network:
         _configure(namespace, "eth0", f"{inside}.2")
         _ip(namespace, "route", "add", "default", "via", f"{inside}.1")
         _run("ip", "netns", "exec", router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
-        _nft(router, _NAT_RULES)
+        ports = "random,fully-random" if index in self._symmetric else ""
+        _nft(router, _NAT_RULES.format(ports=ports))
         return Host(namespace, f"{inside}.2", public, port, router, "inside")
 
     def _plug(self, port: str, namespace: str, address: str) -> None:
@@ -226,23 +230,23 @@ class Network:
 
 
 _NAT_RULES = """
-table ip nat {
- chain leaving {
+table ip nat {{
+ chain leaving {{
   type nat hook postrouting priority 100;
-  oifname "eth0" masquerade
- }
-}
-table ip guard {
- chain through {
+  oifname "eth0" masquerade {ports}
+ }}
+}}
+table ip guard {{
+ chain through {{
   type filter hook forward priority 0; policy drop;
   ct state established,related accept
   iifname "inside" accept
- }
- chain arriving {
+ }}
+ chain arriving {{
   type filter hook input priority 0; policy accept;
   iifname "eth0" ct state new drop
- }
-}
+ }}
+}}
 """
 
 _FORWARD_RULES = """

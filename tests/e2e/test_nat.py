@@ -37,9 +37,12 @@ main()
 
 
 @pytest.fixture
-def network() -> Iterator[Network]:
-    """A public host, two behind NATs of their own, and another public one."""
-    with Network(hosts=4, nat=[1, 2]) as network:
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
+    """A public host, two behind NATs of their own, and another public one.
+
+    The NATs let no hole be punched, so that what is about relays is carried by relays, unless a test asks for others.
+    """
+    with Network(hosts=4, **getattr(request, "param", {"symmetric": [1, 2]})) as network:
         yield network
 
 
@@ -96,6 +99,47 @@ def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, star
     assert all(row["why"] for row in rows.values())
     # The public member owns all shares: what went through the relay are trials, and a few words.
     assert reach(public)["relaying"]["bytes"] < 3.0e6
+
+
+@pytest.mark.parametrize("network", [{"nat": [1, 2]}], indirect=True)
+def test_two_behind_nats_punch_a_hole_and_leave_the_relay_alone(network: Network, start: Start) -> None:
+    relay = start(network.hosts[0], args=["--relay"])
+    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
+    for daemon in hidden:
+        settled(daemon, "relayed")
+    with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
+        average(fleet, 1)
+        for daemon, other in zip(hidden, reversed(hidden), strict=True):
+            eventually(lambda d=daemon, o=other: "hole punched" in said_of(d, o)["why"], "a hole")
+            assert said_of(daemon, other)["reach"] == "direct"
+        before = reach(relay)["relaying"]["bytes"]
+        average(fleet, ROUNDS)
+        relayed = reach(relay)["relaying"]["bytes"] - before
+    print(f"{relayed / 1e6:.2f} MB went through the relay in {ROUNDS} rounds")
+    # Through it alone it would be twice half a vector each way, in every round.
+    assert relayed < 0.1 * ROUNDS * 4 * VALUES * 2
+
+
+def test_where_routers_let_no_hole_be_punched_the_relay_goes_on(network: Network, start: Start) -> None:
+    relay = start(network.hosts[0], args=["--relay"])
+    hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
+    for daemon in hidden:
+        settled(daemon, "relayed")
+    with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
+        average(fleet, 1)
+        for daemon, other in zip(hidden, reversed(hidden), strict=True):
+            eventually(
+                lambda d=daemon, o=other: "punching failed because" in said_of(d, o)["why"], "it to fail"
+            )
+            row = said_of(daemon, other)
+            print(row["why"])
+            assert row["reach"] == "relayed"
+        average(fleet, ROUNDS)
+
+
+def said_of(daemon: DaemonProcess, other: DaemonProcess) -> Any:
+    """What `daemon` says of how it reaches `other`."""
+    return next(row for row in daemon.json("peers") if row["peer"] == other.json("status")["swarm"]["peer"])
 
 
 def test_two_behind_nats_alone_average_through_a_relay_that_is_no_member(

@@ -26,7 +26,7 @@ from equipoise.dht.direct import admitted, certificate, handshake, transport
 from equipoise.dht.direct.certificate import OwnCertificate, make_certificate
 from equipoise.dht.direct.contexts import make_context
 from equipoise.dht.direct.credential import issue, parse
-from equipoise.dht.direct.preface import Preface, fingerprint_of
+from equipoise.dht.direct.preface import Preface, fingerprint_of, parse_preface
 from equipoise.dht.direct.refusals import Refused
 from fakes.direct import port_of, refused
 
@@ -297,7 +297,7 @@ async def terminating(victim, own: OwnCertificate):
     arrived: list[object] = []
 
     async def serve(connection: socket.socket) -> None:
-        preface = await handshake.receive_preface(connection)
+        preface = parse_preface(await handshake.receive_opening(connection))
         trusted = certificate_of(victim)
         context = make_context(own.path, trusted, server=True)
         with contextlib.suppress(Refused):

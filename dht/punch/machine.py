@@ -1,0 +1,261 @@
+"""One attempt of two peers to punch a hole, at either side. Sans IO: told events and the time, it returns actions.
+
+    begins                                        the other side
+    Measure, Offer        ------------------->    Measure
+                          <-------------------    Offer
+    Probe                 ------------------->
+                          <-------------------    Echo
+    Go                    ------------------->    Try at once
+    Try half the way there and back later
+
+The last four lines are repeated while no connection comes about: each time the way is measured anew, so that both
+routers' first packets cross (libp2p's DCUtR; its CONNECT is our Offer, its SYNC our Go).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from equipoise.dht.escaping import printable
+from equipoise.dht.punch.messages import (
+    MAX_REASON_CHARACTERS,
+    MAX_TRIES,
+    Echo,
+    End,
+    Go,
+    Message,
+    Offer,
+    Probe,
+)
+from equipoise.dht.punch.places import Place, Places, targets
+
+MEASURE_SECONDS = 4.0
+"""To ask public peers where this one's connections come from."""
+ANSWER_SECONDS = 8.0
+"""For the other side's next message, which may measure first; a relay that is busy takes seconds."""
+TRY_SECONDS = 2.0
+"""For one try, and for the news of a channel to come over; the kernel repeats a connection's first packet after 1 s."""
+MAX_LEAD_SECONDS = 1.0
+"""Waited at most for the other side to have heard `Go`; a relay slower than that is not in step anyway."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The other side has said something."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class Measured:
+    """It is known where this peer's connections come from; or, without places, why not."""
+
+    places: Places | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A channel was opened through the hole."""
+
+
+@dataclass(frozen=True)
+class Missed:
+    """No try that is under way can lead to a channel any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Broke:
+    """The relayed stream has ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The deadline has come."""
+
+
+Event = Heard | Measured | Opened | Missed | Broke | Tick
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Find out where this peer's connections come from; to be answered with `Measured`."""
+
+
+@dataclass(frozen=True)
+class Say:
+    """Send a message to the other side."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class Try:
+    """Connect to these places until a channel is open, instead of what was tried before."""
+
+    targets: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """It is over: a channel was opened, if there is no reason."""
+
+    reason: str
+
+
+Action = Measure | Say | Try | Finish
+
+
+Phase = Literal["measuring", "awaiting", "leading", "trying", "settling"]
+
+
+class Punch:
+    """One side of one attempt.
+
+    Attributes:
+        deadline: When `Tick` is due, in the caller's time.
+        tries: How many were begun.
+        finished: Whether it is over; nothing is to be handled then.
+    """
+
+    def __init__(self, begins: bool) -> None:
+        """`begins` for the side that speaks first."""
+        self.deadline = float("inf")
+        self.tries = 0
+        self.finished = False
+        self._begins = begins
+        self._phase: Phase = "measuring"
+        self._awaited: type[Message] = Offer
+        self._own: Places | None = None
+        self._theirs: Places | None = None
+        self._probed_at = 0.0
+        self._opened = False
+        self._told = False
+        self._missed = "nobody answered"
+
+    def start(self, now: float) -> list[Action]:
+        """Begin: the one side measures, the other waits for its offer."""
+        return self._measure(now) if self._begins else self._await(Offer, now)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in what has happened; return what is to be done."""
+        match event:
+            case Heard(End(reason=reason)):
+                return self._on_end(reason, now)
+            case Heard(message):
+                return self._on_message(message, now)
+            case Measured(places=places, reason=reason):
+                return self._on_measured(places, reason, now)
+            case Opened():
+                self._opened = True
+                return self._finish("") if self._begins or self._told else self._settle(now)
+            case Missed(reason=reason):
+                return self._on_missed(reason, now)
+            case Broke(reason=reason):
+                return self._on_broke(reason)
+            case Tick():
+                return self._on_tick(now)
+
+    def _on_measured(self, places: Places | None, reason: str, now: float) -> list[Action]:
+        if places is None:
+            return self._finish(reason)
+        self._own = places
+        if self._begins:
+            return [*self._offer(places), *self._await(Offer, now)]
+        return self._compare() or [*self._offer(places), *self._await(Probe, now)]
+
+    def _on_message(self, message: Message, now: float) -> list[Action]:
+        if self._phase != "awaiting" or type(message) is not self._awaited:
+            return self._finish(f"the other side said {type(message).__name__} out of turn")
+        match message:
+            case Offer():
+                self._theirs = message.places
+                return (self._compare() or self._probe(now)) if self._begins else self._measure(now)
+            case Probe(number=number) if number == self.tries + 1:
+                self.tries = number
+                return [Say(Echo(number)), *self._await(Go, now)]
+            case Echo(number=number) if number == self.tries:
+                self._phase = "leading"
+                self.deadline = now + min((now - self._probed_at) / 2, MAX_LEAD_SECONDS)
+                return [Say(Go(number))]
+            case Go(number=number) if number == self.tries:
+                return [*self._await(Probe, now), self._try()]
+        return self._finish(f"the other side speaks of another try than the {self.tries}.")
+
+    def _on_missed(self, reason: str, now: float) -> list[Action]:
+        self._missed = reason
+        # While the next try is being agreed on, this is late news of the one before.
+        return self._again(now) if self._phase == "trying" else []
+
+    def _on_end(self, reason: str, now: float) -> list[Action]:
+        if reason or self._begins:
+            return self._finish(f"the other side gave up: {printable(reason)}", tell=False)
+        self._told = True
+        return self._finish("") if self._opened else self._settle(now)
+
+    def _on_broke(self, reason: str) -> list[Action]:
+        if self._phase == "settling" and not self._opened:
+            return []  # Its last word was that it has a channel.
+        return self._finish("" if self._opened else f"the relayed stream has ended: {reason}", tell=False)
+
+    def _on_tick(self, now: float) -> list[Action]:
+        match self._phase:
+            case "leading":
+                self._phase, self.deadline = "trying", now + TRY_SECONDS
+                return [self._try()]
+            case "trying":
+                return self._again(now)
+            case "measuring":
+                return self._finish(f"public peers do not answer within {MEASURE_SECONDS:.0f} s")
+            case "settling":
+                missing = "the other side has a channel, this one has not"
+                return self._finish("" if self._opened else missing, tell=False)
+            case "awaiting":
+                return self._finish(f"the other side does not answer within {ANSWER_SECONDS:.0f} s")
+
+    def _settle(self, now: float) -> list[Action]:
+        """One side has a channel: wait until the other has, for who hangs up first may break what it is about."""
+        self._phase, self.deadline = "settling", now + TRY_SECONDS
+        return []
+
+    def _measure(self, now: float) -> list[Action]:
+        self._phase, self.deadline = "measuring", now + MEASURE_SECONDS
+        return [Measure()]
+
+    def _await(self, kind: type[Message], now: float) -> list[Action]:
+        self._phase, self._awaited, self.deadline = "awaiting", kind, now + ANSWER_SECONDS
+        return []
+
+    def _offer(self, places: Places) -> list[Action]:
+        return [Say(Offer(places.outside, places.inside))]
+
+    def _compare(self) -> list[Action]:
+        """Give up unless the other side has named a place that is worth trying."""
+        return [] if self._targets() else self._finish("the two have no kind of address in common")
+
+    def _targets(self) -> tuple[Place, ...]:
+        return targets(self._own, self._theirs) if self._own and self._theirs else ()
+
+    def _probe(self, now: float) -> list[Action]:
+        self.tries += 1
+        self._probed_at = now
+        return [Say(Probe(self.tries)), *self._await(Echo, now)]
+
+    def _try(self) -> Action:
+        return Try(self._targets())
+
+    def _again(self, now: float) -> list[Action]:
+        if self.tries < MAX_TRIES:
+            return self._probe(now)
+        return self._finish(f"in {self.tries} tries, {self._missed}")
+
+    def _finish(self, reason: str, tell: bool = True) -> list[Action]:
+        self.finished, self.deadline = True, float("inf")
+        tell = tell and (self._begins or bool(reason))
+        told: list[Action] = [Say(End(reason[:MAX_REASON_CHARACTERS]))] if tell else []
+        return [*told, Finish(reason)]

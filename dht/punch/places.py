@@ -1,0 +1,75 @@
+"""Where a peer's connections come from, as it and as others see it, and which of a stranger's claims are tried."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+MAX_INSIDE = 2
+"""A member that lies has this peer send so many connections' first packets, and one more, to its neighbours."""
+
+Place = tuple[str, int]
+"""IP address and TCP port."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where one peer's connections come from.
+
+    Attributes:
+        outside: As public peers see them: its router's.
+        inside: As its own machine and its neighbours see them.
+    """
+
+    outside: Place
+    inside: tuple[Place, ...] = ()
+
+
+class NoPlace(Exception):
+    """Nobody can be told where this peer's connections come from; the message says why."""
+
+
+def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Places:
+    """Return this peer's places by what public peers have said.
+
+    Args:
+        seen: Where each of them saw a connection come from; all left from one local port.
+        inside: That port's own addresses.
+
+    Raises:
+        NoPlace: They have said nothing, or each another place.
+    """
+    seen = list(dict.fromkeys(seen))
+    # A neighbour sees what is inside, which helps nobody beyond the router.
+    outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
+    if not outside:
+        raise NoPlace("no public peer has told where its connections come from")
+    if len(outside) > 1:
+        ports = " and ".join(f"{host} port {port}" for host, port in outside[:2])
+        raise NoPlace(f"its router gives every destination another port ({ports})")
+    return Places(outside[0], tuple(dict.fromkeys(inside))[:MAX_INSIDE])
+
+
+def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
+    """Return where the other peer may be found, the likeliest first; empty if it names nothing worth a packet.
+
+    Behind one router (one public address), it is sought inside too. Addresses that nobody outside could have are
+    tried only where this peer's own is such a one.
+    """
+    found = [theirs.outside]
+    if own.outside[0] == theirs.outside[0]:
+        found = [*theirs.inside[:MAX_INSIDE], theirs.outside]
+    mine = {own.outside, *own.inside}
+    return tuple(
+        place
+        for place in dict.fromkeys(found)
+        if place not in mine and any(_alike(one, place) for one in mine)
+    )
+
+
+def _alike(own: Place, theirs: Place) -> bool:
+    here, there = ipaddress.ip_address(own[0]), ipaddress.ip_address(theirs[0])
+    if there.is_multicast or there.is_unspecified or here.version != there.version:
+        return False
+    return (here.is_global, here.is_loopback) == (there.is_global, there.is_loopback)
