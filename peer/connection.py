@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Protocol
 
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
+from equipoise.peer.images import SharedImage
 from equipoise.peer.messages import (
     CONTROL_VERSION,
     MAX_TEXT,
@@ -21,10 +22,12 @@ from equipoise.peer.messages import (
     AskStatus,
     Done,
     Failed,
+    FetchState,
     Hello,
     JoinRun,
     LeaveRun,
     NotUnderstood,
+    OfferState,
     PeersAre,
     ProgressIs,
     ReplyBody,
@@ -33,15 +36,18 @@ from equipoise.peer.messages import (
     RoundEnded,
     RoundsAre,
     StartRound,
+    StateFetched,
     StateIs,
     StatusIs,
     StopDaemon,
+    StopFetch,
     Welcome,
     decode_request,
     encode,
 )
 from equipoise.peer.service import Service
 from equipoise.peer.session import Session
+from equipoise.peer.snapshots import fetch_snapshot, offer_snapshot
 from equipoise.peer.status import Status
 from equipoise.peer.wire import SEND_SECONDS, FrameSocket
 
@@ -213,7 +219,26 @@ class Connection:
         return StateIs(self._session(request.run).state)
 
     async def _progress(self, request: AskProgress) -> ReplyBody:
-        return ProgressIs(*await self._session(request.run).progress())
+        session = self._session(request.run)
+        local, swarm = await session.progress()
+        return ProgressIs(local, swarm, (await session.transfer()).wanted)
+
+    async def _offer(self, request: OfferState) -> ReplyBody:
+        image = SharedImage.attach(self._socket.take_descriptor(), request.size)
+        with contextlib.closing(image):
+            transfer = await self._session(request.run).transfer()
+            await offer_snapshot(transfer, request.state, image)
+        return Done()
+
+    async def _fetch(self, request: FetchState) -> ReplyBody:
+        image = SharedImage.attach(self._socket.take_descriptor(), request.limit)
+        with contextlib.closing(image):
+            transfer = await self._session(request.run).transfer()
+            return StateFetched(await fetch_snapshot(transfer, request.at_least, request.timeout, image))
+
+    async def _stop_fetch(self, request: StopFetch) -> ReplyBody:
+        (await self._session(request.run).transfer()).withdraw("cancelled")
+        return Done()
 
     async def _leave(self, request: LeaveRun) -> ReplyBody:
         await self._host.service.leave(self._session(request.run), "its client has left the run")
@@ -252,6 +277,9 @@ _HANDLERS: dict[type, Handler] = {
     ReportAccumulated: Connection._report,
     AskState: Connection._state,
     AskProgress: Connection._progress,
+    OfferState: Connection._offer,
+    FetchState: Connection._fetch,
+    StopFetch: Connection._stop_fetch,
     LeaveRun: Connection._leave,
     AskStatus: Connection._status,
     AskPeers: Connection._peers,

@@ -110,14 +110,20 @@ class Link:
             self._lose(f"the daemon does not take requests: {error.strerror or error}")
         return reply
 
-    def ask(self, request: RequestBody, kind: type[Reply], timeout: float = ANSWER_SECONDS) -> Reply:
-        """Send a request and wait for its reply.
+    def ask(
+        self,
+        request: RequestBody,
+        kind: type[Reply],
+        timeout: float = ANSWER_SECONDS,
+        fds: Sequence[int] = (),
+    ) -> Reply:
+        """Send a request, with these descriptors beside it, and wait for its reply.
 
         Raises:
             Refused: The daemon refused it; says why.
             DaemonLost: The daemon went away, or did not answer in time.
         """
-        return self.wait(self.start(request), kind, timeout)
+        return self.wait(self.start(request, fds), kind, timeout)
 
     def wait(
         self, reply: concurrent.futures.Future[ReplyBody], kind: type[Reply], timeout: float = ANSWER_SECONDS

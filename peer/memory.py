@@ -21,7 +21,8 @@ from equipoise.peer.errors import Refused
 
 VALUE_BYTES = 4
 
-_SEALED = hasattr(os, "memfd_create")
+SEALED = hasattr(os, "memfd_create")
+"""Whether memory can be sealed against resizing: on Linux."""
 
 
 class Region:
@@ -60,17 +61,14 @@ class Region:
                 f"cannot get {_size(values) / 1e6:.1f} MB of shared memory: {available / 1e6:.1f} MB are available",
                 "average fewer values, or free memory",
             )
-        fd = _anonymous_file()
+        fd = anonymous_file()
         try:
             os.ftruncate(fd, _size(values))
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(
                     fd, 0, _size(values)
                 )  # Else running out of memory would be a SIGBUS, later.
-            if _SEALED:
-                fcntl.fcntl(
-                    fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                )
+            seal(fd)
             return cls(fd, values)
         except (OSError, ValueError) as error:
             os.close(fd)
@@ -107,8 +105,15 @@ def _size(values: int) -> int:
     return 2 * values * VALUE_BYTES
 
 
-def _anonymous_file() -> int:
-    if _SEALED:
+def seal(fd: int) -> None:
+    """Fix the size of an anonymous file for ever, where that can be done."""
+    if SEALED:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+
+
+def anonymous_file() -> int:
+    """A descriptor of memory that goes with its last holder."""
+    if SEALED:
         return os.memfd_create("equipoise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fd, path = tempfile.mkstemp(prefix="equipoise-")
     Path(path).unlink()
@@ -119,5 +124,5 @@ def _validate(fd: int, values: int) -> None:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_size != _size(values):
         raise Refused(f"expected {_size(values)} bytes of shared memory, got {found.st_size}")
-    if _SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+    if SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         raise Refused("expected shared memory that is sealed against shrinking")

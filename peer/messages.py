@@ -2,8 +2,8 @@
 
 A frame is a big-endian u32 length and that many bytes of msgpack: `[number, message]`. The client numbers its requests;
 each reply carries the number of its request, in any order; number 0 is a `Failed` for the whole connection. The first
-request is `Hello`. Tensors do not travel here: `JoinRun` carries a descriptor of shared memory beside its frame
-(SCM_RIGHTS).
+request is `Hello`. Tensors do not travel here: `JoinRun`, `OfferState` and `FetchState` carry a descriptor of shared
+memory beside their frames (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import msgspec
 
 from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.outcome import FetchOutcome
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
@@ -130,10 +131,44 @@ class AskProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProgressIs(msgspec.Struct, frozen=True, tag=True):
-    """Weight accumulated by this peer, and by all known peers of the run together."""
+    """Weight accumulated by this peer, and by all known peers of the run together.
+
+    Attributes:
+        wanted: Epoch of which some peer wants a snapshot.
+    """
 
     local: float
     swarm: float
+    wanted: int | None = None
+
+
+class OfferState(msgspec.Struct, frozen=True, tag=True):
+    """Serve a snapshot of this state, which is the `size` bytes of shared memory that come beside this frame."""
+
+    run: str
+    state: StateId
+    size: int
+
+
+class FetchState(msgspec.Struct, frozen=True, tag=True):
+    """Download a snapshot of epoch `at_least` or later into the `limit` bytes of shared memory beside this frame."""
+
+    run: str
+    at_least: int
+    limit: int
+    timeout: float
+
+
+class StopFetch(msgspec.Struct, frozen=True, tag=True):
+    """End the download that is going on, if any; `FetchState` is answered then."""
+
+    run: str
+
+
+class StateFetched(msgspec.Struct, frozen=True, tag=True):
+    """What the download came to; if ok, the image is in the shared memory."""
+
+    outcome: FetchOutcome
 
 
 class LeaveRun(msgspec.Struct, frozen=True, tag=True):
@@ -196,13 +231,27 @@ RequestBody = (
     | ReportAccumulated
     | AskState
     | AskProgress
+    | OfferState
+    | FetchState
+    | StopFetch
     | LeaveRun
     | AskStatus
     | AskPeers
     | AskRounds
     | StopDaemon
 )
-ReplyBody = Welcome | RoundEnded | StateIs | ProgressIs | StatusIs | PeersAre | RoundsAre | Done | Failed
+ReplyBody = (
+    Welcome
+    | RoundEnded
+    | StateIs
+    | ProgressIs
+    | StateFetched
+    | StatusIs
+    | PeersAre
+    | RoundsAre
+    | Done
+    | Failed
+)
 
 Body = TypeVar("Body")
 

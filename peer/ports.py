@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,7 @@ from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.outcome import FetchOutcome
 from equipoise.dht.state import ReachStatus, SwarmStatus
 
 
@@ -61,12 +62,49 @@ class Averager(Protocol):
     def status(self) -> Standing:
         """Where the run stands, and why."""
 
+    def difference(self, peer: str) -> str:
+        """How the spec of another peer of this name differs, one line; empty if it does not, or that is not known."""
+
+    async def objection(self, timeout: float) -> str:
+        """Why this peer should rather not take part with its spec, one line; empty if it may."""
+
     async def leave(self, reason: str) -> None:
         """Stop taking part; an open round is finished, or failed with `reason`."""
 
 
+Room = Callable[[int], Awaitable[memoryview]]
+"""Makes room for an image: a writable view of just so many bytes. Raises ValueError where there is none."""
+
+
+class Transfer(Protocol):
+    """State of one run, given to newcomers and taken from others."""
+
+    @property
+    def wanted(self) -> int | None:
+        """Epoch of which a newcomer wants a snapshot."""
+
+    @property
+    def standing(self) -> str:
+        """What is being fetched or served, and why, in one line; empty if nothing."""
+
+    def reach(self, epoch: int) -> None:
+        """This peer's trainer stands at that epoch."""
+
+    async def offer(self, state: StateId, image: memoryview) -> None:
+        """Serve a snapshot in place of the one before; raises ValueError if it is too large."""
+
+    async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
+        """Download a snapshot; raises ValueError if a download is going on."""
+
+    def withdraw(self, reason: str) -> None:
+        """End the download that is going on, if any."""
+
+
 class Hub(Protocol):
     """All runs of this daemon."""
+
+    def transfer(self, run: str) -> Transfer:
+        """Gives and takes the state of a run that this daemon takes part in."""
 
     async def join(self, spec: RunSpec) -> Averager:
         """Take part in a run.

@@ -21,6 +21,8 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.binding import Binding
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
+from equipoise.peer.fetching import Fetched, PendingFetch
+from equipoise.peer.images import SharedImage, shared_copy
 from equipoise.peer.link import Link
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import (
@@ -28,7 +30,9 @@ from equipoise.peer.messages import (
     AskProgress,
     AskState,
     Done,
+    FetchState,
     LeaveRun,
+    OfferState,
     ProgressIs,
     ReplyBody,
     ReportAccumulated,
@@ -55,6 +59,9 @@ STATE_SECONDS = 0.25
 AGREE_SECONDS = 20.0
 """Time to look who is there, and to ask those who have agreed on something else what it is."""
 
+OFFER_SECONDS = 60.0
+"""To digest an image, after the one before; a gigabyte takes a second on a busy machine."""
+
 LEAVE_SECONDS = 10.0
 """The daemon first finishes or fails an open round, which it bounds itself by less."""
 
@@ -68,10 +75,13 @@ class Progress(msgspec.Struct, frozen=True):
     Attributes:
         local: By this peer.
         swarm: By all known peers of the run, this one included; a little behind for the others.
+        wanted: Epoch of which some peer wants a snapshot; None while none does. To be offered by whoever holds that
+            state; a later one serves too, but then donors may differ, and the newcomer must wish again.
     """
 
     local: float
     swarm: float
+    wanted: int | None = None
 
 
 class Run:
@@ -268,7 +278,61 @@ class Run:
         """
         answer = self._link.ask(AskProgress(self.name), ProgressIs)
         local = self.accumulated
-        return Progress(local, max(answer.swarm - answer.local, 0.0) + local)
+        return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)
+
+    def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
+        """Have the daemon serve a snapshot to newcomers, in place of the one before; costs one copy here.
+
+        Args:
+            state: What it is a snapshot of.
+            image: Its bytes; all who hold that state must make the same of it.
+
+        Raises:
+            ValueError: It is empty, or larger than can be served.
+            Refused: There is not enough memory for it.
+            DaemonLost: The daemon has gone.
+        """
+        shared = shared_copy(memoryview(image).cast("B"))
+        try:
+            self._link.ask(OfferState(self.name, state, shared.capacity), Done, OFFER_SECONDS, [shared.fd])
+        finally:
+            shared.close()
+
+    @overload
+    def fetch(
+        self, at_least: int, limit: int, timeout: float = ..., wait: Literal[True] = ...
+    ) -> Fetched: ...
+    @overload
+    def fetch(
+        self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False]
+    ) -> PendingFetch: ...
+
+    def fetch(
+        self, at_least: int, limit: int, timeout: float = 60.0, wait: bool = True
+    ) -> Fetched | PendingFetch:
+        """Download a snapshot of the run's state from all peers that have the same, verified; one at a time.
+
+        Args:
+            at_least: The first epoch that is of use.
+            limit: Most bytes that the image may have.
+            timeout: Seconds after which it has ended one way or the other.
+            wait: Whether to wait for the end.
+
+        Raises:
+            ValueError: The timeout is out of range.
+            Refused: The limit is more than there can be; a download is going on (when its result is asked for).
+            DaemonLost: The daemon has gone.
+        """
+        deadline = time.monotonic() + _check_timeout(timeout)
+        memory = SharedImage.reserve(limit)
+        try:
+            request = FetchState(self.name, at_least, limit, timeout)
+            reply = self._link.start(request, [memory.fd])
+        except BaseException:
+            memory.close()
+            raise
+        pending = PendingFetch(self._link, self.name, reply, deadline, memory)
+        return pending.result() if wait else pending
 
     def take(self) -> Accumulator | None:
         """Take back what has been accumulated and is not part of a round that is going on; None if nothing has.

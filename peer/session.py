@@ -16,7 +16,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import TensorRow
-from equipoise.peer.ports import Averager, Hub, Swarm
+from equipoise.peer.ports import Averager, Hub, Swarm, Transfer
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP
 from equipoise.peer.specs import agreed_spec
 from equipoise.peer.status import RunStatus
@@ -165,6 +165,12 @@ class Session:
         )
         return self._accumulated, self._accumulated + others
 
+    async def transfer(self) -> Transfer:
+        """Gives and takes the run's state, among the peers that step if there are gradients."""
+        purpose = STEP if STEP in self._specs else AVERAGE
+        await self._averager(purpose)
+        return self._hub.transfer(self._specs[purpose].name)
+
     @property
     def history(self) -> list[Outcome]:
         """The last outcomes of each purpose, oldest first."""
@@ -187,6 +193,11 @@ class Session:
             rounds_ok=standing.rounds_ok,
             rounds_failed=standing.rounds_failed,
             accumulated=self._accumulated,
+            transfer="; ".join(
+                line
+                for purpose in self._averagers
+                if (line := self._hub.transfer(self._specs[purpose].name).standing)
+            ),
             last=history[-1] if history else None,
         )
 
@@ -217,7 +228,13 @@ class Session:
         if region is None:
             return Outcome(ok=False, reason="the run was left before the round began", run=self.name)
         contribution, result = region.contribution[:values], region.result[:values]
-        return await averager.average(contribution, result, weight, timeout, state)
+        transfer = self._hub.transfer(self._specs[purpose].name)
+        if state is not None:
+            transfer.reach(state.epoch)
+        outcome = await averager.average(contribution, result, weight, timeout, state)
+        if state is not None and outcome.ok and outcome.state == state:
+            transfer.reach(state.epoch + 1)
+        return outcome
 
     async def _within(self, round_: asyncio.Task[Outcome], timeout: float) -> Outcome:
         done, _ = await asyncio.wait({round_}, timeout=timeout + OVERTIME)

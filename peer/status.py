@@ -25,6 +25,7 @@ class RunStatus(msgspec.Struct, frozen=True):
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
         accumulated: Weight accumulated towards the next step.
+        transfer: Which state is being fetched or served, and why, in one line; empty if none is.
         last: What the last round came to.
     """
 
@@ -40,6 +41,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     rounds_ok: int
     rounds_failed: int
     accumulated: float
+    transfer: str = ""
     last: Outcome | None = None
 
 

@@ -61,6 +61,9 @@ def print_status(status: Status) -> None:
         console.print(
             _table(("run", "state", "why", "round", "ok", "values", "codec", "last"), map(_run, status.runs))
         )
+        for run in status.runs:
+            if run.transfer:
+                _line(console, run.name, run.transfer)
     else:
         _line(console, "runs", "none: a training script joins them")
 

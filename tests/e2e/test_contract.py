@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from contracts.run import Peers, RunContract
+from contracts.state import StateContract
 from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import Client, Peer, connect
 
@@ -44,4 +45,8 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
 
 
 class TestRun(RunContract):
+    """All of it."""
+
+
+class TestState(StateContract):
     """All of it."""

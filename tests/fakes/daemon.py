@@ -16,9 +16,10 @@ import torch
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.outcome import FetchOutcome
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
-from equipoise.peer.ports import Hub, Swarm
+from equipoise.peer.ports import Hub, Room, Swarm
 
 
 class FakeStanding(msgspec.Struct):
@@ -67,6 +68,8 @@ class FakeNetwork:
         self.lock = threading.RLock()
         self.runs: dict[str, dict[str, Member]] = {}
         self.waiting: dict[str, dict[str, Waiting]] = {}
+        self.snapshots: dict[str, dict[str, tuple[StateId, bytes]]] = {}
+        self.wishes: dict[str, dict[str, int]] = {}
         self.refused: set[str] = set()
         """Peers whose contribution does not count."""
         self.held = False
@@ -173,16 +176,87 @@ class FakeHub:
         self._network = network
         self._peer = peer
         self.averagers: dict[str, FakeAverager] = {}
+        self.transfers: dict[str, FakeTransfer] = {}
 
     async def join(self, spec: RunSpec) -> FakeAverager:
         if spec.name in self.averagers:
             raise ValueError(f"this daemon takes part in run {spec.name!r} already")
         averager = self.averagers[spec.name] = FakeAverager(self, self._network, self._peer, spec)
+        self.transfers[spec.name] = FakeTransfer(self._network, self._peer, spec)
         return averager
+
+    def transfer(self, run: str) -> FakeTransfer:
+        return self.transfers[run]
 
     async def stop(self) -> None:
         for averager in list(self.averagers.values()):
             await averager.leave("the hub stops")
+
+
+class FakeTransfer:
+    """One peer's snapshots: a newcomer takes the newest of any, byte by byte the same."""
+
+    def __init__(self, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
+        self._network = network
+        self._peer = peer
+        self._spec = spec
+        self._wishes = network.wishes.setdefault(spec.name, {})
+        self._ended: asyncio.Future[str] | None = None
+        self.epoch = 0
+
+    @property
+    def wanted(self) -> int | None:
+        wishes = [epoch for peer, epoch in list(self._wishes.items()) if peer != self._peer]
+        return min((epoch for epoch in wishes if epoch >= self.epoch), default=None)
+
+    @property
+    def standing(self) -> str:
+        return "fetching a state" if self._peer in self._wishes else ""
+
+    def reach(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    async def offer(self, state: StateId, image: memoryview) -> None:
+        self.epoch = max(self.epoch, state.epoch)
+        with self._network.lock:
+            self._network.snapshots.setdefault(self._spec.name, {})[self._peer] = (state, bytes(image))
+
+    async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
+        if self._ended is not None:
+            raise ValueError("a state is being fetched already")
+        self._ended = asyncio.get_running_loop().create_future()
+        self._wishes[self._peer] = at_least
+        try:
+            return await self._fetch(at_least, limit, timeout, room, self._ended)
+        finally:
+            del self._wishes[self._peer]
+            self._ended = None
+
+    async def _fetch(
+        self, at_least: int, limit: int, timeout: float, room: Room, ended: asyncio.Future[str]
+    ) -> FetchOutcome:
+        deadline = asyncio.get_running_loop().time() + timeout
+        while not ended.done() and asyncio.get_running_loop().time() < deadline:
+            found = {
+                p: s for p, s in self._network.snapshots.get(self._spec.name, {}).items() if p != self._peer
+            }
+            state, image = max(found.values(), key=lambda one: one[0].epoch, default=(None, b""))
+            if state is not None and state.epoch >= at_least:
+                if len(image) > limit:
+                    return FetchOutcome(ok=False, reason=f"expected an image of at most {limit} bytes")
+                (await room(len(image)))[:] = image
+                sources = {peer: len(image) // len(found) for peer in found}
+                return FetchOutcome(
+                    ok=True, reason="as offered", state=state, size=len(image), sources=sources
+                )
+            await asyncio.wait({ended}, timeout=0.01)
+        return FetchOutcome(
+            ok=False, reason=ended.result() if ended.done() else f"no state within {timeout:g} s"
+        )
+
+    def withdraw(self, reason: str) -> None:
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(reason)
 
 
 class FakeAverager:
@@ -244,6 +318,8 @@ class FakeAverager:
         with self._network.lock:
             self._network.runs.get(self._spec.name, {}).pop(self._peer, None)
         self._hub.averagers.pop(self._spec.name, None)
+        if transfer := self._hub.transfers.pop(self._spec.name, None):
+            transfer.withdraw("the run was left")
 
     def _outcome(self, formed: Formed | None, reason: str) -> Outcome:
         self._member.round += 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from contracts.run import OPTIONS, SOON, Peers, RunContract, join_all, together
+from contracts.state import StateContract
 from e2e.swarm import eventually
 from equipoise.peer import Client, Exchanging, connect
 from equipoise.peer.config import load
@@ -40,6 +41,10 @@ def peers(request: pytest.FixtureRequest, network: FakeNetwork, tmp_path: Path) 
             return [stack.enter_context(kind()) for _ in range(count)]
 
         yield connected if request.param == "connect" else in_process
+
+
+class TestState(StateContract):
+    """All of it."""
 
 
 class TestRun(RunContract):

@@ -1,0 +1,50 @@
+"""The daemon's side of `Run.offer` and `Run.fetch`: memory that a client shares, and what the swarm does with it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.transfer.outcome import FetchOutcome
+from equipoise.peer.errors import Refused
+from equipoise.peer.images import SharedImage
+from equipoise.peer.ports import Transfer
+
+MAX_TIMEOUT = 86_400.0
+"""A day; a longer wait is a mistake in the unit."""
+
+
+async def offer_snapshot(transfer: Transfer, state: StateId, image: SharedImage) -> None:
+    """Serve an image in place of the one before; returns once its digest is known.
+
+    Raises:
+        Refused: It cannot be mapped.
+        ValueError: It is larger than can be served.
+    """
+    await transfer.offer(state, image.view(image.capacity, writable=False))
+
+
+async def fetch_snapshot(
+    transfer: Transfer, at_least: int, timeout: float, image: SharedImage
+) -> FetchOutcome:
+    """Download a snapshot into a client's memory, whose capacity is the limit of its size.
+
+    Raises:
+        Refused: An argument is out of range.
+        ValueError: A download of this run is going on already.
+    """
+    if not 0 <= at_least <= MAX_EPOCH:
+        raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {at_least}")
+    if not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
+        raise Refused(f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout}")
+
+    async def room(size: int) -> memoryview:
+        try:
+            # For gigabytes the kernel takes seconds to provide the pages.
+            await asyncio.get_running_loop().run_in_executor(None, image.allocate, size)
+            return image.view(size, writable=True)
+        except Refused as error:
+            raise ValueError(str(error)) from error
+
+    return await transfer.fetch(at_least, image.capacity, timeout, room)

@@ -1,0 +1,126 @@
+"""What `Run.offer` and `Run.fetch` promise, whichever face the run came from and whatever swarm is behind it."""
+
+from __future__ import annotations
+
+import gc
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from contracts.run import SOON, Peers, join_all
+from e2e.swarm import eventually
+from equipoise.averaging.state import StateId
+from equipoise.peer import Refused
+
+IMAGE = Random(5).randbytes(3_000_000)
+
+LIMIT = 100_000_000
+
+
+def state_of(epoch: int) -> StateId:
+    return StateId(epoch, f"{epoch:064x}")
+
+
+def step_all(peers: Peers, count: int) -> list[Any]:
+    """Runs of so many peers, of which each knows that the others step."""
+    runs = join_all(peers(count), [[torch.zeros(2)] for _ in range(count)])
+    for run in runs:
+        run.accumulate([torch.ones(2)], weight=1)
+    for run in runs:
+        eventually(lambda run=run: run.progress().swarm == count, "all that step")
+    return runs
+
+
+class StateContract:
+    """Tests that ask for `peers(n)`: clients of n daemons of one swarm."""
+
+    def test_what_is_offered_is_fetched(self, peers: Peers) -> None:
+        *donors, newcomer = step_all(peers, 3)
+        for donor in donors:
+            donor.offer(state_of(4), IMAGE)
+
+        fetched = newcomer.fetch(at_least=4, limit=LIMIT, timeout=SOON)
+
+        assert fetched.ok, fetched.reason
+        assert fetched.state == state_of(4)
+        assert fetched.image == IMAGE
+        assert sum(fetched.sources.values()) >= len(IMAGE)
+        fetched.image[0] ^= 1
+        gc.collect()
+        assert fetched.image[1:] == IMAGE[1:], "the memory is the caller's own"
+
+    def test_a_wish_shows_in_the_progress_of_those_who_can_fulfil_it(self, peers: Peers) -> None:
+        *donors, newcomer = step_all(peers, 3)
+        assert donors[0].progress().wanted is None
+        for donor in donors:
+            donor.offer(state_of(4), IMAGE[:1000])
+
+        pending = newcomer.fetch(at_least=7, limit=LIMIT, timeout=2 * SOON, wait=False)
+
+        for donor in donors:
+            eventually(lambda donor=donor: donor.progress().wanted == 7, "the wish")
+            donor.offer(state_of(7), IMAGE)
+        fetched = pending.result()
+        assert fetched.ok, fetched.reason
+        assert fetched.state == state_of(7)
+        assert fetched.image == IMAGE
+        assert pending.result() is fetched
+        for donor in donors:
+            eventually(lambda donor=donor: donor.progress().wanted is None, "that nobody wishes any more")
+
+    def test_alone_a_fetch_fails_in_time_and_says_why(self, peers: Peers) -> None:
+        (peer,) = peers(1)
+        run = peer.join("digits", [torch.zeros(2)])
+
+        fetched = run.fetch(at_least=0, limit=LIMIT, timeout=0.3)
+
+        assert not fetched.ok
+        assert fetched.reason
+        assert fetched.image is None
+
+    def test_a_fetch_can_be_cancelled_and_another_begun(self, peers: Peers) -> None:
+        (peer,) = peers(1)
+        run = peer.join("digits", [torch.zeros(2)])
+        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON, wait=False)
+        eventually(lambda: peer.status().runs[0].transfer, "that the status tells of it")
+        with pytest.raises(Refused, match="already"):
+            run.fetch(at_least=0, limit=LIMIT, timeout=SOON)
+        with pytest.raises(TimeoutError, match="again"):
+            pending.result(0.01)
+
+        pending.cancel()
+
+        assert "cancelled" in pending.result().reason
+        assert not run.fetch(at_least=0, limit=LIMIT, timeout=0.1).ok
+
+    def test_more_than_the_limit_is_not_fetched(self, peers: Peers) -> None:
+        donor, newcomer = step_all(peers, 2)
+        donor.offer(state_of(1), IMAGE)
+
+        fetched = newcomer.fetch(at_least=0, limit=len(IMAGE) - 1, timeout=SOON)
+
+        assert not fetched.ok
+        assert f"at most {len(IMAGE) - 1} bytes" in fetched.reason
+
+    def test_what_cannot_be_offered_or_fetched_is_said(self, peers: Peers) -> None:
+        (peer,) = peers(1)
+        run = peer.join("digits", [torch.zeros(2)])
+
+        with pytest.raises(ValueError, match="1 byte or more"):
+            run.offer(state_of(1), b"")
+        with pytest.raises(ValueError, match="timeout"):
+            run.fetch(at_least=0, limit=LIMIT, timeout=0)
+        with pytest.raises(Refused, match="an epoch of 0"):
+            run.fetch(at_least=-1, limit=LIMIT)
+        with pytest.raises(Refused, match="shared memory"):
+            run.fetch(at_least=0, limit=0)
+
+    def test_a_fetch_ends_with_its_run(self, peers: Peers) -> None:
+        (peer,) = peers(1)
+        run = peer.join("digits", [torch.zeros(2)])
+        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON, wait=False)
+        run.leave()
+
+        assert "left" in pending.result().reason
