@@ -122,7 +122,8 @@ class Daemon:
         """Who this is."""
         assert self._swarm is not None, "not started"
         software = f"equipoise {_version('equipoise')}"
-        return Welcome(CONTROL_VERSION, self._swarm.peer, self._config.name, os.getpid(), software)
+        config = self._config
+        return Welcome(CONTROL_VERSION, self._swarm.peer, config.name, os.getpid(), software, config.home)
 
     def status(self) -> Status:
         """What is going on, and why."""

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import uvloop
 
 from equipoise.peer.client import Client
@@ -63,7 +64,10 @@ class Peer(Client):
             self._remove_home()
             raise
         self._finalizer = weakref.finalize(self, thread.stop)
-        super().__init__(thread.connect())
+        link = thread.connect()
+        if self._temporary is not None:
+            link.welcome = msgspec.structs.replace(link.welcome, home="")
+        super().__init__(link)
 
     def close(self) -> None:
         """Leave all runs, stop the daemon and, if it is a temporary one, remove its home; idempotent."""

@@ -38,13 +38,23 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """Who answers."""
+    """Who answers.
+
+    Attributes:
+        version: `CONTROL_VERSION`.
+        peer_id: Its PeerID.
+        name: What people call it.
+        pid: Its process.
+        software: What it runs.
+        home: Its home; empty where that is gone when the daemon ends.
+    """
 
     version: int
     peer_id: str
     name: str
     pid: int
     software: str
+    home: str = ""
 
 
 class TensorRow(msgspec.Struct, frozen=True, array_like=True):

@@ -95,6 +95,7 @@ class Run:
         mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before; overwritten by the
             next.
         left: Whether it was left.
+        trained_by: What steps it, once something does; one thing only can.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
     """
 
@@ -109,9 +110,11 @@ class Run:
         self._contributed: Accumulator | None = None
         self._lock = threading.Lock()
         self.left = False
+        self.trained_by = ""
         self._state: RunState = NoPeers("the daemon has not said yet")
         self._asked: concurrent.futures.Future[ReplyBody] | None = None
         self._stepping = False
+        self._finishing: list[Callable[[], None]] = []
 
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
@@ -128,8 +131,8 @@ class Run:
                 Integer ones, as counters, never do.
 
         Raises:
-            Refused: Those who are there have something else; says which thing, here and there. Or the run has accumulated
-                or stepped already.
+            Refused: Those who are there have something else; says which thing, here and there. Or the run has
+                accumulated or stepped already.
             SpecError: A term is too long or not printable.
             SchemaError: There are no buffers to speak of, since the run was not joined with a module.
             DaemonLost: The daemon has gone.
@@ -346,6 +349,11 @@ class Run:
         return taken
 
     @property
+    def peer(self) -> str:
+        """PeerID of the daemon."""
+        return self._link.welcome.peer_id
+
+    @property
     def source(self) -> Tensors:
         """What the run was joined with."""
         return self._binding.source
@@ -362,15 +370,30 @@ class Run:
 
         return SwarmOptimizer(self, inner, Options(**options))  # type: ignore[arg-type]
 
+    @property
+    def home(self) -> str:
+        """The daemon's home; empty where that is a temporary one."""
+        return self._link.welcome.home
+
+    def before_leaving(self, finish: Callable[[], None]) -> None:
+        """Have `leave` call `finish` first."""
+        self._finishing.append(finish)
+
     def leave(self) -> None:
         """Stop taking part; idempotent. A round that is going on is finished or fails."""
         if self.left:
             return
-        self.left = True
-        with contextlib.suppress(EquipoiseError):  # It was left before, or the daemon has gone: it has ended.
-            self._link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
-        if self.pending is not None:
-            self.pending.wait(SETTLE_SECONDS)
+        try:
+            while self._finishing:
+                self._finishing.pop()()
+        finally:
+            self.left = True
+            with contextlib.suppress(
+                EquipoiseError
+            ):  # It was left before, or the daemon has gone: it has ended.
+                self._link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
+            if self.pending is not None:
+                self.pending.wait(SETTLE_SECONDS)
 
     def __enter__(self) -> Self:
         return self
