@@ -46,6 +46,7 @@ from equipoise.peer.tensors import Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
     from equipoise.peer.training.optimizer import SwarmOptimizer
+    from equipoise.peer.training.recording import Checkpoints
 
 MAX_TIMEOUT = 86_400.0
 """A day; a longer wait is a mistake in the unit."""
@@ -95,6 +96,7 @@ class Run:
         mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before; overwritten by the
             next.
         left: Whether it was left.
+        terms: What was agreed on.
         trained_by: What steps it, once something does; one thing only can.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
     """
@@ -115,6 +117,7 @@ class Run:
         self._asked: concurrent.futures.Future[ReplyBody] | None = None
         self._stepping = False
         self._finishing: list[Callable[[], None]] = []
+        self.terms: Mapping[str, str] = {}
 
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
@@ -147,6 +150,7 @@ class Run:
             carried = self._binding.buffer_schema() if buffers else Schema(())
             self._link.ask(AgreeRun(self.name, agreed, tensor_rows(carried)), Done, AGREE_SECONDS)
             self._binding.carry(carried)
+            self.terms = dict(agreed)
 
     @overload
     def average(self, weight: float = ..., timeout: float = ..., wait: Literal[True] = ...) -> Outcome: ...
@@ -358,17 +362,32 @@ class Run:
         """What the run was joined with."""
         return self._binding.source
 
-    def optimizer(self, inner: torch.optim.Optimizer, **options: Any) -> SwarmOptimizer:
+    def optimizer(
+        self, inner: torch.optim.Optimizer, *, checkpoints: Checkpoints | None = None, **options: Any
+    ) -> SwarmOptimizer:
         """Wrap any torch optimizer over this run's parameters, so that the whole swarm makes its steps together.
 
         Args:
             inner: The optimizer.
+            checkpoints: When to write checkpoints, and whether to start from one; None: no, and no.
             **options: Fields of `equipoise.peer.training.Options`; `target_batch_size` is required.
+
+        Raises:
+            CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
         """
         # Who only averages need not load it.
         from equipoise.peer.training.optimizer import Options, SwarmOptimizer
+        from equipoise.peer.training.recording import keep
 
-        return SwarmOptimizer(self, inner, Options(**options))  # type: ignore[arg-type]
+        optimizer = SwarmOptimizer(self, inner, Options(**options))  # type: ignore[arg-type]
+        if checkpoints is not None:
+            keep(optimizer, self, checkpoints)
+        return optimizer
+
+    @property
+    def schema(self) -> Schema:
+        """What `step` exchanges: gradients, and the buffers that travel with them."""
+        return Schema((*self._binding.gradients.tensors, *self._binding.buffers.tensors))
 
     @property
     def home(self) -> str:

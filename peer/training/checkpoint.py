@@ -55,13 +55,17 @@ class Subject(msgspec.Struct, frozen=True):
 
     Attributes:
         run: The run's name.
-        spec: Hash of the `RunSpec`, for the record: codec, group size and protocol may change between two starts.
-        terms: What must be the same for the state to fit: the model, the optimizer, the target batch size, ...
+        terms: What must be the same for the state to fit: the model, the optimizer, the target batch size, ... Codec,
+            group size and protocol are none of it: they may change between two starts.
     """
 
     run: str
-    spec: str
     terms: dict[str, str]
+
+    @property
+    def spec(self) -> str:
+        """BLAKE3 in hex of all that: equal ones fit."""
+        return blake3(msgspec.json.encode((self.run, sorted(self.terms.items())))).hexdigest()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +74,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         format: `FORMAT` of the program that wrote it.
         subject: Whose state it is.
+        spec: The subject's hash.
         state: Epoch and lineage.
         size: Length of the image in bytes.
         digest: BLAKE3 of the image, 64 hexadecimal characters.
@@ -78,6 +83,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int
     subject: Subject
+    spec: str
     state: StateId
     size: int = 0
     digest: str = ""
@@ -126,6 +132,8 @@ def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, byt
         Damaged: It cannot be read; says what is wrong.
     """
     manifest = read_manifest(path)
+    if manifest.spec != manifest.subject.spec:
+        raise Damaged(f"checkpoint {path} is damaged: {MANIFEST_FILE} does not agree with its own hash")
     misfit = _misfit(manifest.subject, own)
     if misfit:
         raise Misfit(f"checkpoint {path} {misfit[0]}", misfit[1])

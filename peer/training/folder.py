@@ -102,7 +102,13 @@ class Folder:
             OSError: The disk is full, say; what was there before is there still.
         """
         place = self.path / f"epoch-{state.epoch:012d}-{secrets.token_hex(4)}"
-        manifest = Manifest(format=FORMAT, subject=self._subject, state=state, parent=self._parent)
+        manifest = Manifest(
+            format=FORMAT,
+            subject=self._subject,
+            spec=self._subject.spec,
+            state=state,
+            parent=self._parent,
+        )
         self._parent = write_checkpoint(place, manifest, image.numpy().data).digest
         self._prune(place)
         return place

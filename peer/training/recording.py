@@ -8,14 +8,21 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+import msgspec
 import torch
+from blake3 import blake3
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.home import CHECKPOINTS
-from equipoise.peer.training.checkpoint import Subject
+from equipoise.peer.training.checkpoint import CheckpointError, Subject
 from equipoise.peer.training.folder import Folder, Found, Read, folder_name
+from equipoise.peer.training.member import Member
+
+if TYPE_CHECKING:
+    from equipoise.peer.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +57,13 @@ class Checkpoints:
         """Take the run's directory.
 
         Raises:
-            CheckpointError: It cannot be made, or another process writes there.
+            CheckpointError: It cannot be made, another process writes there, or the home is a temporary one.
         """
+        if self.directory is None and not home:
+            raise CheckpointError(
+                "cannot write checkpoints to a temporary home",
+                "give the Peer a home, or Checkpoints a directory",
+            )
         parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
         resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
         return Recorder(Folder(parent / folder_name(subject.run), subject, self.keep), self.every, resume)
@@ -157,3 +169,50 @@ class Recorder:
             return
         self.recorded, self.failure = state, ""
         log.info("checkpoint of epoch %d: %s", state.epoch, path)
+
+
+class Trained(Protocol):
+    """What checkpoints are made of: a `SwarmOptimizer`, or what else has a `Member`."""
+
+    member: Member
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> object:
+        """Have `hook` called after every step."""
+
+
+def keep(trained: Trained, run: Run, checkpoints: Checkpoints) -> Recorder:
+    """Start from a checkpoint, if that is wanted, and write others after steps and before the run is left.
+
+    Raises:
+        CheckpointError: The directory cannot be used, or what is there is damaged or of something else.
+    """
+    member = trained.member
+    recorder = checkpoints.open(run.home, subject_of(run))
+    try:
+        recorder.restore(member.limit, member.read)
+    except BaseException:
+        recorder.close()
+        raise
+
+    def after_step(*_: object) -> None:
+        if member.whole and recorder.due(member.id.epoch):
+            recorder.record(member.id, member.image())
+
+    def finish() -> None:
+        try:
+            if member.whole:
+                recorder.finish(member.id, member.image)
+        finally:
+            recorder.close()
+
+    trained.register_step_post_hook(after_step)
+    run.before_leaving(finish)
+    return recorder
+
+
+def subject_of(run: Run) -> Subject:
+    """Whose state the run's checkpoints hold: its terms, and its model."""
+    schema = run.schema
+    layout = blake3(msgspec.json.encode(schema)).hexdigest()
+    model = f"{len(schema.tensors)} tensors, {schema.size} values, layout {layout[:16]}"
+    return Subject(run.name, {"model": model, **run.terms})

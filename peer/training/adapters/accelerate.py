@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
-from equipoise.peer.training.adapters.pace import paced
+from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer
 
 

@@ -8,7 +8,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from equipoise.peer.run import Run
 from equipoise.peer.training.adapters.accelerate import take_over
-from equipoise.peer.training.adapters.pace import paced
+from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer
 
 

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
-from equipoise.peer.training.adapters.pace import paced
+from equipoise.peer.training.adapters.schedule import paced
 from equipoise.peer.training.optimizer import SwarmOptimizer
 
 

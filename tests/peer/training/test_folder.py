@@ -23,7 +23,7 @@ from equipoise.peer.training.folder import MAX_FOLDER_CHARS, Folder, folder_name
 from equipoise.peer.training.image import Image
 from equipoise.peer.training.tensorfile import ImageError
 
-OWN = Subject("digits", "ab" * 32, {"model": "one"})
+OWN = Subject("digits", {"model": "one"})
 
 
 def state(epoch: int) -> StateId:
@@ -101,7 +101,7 @@ def test_nothing_sound_is_an_error_that_says_what_is_wrong_with_the_newest(path:
 
 
 def test_one_of_another_run_is_not_passed_over(path: Path) -> None:
-    with Folder(path, Subject("letters", OWN.spec, OWN.terms)) as folder:
+    with Folder(path, Subject("letters", OWN.terms)) as folder:
         write(folder, 10)
     with Folder(path, OWN) as folder, pytest.raises(Misfit, match="is of run 'letters', not of 'digits'"):
         load(folder)

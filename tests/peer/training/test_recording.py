@@ -17,7 +17,7 @@ from equipoise.peer.training.folder import Folder
 from equipoise.peer.training.image import Image
 from equipoise.peer.training.recording import Checkpoints, Recorder
 
-OWN = Subject("digits", "ab" * 32, {"model": "one"})
+OWN = Subject("digits", {"model": "one"})
 
 
 IMAGE = torch.tensor([1, 2, 3], dtype=torch.uint8)
