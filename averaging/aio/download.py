@@ -98,6 +98,8 @@ class Download:
     def see(self, credentials: Mapping[str, bytes]) -> None:
         """These are the peers of the run, and what they say of their direct channels."""
         self._credentials = credentials
+        for peer, credential in credentials.items():
+            self._mesh.admit(peer, credential)  # A donor that is asked opens a channel before it answers.
         self._tell(PeersSeen(tuple(credentials)))
 
     def withdraw(self, reason: str) -> None:
@@ -166,7 +168,7 @@ class Download:
         if isinstance(message, AskDigests | AskChunks):
             self._due[peer] += len(message.chunks) if isinstance(message, AskChunks) else 1
             if peer not in self._entered:
-                # By now it has admitted this peer: it has answered. So neither waits for the other's handshake.
+                # By now it has admitted this peer: it has answered.
                 self._entered.add(peer)
                 self._mesh.enter(flow_of(self._ticket, peer), {peer: self._credentials.get(peer, b"")})
 

@@ -140,8 +140,19 @@ class Mesh:
         """
         self._rounds[flow] = frozenset(credentials)
         for peer, credential in credentials.items():
-            if self._direct is not None and credential and peer != self.peer:
-                self._admit(self._direct, peer, credential)
+            if self.admit(peer, credential):
+                self._dial_soon(peer)
+
+    def admit(self, peer: str, credential: bytes) -> bool:
+        """Accept direct channels from `peer`, which may open one; returns whether it is admitted."""
+        if self._direct is None or not credential or peer == self.peer:
+            return False
+        try:
+            self._direct.admit(peer, credential)
+        except ValueError as error:
+            log.warning("no direct channels with %s: %s", peer, error)
+            return False
+        return True
 
     def leave(self, flow: bytes) -> None:
         """The round is over: what bulk it still wanted to send is not sent."""
@@ -204,18 +215,14 @@ class Mesh:
                 self._drop(stale, f"closed: unused for longest of {MAX_LINKS} peers")
         return link
 
-    def _admit(self, direct: DirectTransport, peer: str, credential: bytes) -> None:
-        try:
-            direct.admit(peer, credential)
-        except ValueError as error:
-            log.warning("no direct channels with %s: %s", peer, error)
-            return
+    def _dial_soon(self, peer: str) -> None:
         link = self._link(peer)
         now = self._loop.time()
-        if link.direct or link.dialling is not None or now < link.retry_at or not direct.reaches(peer):
+        if link.direct or link.dialling is not None or now < link.retry_at:
             return
-        link.patience = now + DIRECT_SECONDS
-        link.dialling = self._spawn(self._dial(direct, peer, link))
+        if self._direct is not None and self._direct.reaches(peer):
+            link.patience = now + DIRECT_SECONDS
+            link.dialling = self._spawn(self._dial(self._direct, peer, link))
 
     async def _dial(self, direct: DirectTransport, peer: str, link: Link) -> None:
         try:

@@ -19,6 +19,9 @@ from equipoise.averaging.transfer.messages import Answer, Offer
 ANSWER_SECONDS = 1.0
 """A peer that has not answered by then is not waited for; most answer within a round trip."""
 
+LONE_SECONDS = 3.0
+"""How long the others are waited for where only one has answered: a channel to them may have to be opened first."""
+
 PATIENCE_SECONDS = 5.0
 """How long those who have noted a wish may take longer than the first who fulfils it: to copy and digest an image."""
 
@@ -59,6 +62,7 @@ class Poll:
         self.wanted: tuple[int, ...] = ()
         self._at_least = at_least
         self._answers: dict[str, Answer] = {}
+        self._silent: set[str] = set()
         self._since: dict[Offer, float] = {}
         self._margin = 1
         self._wished_at = 0.0
@@ -67,20 +71,23 @@ class Poll:
         """Take note of the peers there are; return those that are new, which are asked now."""
         self.peers = {peer: self.peers.get(peer, now) for peer in peers if peer not in self.barred}
         self._answers = {peer: answer for peer, answer in self._answers.items() if peer in self.peers}
+        self._silent &= self.peers.keys()
         return [peer for peer, since in self.peers.items() if since == now]
 
     def hear(self, peer: str, answer: Answer, now: float) -> None:
         """Take note of an answer."""
         if peer in self.peers:
             self._answers[peer] = answer
+            self._silent.discard(peer)
             for offer in answer.offers:
                 self._since.setdefault(offer, now)
             offered = {offer for one in self._answers.values() for offer in one.offers}
             self._since = {offer: since for offer, since in self._since.items() if offer in offered}
 
     def forget(self, peer: str) -> None:
-        """What it had answered may hold no longer."""
+        """What it had answered holds no longer, and it is not waited for: it cannot be reached, or will not answer."""
         self._answers.pop(peer, None)
+        self._silent.add(peer)
 
     def bar(self, peer: str, reason: str) -> None:
         """Take nothing from it any more."""
@@ -94,7 +101,8 @@ class Poll:
 
     def deadline(self, now: float) -> float:
         """When `agreement` or `wish` may come to another result without an answer."""
-        times = [since + ANSWER_SECONDS for peer, since in self.peers.items() if peer not in self._answers]
+        waits = [since for peer, since in self.peers.items() if peer not in self._answers]
+        times = [since + seconds for since in waits for seconds in (ANSWER_SECONDS, LONE_SECONDS)]
         times += [since + PATIENCE_SECONDS for since in self._since.values()]
         if len(self.wanted) == 1:
             times.append(self._wished_at + SLOW_SECONDS)
@@ -110,7 +118,9 @@ class Poll:
         offer, count = max(
             tally.items(), key=lambda item: (item[1], item[0].state.epoch, item[0].image.digest)
         )
-        if 2 * count <= len(self.peers) and not self._settled(now):
+        if 2 * count <= len(self.peers) and not self._settled(
+            now, ANSWER_SECONDS if count > 1 else LONE_SECONDS
+        ):
             return None
         if 2 * count > len(self._voters):
             return self._agreed(offer, f"{count} of {_peers(len(self._voters))} with a state offer it")
@@ -168,9 +178,11 @@ class Poll:
     def _offering(self) -> int:
         return sum(any(map(self._useful, self._answers[peer].offers)) for peer in self._voters)
 
-    def _settled(self, now: float) -> bool:
+    def _settled(self, now: float, seconds: float = ANSWER_SECONDS) -> bool:
+        """Whether all have answered, or cannot, or have had so much time to."""
         return all(
-            peer in self._answers or now >= since + ANSWER_SECONDS for peer, since in self.peers.items()
+            peer in self._answers or peer in self._silent or now >= since + seconds
+            for peer, since in self.peers.items()
         )
 
     def _useful(self, offer: Offer) -> bool:
