@@ -37,26 +37,40 @@ MIN_SCALE = 2.0**-123
 """Below f32(MIN_ABSMAX / 127); a payload with a scale between 0 and this was not written by an encoder."""
 
 
+SCALE_BYTES = 4
+"""Scales are f32."""
+
+
+def payload_size(count: int, block: int) -> int:
+    """Return the bytes of `count` encoded values."""
+    return -(-count // block) * SCALE_BYTES + count
+
+
+def planes(payload: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales, f32 [ceil(count / block)], and codes, int8 [count], of a payload; its memory, not copies."""
+    split = -(-count // block) * SCALE_BYTES
+    return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
+
+
 class Kernels(Protocol):
     """The arithmetic above; implementations differ in speed and never in a byte.
 
-    All arguments are contiguous and on one device; n values form b = ceil(n / block) blocks, of which the last may
-    be short. values, out, into: f32 [n]; scales: f32 [b]; codes: int8 [n]; block: a power of two.
+    All tensors are contiguous and on one device. values, out, into: f32 [n]; block: a power of two; payload:
+    uint8 [`payload_size(n, block)`], aligned to `SCALE_BYTES`, planar: f32 scales of the b = ceil(n / block) blocks, of
+    which the last may be short, then int8 codes [n].
     """
 
     @property
     def name(self) -> str:
         """What EQUIPOISE_KERNELS calls it."""
 
-    def quantise(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block: int) -> bool:
-        """Fill `scales` and `codes`; False, with their content undefined, if a value is not finite."""
+    def quantise(self, values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
+        """Fill `payload`; False, with its content undefined, if a value is not finite."""
 
-    def dequantise(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    def dequantise(self, payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
         """Fill `out` with the decoded values."""
 
-    def accumulate(
-        self, scales: torch.Tensor, codes: torch.Tensor, weight: float, into: torch.Tensor, block: int
-    ) -> None:
+    def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
 
     def reduce(
@@ -64,25 +78,23 @@ class Kernels(Protocol):
         stack: torch.Tensor,
         stride: int,
         weights: Sequence[float],
-        scales: torch.Tensor,
-        codes: torch.Tensor,
+        payload: torch.Tensor,
         out: torch.Tensor,
         block: int,
     ) -> bool:
         """Accumulate payloads in turn into zeros, quantise the sum, dequantise that into `out`.
 
         Args:
-            stack: uint8 [len(weights) * stride]: payload i, planar, begins at i * stride, a multiple of 4.
+            stack: uint8 [len(weights) * stride]: payload i begins at i * stride, a multiple of 4.
             stride: Bytes from one payload to the next.
             weights: One per payload; payloads of weight 0 are not looked at.
-            scales: Of the sum.
-            codes: Of the sum.
-            out: The sum as decoded from them.
+            payload: Of the sum.
+            out: The sum as decoded from it.
             block: Values per block.
 
         Returns:
             False, with all content undefined, if a value of the sum is not finite.
         """
 
-    def sound(self, scales: torch.Tensor, codes: torch.Tensor) -> bool:
-        """Whether an encoder could have written these: no scale but 0 or MIN_SCALE to MAX_SCALE, no code -128."""
+    def sound(self, payload: torch.Tensor, count: int, block: int) -> bool:
+        """Whether an encoder could have written this: no scale but 0 or MIN_SCALE to MAX_SCALE, no code -128."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise.compression.blockwise import Kernels
+from equipoise.compression.blockwise import Kernels, payload_size
 from equipoise.compression.errors import CodecError
 from equipoise.compression.torch_kernels import TorchKernels
 
@@ -91,10 +91,9 @@ def _agree(one: Kernels, other: Kernels) -> bool:
 
 
 def _run(kernels: Kernels, values: torch.Tensor) -> list[torch.Tensor]:
-    scales = torch.empty(-(-values.numel() // _PROBE_BLOCK))
-    codes = torch.empty(values.numel(), dtype=torch.int8)
-    kernels.quantise(values, scales, codes, _PROBE_BLOCK)
+    payload = torch.empty(payload_size(values.numel(), _PROBE_BLOCK), dtype=torch.uint8)
+    kernels.quantise(values, payload, _PROBE_BLOCK)
     decoded, total = torch.empty_like(values), values * 0.3
-    kernels.dequantise(scales, codes, decoded, _PROBE_BLOCK)
-    kernels.accumulate(scales, codes, 0.7, total, _PROBE_BLOCK)
-    return [scales, codes, decoded, total]
+    kernels.dequantise(payload, decoded, _PROBE_BLOCK)
+    kernels.accumulate(payload, 0.7, total, _PROBE_BLOCK)
+    return [payload, decoded, total]

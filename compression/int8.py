@@ -6,14 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE
+from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE, payload_size, planes
 from equipoise.compression.choice import kernels_for
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.finite import first_non_finite, locate
-
-SCALE_BYTES = 4
-"""Scales are f32."""
 
 MIN_BLOCK = 32
 """In smaller blocks the scales would be more than an eighth of the codes, for an error that hardly falls."""
@@ -42,11 +39,10 @@ class Int8Codec(Codec):
 
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
-        return self._blocks(count) * SCALE_BYTES + count
+        return payload_size(count, self.block)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
-        scales, codes = self._planes(out, values.numel())
-        if not kernels_for(values.device).quantise(values, scales, codes, self.block):
+        if not kernels_for(values.device).quantise(values, out, self.block):
             index = first_non_finite(values)
             if index is None:
                 raise CodecError(f"{self.spec}: the values changed while they were encoded")
@@ -54,12 +50,10 @@ class Int8Codec(Codec):
         return EncodeReport()
 
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        scales, codes = self._planes(payload, out.numel())
-        kernels_for(out.device).dequantise(scales, codes, out, self.block)
+        kernels_for(out.device).dequantise(payload, out, self.block)
 
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        scales, codes = self._planes(payload, into.numel())
-        kernels_for(into.device).accumulate(scales, codes, weight, into, self.block)
+        kernels_for(into.device).accumulate(payload, weight, into, self.block)
 
     def _reduce(
         self,
@@ -69,15 +63,14 @@ class Int8Codec(Codec):
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> EncodeReport:
-        scales, codes = self._planes(mean, out.numel())
-        if not kernels_for(out.device).reduce(stack, stride, weights, scales, codes, out, self.block):
+        if not kernels_for(out.device).reduce(stack, stride, weights, mean, out, self.block):
             raise CodecError(f"{self.spec}: the weighted sum is not finite")
         return EncodeReport()
 
     def _check(self, payload: torch.Tensor, count: int) -> None:
-        scales, codes = self._planes(payload, count)
-        if kernels_for(payload.device).sound(scales, codes):
+        if kernels_for(payload.device).sound(payload, count, self.block):
             return
+        scales, codes = planes(payload, count, self.block)
         # As written by an encoder; NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
         faulty = ~((scales == 0.0) | ((scales >= MIN_SCALE) & (scales <= MAX_SCALE)))
         if faulty.any():
@@ -87,10 +80,3 @@ class Int8Codec(Codec):
                 f" expected 0, or {MIN_SCALE:.4g} to {MAX_SCALE:.4g}"
             )
         raise CodecError(f"{self.spec}: code {int(codes.argmin())} of {count} is -128; expected -127 to 127")
-
-    def _blocks(self, count: int) -> int:
-        return -(-count // self.block)
-
-    def _planes(self, payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        split = self._blocks(count) * SCALE_BYTES
-        return payload[:split].view(torch.float32), payload[split:].view(torch.int8)

@@ -14,7 +14,7 @@ import numba
 import numpy as np
 import torch
 
-from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE
+from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE, SCALE_BYTES
 
 _LEVELS = np.float32(LEVELS)
 _MAX_SCALE = np.float32(MAX_SCALE)
@@ -27,12 +27,15 @@ _EXPONENT = np.int32(0x7F80_0000)
 _GROUP_VALUES = 8192
 """Values whose sum is reduced at a time: 32 KB of fp32."""
 
-_F32, _I32, _I8 = numba.float32[::1], numba.int32[::1], numba.int8[::1]
+_PASS_VALUES = 65_536
+"""Values quantised at a time: their 256 KB are still in the second-level cache when the second pass reads them."""
+
+_F32, _I32, _I8, _U8 = numba.float32[::1], numba.int32[::1], numba.int8[::1], numba.uint8[::1]
 _compiled = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
 @numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _I8, numba.int64), **_compiled)
-def _quantise(values, values_bits, scales, scales_bits, codes, block):  # type: ignore[no-untyped-def]
+def _quantise_some(values, values_bits, scales, scales_bits, codes, block):  # type: ignore[no-untyped-def]
     # Three short passes: LLVM vectorises each, but none of them where one loop over the blocks does all three.
     greatest = np.int32(0)
     for b in range(scales.size):
@@ -61,8 +64,29 @@ def _quantise(values, values_bits, scales, scales_bits, codes, block):  # type: 
     return True
 
 
+@numba.njit(numba.boolean(_F32, _U8, numba.int64), **_compiled)
+def _quantise(values, payload, block):  # type: ignore[no-untyped-def]
+    split = -(-values.size // block) * SCALE_BYTES
+    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
+    values_bits, scales_bits = values.view(np.int32), scales.view(np.int32)
+    some = max(_PASS_VALUES // block, 1) * block
+    for start in range(0, values.size, some):
+        stop = min(start + some, values.size)
+        first, last = start // block, -(-stop // block)
+        if not _quantise_some(
+            values[start:stop],
+            values_bits[start:stop],
+            scales[first:last],
+            scales_bits[first:last],
+            codes[start:stop],
+            block,
+        ):
+            return False
+    return True
+
+
 @numba.njit(numba.void(_F32, _I8, _F32, numba.int64), **_compiled)
-def _dequantise(scales, codes, out, block):  # type: ignore[no-untyped-def]
+def _dequantise_some(scales, codes, out, block):  # type: ignore[no-untyped-def]
     for b in range(scales.size):
         scale = scales[b]
         row_codes = codes[b * block : (b + 1) * block]
@@ -71,8 +95,14 @@ def _dequantise(scales, codes, out, block):  # type: ignore[no-untyped-def]
             row[i] = np.float32(row_codes[i]) * scale
 
 
+@numba.njit(numba.void(_U8, _F32, numba.int64), **_compiled)
+def _dequantise(payload, out, block):  # type: ignore[no-untyped-def]
+    split = -(-out.size // block) * SCALE_BYTES
+    _dequantise_some(payload[:split].view(np.float32), payload[split:].view(np.int8), out, block)
+
+
 @numba.njit(numba.void(_F32, _I8, numba.float32, _F32, numba.int64), **_compiled)
-def _accumulate(scales, codes, weight, into, block):  # type: ignore[no-untyped-def]
+def _accumulate_some(scales, codes, weight, into, block):  # type: ignore[no-untyped-def]
     for b in range(scales.size):
         scale = scales[b]
         row_codes = codes[b * block : (b + 1) * block]
@@ -81,40 +111,42 @@ def _accumulate(scales, codes, weight, into, block):  # type: ignore[no-untyped-
             row[i] += weight * (np.float32(row_codes[i]) * scale)
 
 
-@numba.njit(
-    numba.boolean(_F32, _I8, numba.int64, _F32, _F32, _I32, _I8, _F32, _I32, numba.int64), **_compiled
-)
-def _reduce(stack_scales, stack_codes, stride, weights, scales, scales_bits, codes, out, out_bits, block):  # type: ignore[no-untyped-def]
+@numba.njit(numba.void(_U8, numba.float32, _F32, numba.int64), **_compiled)
+def _accumulate(payload, weight, into, block):  # type: ignore[no-untyped-def]
+    split = -(-into.size // block) * SCALE_BYTES
+    _accumulate_some(payload[:split].view(np.float32), payload[split:].view(np.int8), weight, into, block)
+
+
+@numba.njit(numba.boolean(_U8, numba.int64, _F32, _U8, _F32, numba.int64), **_compiled)
+def _reduce(stack, stride, weights, payload, out, block):  # type: ignore[no-untyped-def]
     # A group of blocks at a time, whose sum stays in the first-level cache from the first payload to the decoded mean.
+    split = -(-out.size // block) * SCALE_BYTES
+    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
+    scales_bits, out_bits = scales.view(np.int32), out.view(np.int32)
     group = max(_GROUP_VALUES // block, 1) * block
-    for start in range(0, codes.size, group):
-        stop = min(start + group, codes.size)
-        first = start // block
+    for start in range(0, out.size, group):
+        stop = min(start + group, out.size)
+        first, last = start // block, -(-stop // block)
         total = out[start:stop]
         total[:] = _ZERO
         for m in range(weights.size):
             if weights[m] != _ZERO:
-                at = m * stride
-                of_block = stack_scales[at // 4 + first :]
-                from_codes = at + scales.size * 4
-                _accumulate(
-                    of_block[: -(-total.size // block)],
-                    stack_codes[from_codes + start : from_codes + stop],
-                    weights[m],
-                    total,
-                    block,
-                )
-        last = -(-stop // block)
-        if not _quantise(
+                row = stack[m * stride : m * stride + payload.size]
+                of_blocks = row[first * SCALE_BYTES : last * SCALE_BYTES].view(np.float32)
+                of_values = row[split + start : split + stop].view(np.int8)
+                _accumulate_some(of_blocks, of_values, weights[m], total, block)
+        if not _quantise_some(
             total, out_bits[start:stop], scales[first:last], scales_bits[first:last], codes[start:stop], block
         ):
             return False
-        _dequantise(scales[first:last], codes[start:stop], total, block)
+        _dequantise_some(scales[first:last], codes[start:stop], total, block)
     return True
 
 
-@numba.njit(numba.boolean(_F32, _I8), **_compiled)
-def _sound(scales, codes):  # type: ignore[no-untyped-def]
+@numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
+def _sound(payload, count, block):  # type: ignore[no-untyped-def]
+    split = -(-count // block) * SCALE_BYTES
+    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
     bad = 0
     for b in range(scales.size):
         # NaN compares false, and so counts as bad.
@@ -130,37 +162,31 @@ class NumbaKernels:
 
     name = "numba"
 
-    def quantise(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block: int) -> bool:
-        """Fill `scales` and `codes`; False, with their content undefined, if a value is not finite."""
-        x, s = values.numpy(), scales.numpy()
-        return bool(_quantise(x, x.view(np.int32), s, s.view(np.int32), codes.numpy(), block))
+    def quantise(self, values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
+        """Fill `payload`; False, with its content undefined, if a value is not finite."""
+        return bool(_quantise(values.numpy(), payload.numpy(), block))
 
-    def dequantise(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    def dequantise(self, payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
         """Fill `out` with the decoded values."""
-        _dequantise(scales.numpy(), codes.numpy(), out.numpy(), block)
+        _dequantise(payload.numpy(), out.numpy(), block)
 
-    def accumulate(
-        self, scales: torch.Tensor, codes: torch.Tensor, weight: float, into: torch.Tensor, block: int
-    ) -> None:
+    def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
-        _accumulate(scales.numpy(), codes.numpy(), np.float32(weight), into.numpy(), block)
+        _accumulate(payload.numpy(), np.float32(weight), into.numpy(), block)
 
     def reduce(
         self,
         stack: torch.Tensor,
         stride: int,
         weights: Sequence[float],
-        scales: torch.Tensor,
-        codes: torch.Tensor,
+        payload: torch.Tensor,
         out: torch.Tensor,
         block: int,
     ) -> bool:
         """Accumulate the weighted payloads of `stack`, quantise the sum, dequantise that into `out`."""
-        payloads, s, total = stack.numpy(), scales.numpy(), out.numpy()
-        of_payloads = payloads[: payloads.size // 4 * 4].view(np.float32)
-        parts = of_payloads, payloads.view(np.int8), stride, np.array(weights, np.float32)
-        return bool(_reduce(*parts, s, s.view(np.int32), codes.numpy(), total, total.view(np.int32), block))
+        shares = np.array(weights, np.float32)
+        return bool(_reduce(stack.numpy(), stride, shares, payload.numpy(), out.numpy(), block))
 
-    def sound(self, scales: torch.Tensor, codes: torch.Tensor) -> bool:
-        """Whether an encoder could have written these."""
-        return bool(_sound(scales.numpy(), codes.numpy()))
+    def sound(self, payload: torch.Tensor, count: int, block: int) -> bool:
+        """Whether an encoder could have written this."""
+        return bool(_sound(payload.numpy(), count, block))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE
+from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE, planes
 from equipoise.compression.chunks import CHUNK_VALUES, scratch
 from equipoise.compression.finite import F32_MAX
 
@@ -16,8 +16,9 @@ class TorchKernels:
 
     name = "torch"
 
-    def quantise(self, values: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block: int) -> bool:
-        """Fill `scales` and `codes`; False, with their content undefined, if a value is not finite."""
+    def quantise(self, values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
+        """Fill `payload`; False, with its content undefined, if a value is not finite."""
+        scales, codes = planes(payload, values.numel(), block)
         absmax = torch.empty_like(scales)
         # Divided by and into tensors of the device: CUDA turns division by a scalar into multiplication by its
         # reciprocal, and so does torch everywhere with scalar / tensor.
@@ -32,15 +33,15 @@ class TorchKernels:
         # amax and amin carry NaN along, and NaN compares false.
         return bool((absmax <= F32_MAX).all())
 
-    def dequantise(self, scales: torch.Tensor, codes: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    def dequantise(self, payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
         """Fill `out` with the decoded values."""
+        scales, codes = planes(payload, out.numel(), block)
         for rows, row_codes, row_scales in _pieces(out, codes, scales, block):
             rows.copy_(row_codes).mul_(row_scales)
 
-    def accumulate(
-        self, scales: torch.Tensor, codes: torch.Tensor, weight: float, into: torch.Tensor, block: int
-    ) -> None:
+    def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
+        scales, codes = planes(payload, into.numel(), block)
         for rows, row_codes, row_scales in _pieces(into, codes, scales, block):
             decoded = scratch(rows.numel(), rows.device).view(rows.shape)
             # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
@@ -51,29 +52,25 @@ class TorchKernels:
         stack: torch.Tensor,
         stride: int,
         weights: Sequence[float],
-        scales: torch.Tensor,
-        codes: torch.Tensor,
+        payload: torch.Tensor,
         out: torch.Tensor,
         block: int,
     ) -> bool:
         """Accumulate the weighted payloads of `stack`, quantise the sum, dequantise that into `out`."""
-        split = scales.numel() * scales.itemsize
         out.zero_()
         for index, weight in enumerate(weights):
             if weight:
-                payload = stack[index * stride :][: split + codes.numel()]
-                self.accumulate(
-                    payload[:split].view(torch.float32), payload[split:].view(torch.int8), weight, out, block
-                )
-        finite = self.quantise(out, scales, codes, block)
-        self.dequantise(scales, codes, out, block)
+                self.accumulate(stack[index * stride :][: payload.numel()], weight, out, block)
+        finite = self.quantise(out, payload, block)
+        self.dequantise(payload, out, block)
         return finite
 
-    def sound(self, scales: torch.Tensor, codes: torch.Tensor) -> bool:
-        """Whether an encoder could have written these."""
+    def sound(self, payload: torch.Tensor, count: int, block: int) -> bool:
+        """Whether an encoder could have written this."""
+        scales, codes = planes(payload, count, block)
         # NaN compares false. -0.0 decodes to the same as 0.0.
         good = (scales == 0.0) | ((scales >= MIN_SCALE) & (scales <= MAX_SCALE))
-        return bool(good.all()) and (not codes.numel() or int(codes.amin()) > -128)
+        return bool(good.all()) and (not count or int(codes.amin()) > -128)
 
 
 def _pieces(

@@ -11,6 +11,10 @@ USER_TIMEOUT_MS = 3000
 UNSENT_BYTES = 256 * 1024
 """The kernel takes more only once less than this waits to be sent: a control frame never queues behind megabytes."""
 
+WITHIN_HOST = b"reno"
+"""The congestion control between two processes of one machine, which every Linux has. BBR, where it is the system's
+default, paces what it sends: a timer for every few packets, twice the processor time per byte, and nothing to spare."""
+
 _INFO_BYTES = 128
 _ACKNOWLEDGED = struct.Struct("=120xQ")
 """tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
@@ -24,6 +28,16 @@ def tune(connection: socket.socket) -> None:
         if option is not None:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    if hasattr(socket, "TCP_CONGESTION") and _within_host(connection):
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, WITHIN_HOST)
+
+
+def _within_host(connection: socket.socket) -> bool:
+    try:
+        return bool(connection.getpeername()[0] == connection.getsockname()[0])
+    except OSError:  # It has closed already.
+        return False
 
 
 def acknowledged(connection: socket.socket) -> int | None:

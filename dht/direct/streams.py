@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Iterator
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.sockets import acknowledged
@@ -171,13 +172,14 @@ class AeadStream(PlainStream):
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Write `buffers` one after the other; all but the last are small."""
         head, body = _split(buffers)
-        sealed = self._seal(aead.HEAD, head, 0)
-        for start in range(0, len(body), aead.PIECE_BYTES):
+        sealed, unyielded = self._seal(aead.HEAD, head, 0), 0
+        for piece in _pieces(body):
             # The first piece leaves with the head: a call less for each frame.
-            sealed = self._seal(aead.BODY, body[start : start + aead.PIECE_BYTES], sealed)
+            sealed = self._seal(aead.BODY, piece, sealed)
             await self._give(self._out[:sealed])
-            sealed = 0
-            if (start + aead.PIECE_BYTES) % YIELD_BYTES == 0:
+            sealed, unyielded = 0, unyielded + len(piece)
+            if unyielded >= YIELD_BYTES:
+                unyielded = 0
                 await asyncio.sleep(0)
         await self._give(self._out[:sealed])
 
@@ -228,3 +230,12 @@ def _split(buffers: tuple[bytes | bytearray | memoryview, ...]) -> tuple[bytes, 
     if sum(len(head) for head in heads) + len(body) <= JOINED_BYTES:
         return b"".join(buffers), _NO_BYTES
     return b"".join(heads), body
+
+
+def _pieces(body: memoryview) -> Iterator[memoryview]:
+    """Cut a body into pieces for a record each, about equal: a tiny last one would cost as much as a whole one."""
+    if body:
+        count = -(-len(body) // aead.PIECE_BYTES)
+        size = -(-len(body) // count)
+        for start in range(0, len(body), size):
+            yield body[start : start + size]

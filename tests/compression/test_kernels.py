@@ -66,11 +66,9 @@ def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     class Fused(TorchKernels):
         name = "numba"
 
-        def accumulate(
-            self, scales: torch.Tensor, codes: torch.Tensor, weight: float, into: torch.Tensor, block: int
-        ) -> None:
+        def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
             decoded = torch.empty_like(into)
-            self.dequantise(scales, codes, decoded, block)
+            self.dequantise(payload, decoded, block)
             into.copy_((into.double() + weight * decoded.double()).float())
 
     monkeypatch.setattr("equipoise.compression.choice._numba", Fused)

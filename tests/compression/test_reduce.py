@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.compression import Codec, CodecError, parse_codec
-from equipoise.compression.blockwise import Kernels
+from equipoise.compression.blockwise import Kernels, payload_size, planes
 from equipoise.compression.torch_kernels import TorchKernels
 
 SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")
@@ -69,9 +69,9 @@ def test_kernels_agree() -> None:
     assert payload.numel() == 3 * stride
 
     def run(kernels: Kernels) -> list[torch.Tensor]:
-        scales, codes, out = torch.empty(79), torch.empty(count, dtype=torch.int8), torch.empty(count)
-        assert kernels.reduce(payload, stride, weights, scales, codes, out, block)
-        return [scales, codes, out]
+        mean, out = torch.empty(payload_size(count, block), dtype=torch.uint8), torch.empty(count)
+        assert kernels.reduce(payload, stride, weights, mean, out, block)
+        return [mean, out]
 
     for compiled, reference in zip(run(NumbaKernels()), run(TorchKernels()), strict=True):
         assert torch.equal(compiled, reference)
@@ -87,11 +87,16 @@ def test_unsound_scales_and_codes_are_seen(kernels: str, scale: float) -> None:
         implementation: Kernels = NumbaKernels()
     else:
         implementation = TorchKernels()
-    good = torch.tensor([0.0, 1.0, 1e-3, -0.0])
-    assert implementation.sound(good, torch.tensor([-127, 0, 127], dtype=torch.int8))
-    assert not implementation.sound(good, torch.tensor([-128, 0], dtype=torch.int8))
-    good[2] = scale
-    assert not implementation.sound(good, torch.zeros(3, dtype=torch.int8))
+    count, block = 3 * 32 + 5, 32
+    payload = torch.zeros(payload_size(count, block), dtype=torch.uint8)
+    scales, codes = planes(payload, count, block)
+    scales.copy_(torch.tensor([0.0, 1.0, 1e-3, -0.0]))
+    codes[-3:] = torch.tensor([-127, 0, 127])
+    assert implementation.sound(payload, count, block)
+    codes[-1] = -128
+    assert not implementation.sound(payload, count, block)
+    codes[-1], scales[2] = 0, scale
+    assert not implementation.sound(payload, count, block)
 
 
 @pytest.mark.parametrize("spec", SPECS)
