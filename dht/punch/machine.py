@@ -136,7 +136,7 @@ class Punch:
         self._probed_at = 0.0
         self._opened = False
         self._told = False
-        self._missed = "nobody answered"
+        self._missed = ""
 
     def start(self, now: float) -> list[Action]:
         """Begin: the one side measures, the other waits for its offer."""
@@ -194,7 +194,8 @@ class Punch:
 
     def _on_end(self, reason: str, now: float) -> list[Action]:
         if reason or self._begins:
-            return self._finish(f"the other side gave up: {printable(reason)}", tell=False)
+            here = f"; here: {self._missed}" if self._missed else ""
+            return self._finish(f"the other side gave up: {printable(reason)}{here}", tell=False)
         self._told = True
         return self._finish("") if self._opened else self._settle(now)
 
@@ -252,7 +253,8 @@ class Punch:
     def _again(self, now: float) -> list[Action]:
         if self.tries < MAX_TRIES:
             return self._probe(now)
-        return self._finish(f"in {self.tries} tries, {self._missed}")
+        sought = " or ".join(f"{host} port {port}" for host, port in self._targets())
+        return self._finish(f"{self._missed or f'nobody answered at {sought}'}, in {self.tries} tries")
 
     def _finish(self, reason: str, tell: bool = True) -> list[Action]:
         self.finished, self.deadline = True, float("inf")

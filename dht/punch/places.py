@@ -57,15 +57,11 @@ def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
     Behind one router (one public address), it is sought inside too. Addresses that nobody outside could have are
     tried only where this peer's own is such a one.
     """
-    found = [theirs.outside]
+    found = [theirs.outside] if _alike(own.outside, theirs.outside) else []
     if own.outside[0] == theirs.outside[0]:
-        found = [*theirs.inside[:MAX_INSIDE], theirs.outside]
-    mine = {own.outside, *own.inside}
-    return tuple(
-        place
-        for place in dict.fromkeys(found)
-        if place not in mine and any(_alike(one, place) for one in mine)
-    )
+        near = theirs.inside[:MAX_INSIDE]
+        found = [place for place in near if any(_alike(one, place) for one in own.inside)] + found
+    return tuple(place for place in dict.fromkeys(found) if place not in (own.outside, *own.inside))
 
 
 def _alike(own: Place, theirs: Place) -> bool:

@@ -7,12 +7,14 @@ listen there would start and take half of its connections instead of being refus
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
 from collections.abc import Sequence
 
 from equipoise.dht.direct import mirror
+from equipoise.dht.direct.dialling import said, shown
 from equipoise.dht.punch.places import Place, Places, judge
 
 MIRRORS = 2
@@ -20,9 +22,20 @@ MIRRORS = 2
 MIRROR_SECONDS = 2.0
 """For an answer: a connection and a round trip. Half of `machine.MEASURE_SECONDS`."""
 AGAIN_SECONDS = 0.1
-"""After a refusal: a router that answers for its host has not heard of this connection's other end yet."""
+"""After a refusal: the other side, or its router, has not heard of this one yet."""
+MAX_ARRIVED = 4
+"""Connections that came from outside and were not asked for yet; the oldest goes."""
 
-_PASSING = {errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENOTCONN}
+_PASSING = {
+    errno.ECONNREFUSED,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+    errno.EHOSTUNREACH,
+    errno.ENOTCONN,
+    errno.EADDRNOTAVAIL,
+    errno.EADDRINUSE,
+}
+"""What may be otherwise a moment later; the last two while the same connection is being made from the other end."""
 
 _log = logging.getLogger(__name__)
 
@@ -31,8 +44,11 @@ class SharedPort:
     """One local port, taken at first use."""
 
     def __init__(self) -> None:
-        self._held: list[socket.socket] = []
         self._number = 0
+        self._listening: socket.socket | None = None
+        self._held: list[socket.socket] = []
+        self._arrived: dict[str, socket.socket] = {}
+        self._arrival = asyncio.Event()
 
     async def measure(self, mirrors: Sequence[Place]) -> Places:
         """Find out where connections that leave from here come from, as public peers see them.
@@ -41,6 +57,7 @@ class SharedPort:
 
         Raises:
             NoPlace: They do not answer, or each tells another place.
+            OSError: No port can be had.
         """
         # The first one takes the port; all are of its kind of address.
         alike = [place for place in mirrors if (":" in place[0]) == (":" in mirrors[0][0])]
@@ -51,30 +68,31 @@ class SharedPort:
     async def connect(self, place: Place) -> socket.socket:
         """Open a connection to a place that opens one to here, from both ends at once; until cancelled.
 
+        If the other side's first packet comes while this one does not dial, it finds a listener: a neighbour's machine
+        would refuse it otherwise.
+
         Raises:
             OSError: It cannot come about.
         """
+        self._listen(place[0])
         while True:
-            connection = self._bound(place[0])
-            try:
-                await asyncio.get_running_loop().sock_connect(connection, place)
-                if connection.getsockname() != connection.getpeername():
-                    return connection
-                raise ConnectionError("that is this port itself")
-            except OSError as error:
-                connection.close()
-                if error.errno not in _PASSING:
-                    raise
-            except BaseException:
-                connection.close()
-                raise
-            await asyncio.sleep(AGAIN_SECONDS)
+            self._arrival.clear()
+            connection = self._arrived.pop(place[0], None) or await self._dial(place)
+            if connection is not None:
+                return connection
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_SECONDS):
+                    await self._arrival.wait()
 
     def close(self) -> None:
         """Close what is held open; idempotent."""
-        for connection in self._held:
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+            self._listening.close()
+            self._listening = None
+        for connection in (*self._held, *self._arrived.values()):
             connection.close()
-        self._held = []
+        self._held, self._arrived = [], {}
 
     async def _ask(self, place: Place) -> tuple[Place, Place] | None:
         """Return where `place` sees a connection come from, and where that comes from in truth."""
@@ -85,8 +103,52 @@ class SharedPort:
                 await asyncio.get_running_loop().sock_connect(connection, place)
                 return await mirror.ask(connection), connection.getsockname()[:2]
         except OSError as error:
-            _log.debug("%s port %d does not tell where connections come from: %s", *place, error)
+            _log.debug("%s does not tell where connections come from: %s", shown(place), said(error))
             return None
+
+    async def _dial(self, place: Place) -> socket.socket | None:
+        """Return a connection; None if it was refused."""
+        connection = self._bound(place[0])
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, place)
+            if connection.getsockname() == connection.getpeername():
+                raise ConnectionError("that is this port itself")
+        except OSError as error:
+            connection.close()
+            if error.errno not in _PASSING:
+                raise
+            return None
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _listen(self, host: str) -> None:
+        if self._listening is None:
+            self._listening = self._bound(host)
+            self._listening.listen(MAX_ARRIVED)
+            asyncio.get_running_loop().add_reader(self._listening, self._accept)
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        try:
+            connection, address = self._listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # No descriptor left: it would be called at every turn of the loop. What is dialled may succeed still.
+            _log.warning("cannot accept connections for now: %s", said(error))
+            asyncio.get_running_loop().remove_reader(self._listening)
+            return
+        connection.setblocking(False)
+        # Its port may be another than was told, where only the other side's router draws ports.
+        before = self._arrived.pop(address[0], None)
+        if len(self._arrived) >= MAX_ARRIVED:
+            before = self._arrived.pop(next(iter(self._arrived)))
+        if before is not None:
+            before.close()
+        self._arrived[address[0]] = connection
+        self._arrival.set()
 
     def _bound(self, host: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -94,6 +156,7 @@ class SharedPort:
         try:
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             connection.bind(("", self._number))
             self._number = connection.getsockname()[1]
         except BaseException:

@@ -1,0 +1,110 @@
+"""Messages of strangers, and the places that they name."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.dht.punch.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_REASON_CHARACTERS,
+    MAX_TRIES,
+    Echo,
+    End,
+    Go,
+    Malformed,
+    Offer,
+    Probe,
+    decode,
+    encode,
+)
+from equipoise.dht.punch.places import MAX_INSIDE, NoPlace, Places, judge, targets
+
+HOME = ("192.168.1.2", 5001)
+ROUTER = ("44.0.0.1", 5001)
+
+
+def places(host: str, *inside: str, port: int = 5002) -> Places:
+    return Places((host, port), tuple((one, port) for one in inside))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Offer(ROUTER, (HOME,)),
+        Offer(("2001:4860::1", 65535)),
+        Probe(1),
+        Echo(MAX_TRIES),
+        Go(2),
+        End(""),
+        End("x" * MAX_REASON_CHARACTERS),
+    ],
+)
+def test_messages_survive_the_wire(message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["offer", ["example.org", 1], []],
+        ["offer", ["fe80::1%eth0", 1], []],
+        ["offer", ["44.0.0.1", 0], []],
+        ["offer", ["44.0.0.1", 65536], []],
+        ["offer", ["44.0.0.1", 1], [["10.0.0.1", 1]] * (MAX_INSIDE + 1)],
+        ["probe", 0],
+        ["echo", MAX_TRIES + 1],
+        ["go"],
+        ["end", "x" * (MAX_REASON_CHARACTERS + 1)],
+        ["end", "x" * MAX_MESSAGE_BYTES],
+        ["stop"],
+        [],
+        {},
+    ],
+)
+def test_what_breaks_a_bound_is_malformed(wrong) -> None:
+    with pytest.raises(Malformed):
+        decode(msgspec.msgpack.encode(wrong))
+
+
+@given(st.binary(max_size=300))
+def test_anything_else_is_malformed(data: bytes) -> None:
+    with pytest.raises(Malformed):
+        decode(data)
+
+
+def test_public_peers_that_agree_are_believed() -> None:
+    assert judge([ROUTER, ROUTER], [HOME, HOME]) == Places(ROUTER, (HOME,))
+    # A neighbour knows nothing of what is beyond the router.
+    assert judge([HOME, ROUTER], [HOME]) == Places(ROUTER, (HOME,))
+    assert judge([HOME], [HOME]) == Places(HOME, (HOME,))
+
+
+def test_a_router_that_draws_ports_is_found_out() -> None:
+    with pytest.raises(NoPlace, match=r"another port \(44.0.0.1 port 5001 and 44.0.0.1 port 777\)"):
+        judge([ROUTER, ("44.0.0.1", 777)], [HOME])
+    with pytest.raises(NoPlace, match="no public peer"):
+        judge([], [HOME])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "tried"),
+    [
+        (places("44.0.0.2", "192.168.1.7"), ["44.0.0.2"]),
+        # Behind the same router they are neighbours.
+        (places("44.0.0.1", "192.168.1.7"), ["192.168.1.7", "44.0.0.1"]),
+        (places("44.0.0.1", "127.0.0.1", "0.0.0.0"), ["44.0.0.1"]),
+        # What nobody outside could have is no place to send packets to.
+        (places("192.168.1.7", "192.168.1.7"), []),
+        (places("127.0.0.1"), []),
+        (places("0.0.0.0"), []),
+        (places("224.0.0.1"), []),
+        (places("2001:4860::1"), []),
+        # Itself.
+        (places("44.0.0.1", "192.168.1.2", port=5001), []),
+    ],
+)
+def test_only_what_may_be_the_other_peer_is_tried(theirs: Places, tried: list[str]) -> None:
+    assert [host for host, _ in targets(Places(ROUTER, (HOME,)), theirs)] == tried
