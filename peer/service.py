@@ -10,7 +10,7 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.peer.errors import Refused
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import JoinRun
-from equipoise.peer.ports import Hub, Swarm
+from equipoise.peer.ports import Averager, Hub, Swarm
 from equipoise.peer.session import Session
 from equipoise.peer.specs import run_specs
 from equipoise.peer.status import PeerRow
@@ -65,8 +65,8 @@ class Service:
         """All known peers of the open runs, in both of their purposes."""
         rows = []
         for session in self.sessions:
-            for spec in session.specs_in_use:
-                rows += await self._peers_of(spec)
+            for spec, averager in session.in_use:
+                rows += await self._peers_of(spec, averager)
         return rows
 
     def rounds(self, limit: int) -> list[Outcome]:
@@ -90,10 +90,10 @@ class Service:
                 f"this daemon takes part in {MAX_RUNS} runs already", "leave one, or start another daemon"
             )
 
-    async def _peers_of(self, spec: RunSpec) -> list[PeerRow]:
-        return [self._row(spec, found) for found in await self._swarm.directory.peers(spec.name)]
+    async def _peers_of(self, spec: RunSpec, averager: Averager) -> list[PeerRow]:
+        return [self._row(spec, averager, found) for found in await self._swarm.directory.peers(spec.name)]
 
-    def _row(self, spec: RunSpec, found: Candidate) -> PeerRow:
+    def _row(self, spec: RunSpec, averager: Averager, found: Candidate) -> PeerRow:
         reach = self._swarm.reach(found.peer)
         return PeerRow(
             run=spec.name,
@@ -107,4 +107,5 @@ class Service:
             same_spec=found.spec == spec.hash,
             reach=reach.state,
             why=reach.reason,
+            differs=averager.difference(found.peer),
         )

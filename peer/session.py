@@ -6,6 +6,7 @@ Each purpose has its own schema and is joined when it is first used.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Sequence
@@ -29,6 +30,12 @@ OVERTIME = 0.5
 
 REPORT_SECONDS = 0.02
 """A script may accumulate a thousand times a second; each report is a signed record to other peers."""
+
+SEARCH_SECONDS = 5.0
+"""A search of the directory takes some milliseconds; where it takes longer, whoever is there is met later."""
+
+COMPARE_SECONDS = 5.0
+"""Two questions to those who have another spec, each of which may stay unanswered for 2 s."""
 
 LEAVE_SECONDS = 5.0
 """An open round is finished or failed within that; the driver's own bound on a stalled peer is 2 s."""
@@ -74,7 +81,8 @@ class Session:
         """Have `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
 
         Raises:
-            Refused: It has been used already with others, or has no gradients, or a tensor's description is not valid.
+            Refused: Those who are there have something else; says what differs. Or it has been used already with other
+                terms, or has no gradients, or a tensor's description is not valid.
             SpecError: A term is too long or not printable.
         """
         if self._joined is None:
@@ -92,7 +100,15 @@ class Session:
                     "agree before the first accumulate and step, or leave the run and join it again",
                 )
             self._specs[STEP] = agreed
-        await self._averager(STEP)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SEARCH_SECONDS):
+                # Before joining it: of a run that it is in, a peer is told what it knows already.
+                await self._swarm.directory.peers(agreed.name)
+        averager = await self._averager(STEP)
+        objection = await averager.objection(COMPARE_SECONDS)
+        if objection:
+            await self._disagree(averager)
+            raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
 
     async def start_round(
         self, purpose: str, weight: float, timeout: float, state: StateId | None = None
@@ -145,9 +161,9 @@ class Session:
         return self._leaving is not None
 
     @property
-    def specs_in_use(self) -> list[RunSpec]:
+    def in_use(self) -> list[tuple[RunSpec, Averager]]:
         """The runs of the hub that it takes part in."""
-        return [self._specs[purpose] for purpose in self._averagers]
+        return [(self._specs[purpose], averager) for purpose, averager in self._averagers.items()]
 
     @property
     def state(self) -> RunState:
@@ -221,6 +237,15 @@ class Session:
                 self._averagers[purpose] = await self._hub.join(self._specs[purpose])
             self._purpose = purpose
             return self._averagers[purpose]
+
+    async def _disagree(self, averager: Averager) -> None:
+        """As if nothing had been agreed on: the client may try again."""
+        async with self._joining:
+            await averager.leave("others have agreed on something else")
+            self._averagers.pop(STEP, None)
+            self._purpose = AVERAGE
+            if self._joined is not None:
+                self._specs[STEP] = self._joined
 
     async def _exchange(self, purpose: str, weight: float, timeout: float, state: StateId | None) -> Outcome:
         averager = await self._averager(purpose)

@@ -67,6 +67,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         same_spec: Whether its options are this daemon's; otherwise they do not meet.
         reach: How this daemon reaches it.
         why: Why that is so, one line: its own word, or what came of trying.
+        differs: Which of its options differ, here and there, one line; empty if none do, or that is not known.
     """
 
     run: str
@@ -80,6 +81,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     same_spec: bool
     reach: ReachState
     why: str
+    differs: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

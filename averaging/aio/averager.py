@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections import deque
@@ -18,6 +19,7 @@ from equipoise.averaging.aio.round import Round, Task
 from equipoise.averaging.allreduce.notary import Keys
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
+from equipoise.averaging.matchmaking.comparing import Comparing
 from equipoise.averaging.matchmaking.events import (
     Announce,
     BecameReady,
@@ -33,9 +35,9 @@ from equipoise.averaging.matchmaking.events import (
     Woke,
 )
 from equipoise.averaging.matchmaking.machine import Matchmaking
-from equipoise.averaging.matchmaking.messages import MatchmakingMessage
+from equipoise.averaging.matchmaking.messages import MatchmakingMessage, SpecAnswer, SpecQuestion
 from equipoise.averaging.matchmaking.standing import Standing
-from equipoise.averaging.outcome import Exchanging, Outcome, RunState, check_weight
+from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState, check_weight
 from equipoise.averaging.ports import Candidate, Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -124,6 +126,9 @@ class Averager:
         self._machine = Matchmaking(
             Standing(spec.name, spec.hash, self._mesh.peer, spec.group_size, identity.sign, identity.verify)
         )
+        self._comparing = Comparing(spec, self._mesh.peer, self._loop.time())
+        self._looked = asyncio.Event()
+        self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._round: Round | None = None
         self._accumulated = 0.0
@@ -180,7 +185,31 @@ class Averager:
         """Where the next round stands."""
         if self._round is not None:
             return Exchanging(self._round.group.size, self._machine.round - 1)
-        return self._machine.state
+        state = self._machine.state
+        return NoPeers(self.reason) if isinstance(state, NoPeers) and self._comparing.reason else state
+
+    @property
+    def reason(self) -> str:
+        """Why it stands so, one line; where all who are there have another spec, how that differs."""
+        alone = isinstance(self._machine.state, NoPeers)
+        return (alone and self._comparing.reason) or self._machine.reason
+
+    def difference(self, peer: str) -> str:
+        """How the spec of another peer of this name differs, one line; empty if it does not, or that is not known."""
+        return self._comparing.difference(peer)
+
+    async def objection(self, timeout: float) -> str:
+        """Why this peer should rather not take part with its spec, one line; empty if it may.
+
+        Waits up to `timeout` seconds for those who are known to have another spec to say what it is.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._looked.wait()
+                while not self._comparing.settled:
+                    self._compared.clear()
+                    await self._compared.wait()
+        return self._comparing.objection()
 
     @property
     def round(self) -> int:
@@ -209,7 +238,7 @@ class Averager:
             spec=self.spec.hash,
             codec=self.spec.codec,
             state=self.state,
-            reason=self._machine.reason,
+            reason=self.reason,
             round=self._machine.round,
             peers=len(self._candidates),
             rounds_ok=self._counts[True],
@@ -254,7 +283,7 @@ class Averager:
             # Having left in the very moment in which its group formed, it begins no round.
             return self._failed(self._left) if self._left else formed
         except TimeoutError:
-            reason = f"no group within {timeout:g} s: {self._machine.reason}"
+            reason = f"no group within {timeout:g} s: {self.reason}"
             self._tell(Withdrew())
             return self._failed(reason)
         except asyncio.CancelledError:
@@ -325,11 +354,24 @@ class Averager:
 
     def receive(self, peer: str, message: MatchmakingMessage) -> None:
         """A matchmaking message of this run has come."""
-        self._tell(MessageReceived(peer, message))
+        if isinstance(message, SpecQuestion | SpecAnswer):
+            self._compare(MessageReceived(peer, message))
+        else:
+            self._tell(MessageReceived(peer, message))
 
     def lost(self, peer: str) -> None:
         """The channel with a peer has broken."""
         self._tell(PeerLost(peer))
+        self._compare(PeerLost(peer))
+
+    def _compare(self, event: Event) -> None:
+        before = self._comparing.reason
+        for send in self._comparing.handle(event, self._loop.time()):
+            self._mesh.post(send.peer, MATCHMAKING_FRAME + matchmaking_messages.encode(send.message))
+        if self._comparing.reason != before and self._comparing.reason:
+            log.warning("run %s: %s", self.spec.name, self._comparing.reason)
+        self._compared.set()
+        self._schedule()
 
     def _tell(self, event: Event) -> None:
         for action in self._machine.handle(event, self._loop.time()):
@@ -354,11 +396,14 @@ class Averager:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._left and self._machine.deadline != float("inf"):
-            self._timer = self._loop.call_at(self._machine.deadline, self._wake)
+        deadline = min(self._machine.deadline, self._comparing.deadline)
+        if not self._left and deadline != float("inf"):
+            self._timer = self._loop.call_at(deadline, self._wake)
 
     def _wake(self) -> None:
         self._tell(Woke())
+        if self._loop.time() >= self._comparing.deadline:
+            self._compare(Woke())
 
     def _publish(self) -> None:
         if not self._left:
@@ -384,6 +429,8 @@ class Averager:
             self._looking = False
         if not self._left:
             self._tell(CandidatesSeen(self._candidates))
+            self._compare(CandidatesSeen(self._candidates))
+            self._looked.set()
 
     async def _look_regularly(self) -> None:
         while True:

@@ -2,7 +2,8 @@
 
 A requester sends `JoinRequest` to the convener of its group, which answers `JoinAccepted` or `JoinRefused` and, in the
 end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm. Peers
-that a convener waits for get an `Invitation`, and answer with their `Whereabouts`.
+that a convener waits for get an `Invitation`, and answer with their `Whereabouts`. Peers whose specs differ ask each
+other what theirs is: `SpecQuestion`, `SpecAnswer`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, Ticket
+from equipoise.averaging.description import Description, Number
+from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
 from equipoise.averaging.matchmaking.lateness import MAX_WAIT
 from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_NAME_CHARS, PROTOCOL_VERSION
 
@@ -25,6 +27,9 @@ MAX_PATIENCE = 86_400.0
 
 MAX_COUNT = 1_000_000
 
+MAX_PRESENCE = 1e9
+"""Seconds; thirty years."""
+
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS, pattern=r"\A[ -~]*\Z")]
 """Printable ASCII: it ends up in logs and terminals."""
@@ -32,6 +37,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Hops = Annotated[int, msgspec.Meta(ge=0, le=MAX_HOPS)]
 Patience = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PATIENCE)]
 Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT)]
+Presence = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PRESENCE)]
 
 
 class MessageError(ValueError):
@@ -153,8 +159,46 @@ class Whereabouts(msgspec.Struct, frozen=True, tag=True):
     round: RoundNumber
 
 
+class SpecQuestion(msgspec.Struct, frozen=True, tag=True):
+    """My spec of this run is another than yours: what is yours?
+
+    Attributes:
+        run: Name of the run.
+        spec: Hash of the asker's spec.
+        tensor: Place of the tensor whose name and shape are wanted.
+    """
+
+    run: RunName
+    spec: SpecHash
+    tensor: Number = 0
+
+
+class SpecAnswer(msgspec.Struct, frozen=True, tag=True):
+    """Answers `SpecQuestion`.
+
+    Attributes:
+        run: Name of the run.
+        spec: Hash of the spec that is described.
+        seconds: For how long this peer has taken part with it.
+        description: The spec in brief.
+    """
+
+    run: RunName
+    spec: SpecHash
+    seconds: Presence
+    description: Description
+
+
 MatchmakingMessage = (
-    JoinRequest | JoinAccepted | JoinRefused | LeaveRequest | GroupFormed | Invitation | Whereabouts
+    JoinRequest
+    | JoinAccepted
+    | JoinRefused
+    | LeaveRequest
+    | GroupFormed
+    | Invitation
+    | Whereabouts
+    | SpecQuestion
+    | SpecAnswer
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -88,6 +88,9 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
     console.print()
     for peer, why in {row.peer: f"{row.reach}: {row.why}" for row in peers}.items():
         _line(console, peer[-SHORT_PEER:], why)
+    for row in peers:
+        if row.differs:
+            _line(console, row.peer[-SHORT_PEER:], f"{row.run}: other options: {row.differs}")
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:

@@ -211,6 +211,57 @@ class RunContract:
         with pytest.raises(Refused, match="was left"):
             run.agree({})
 
+    def test_whoever_comes_with_other_terms_hears_which_and_turns_nobody_away(self, peers: Peers) -> None:
+        runs = join_all(peers(2), [[torch.zeros(1)] for _ in range(2)])
+        runs[0].agree({"target batch size": "4096", "clip": "1.0"})
+        said = "another spec: target batch size: here 2048, there 4096; give the same, or use another name"
+
+        def refusal() -> str:
+            try:
+                runs[1].agree({"target batch size": "2048", "clip": "1.0"})
+            except Refused as error:
+                return str(error)
+            return ""
+
+        assert said in eventually(refusal, "that the terms differ")
+        runs[0].agree({"target batch size": "4096", "clip": "1.0"})
+        runs[1].agree({"target batch size": "4096", "clip": "1.0"})
+        for run in runs:
+            run.accumulate([torch.ones(1)], weight=1)
+        assert all(outcome.ok for outcome in together(*(lambda run=run: run.step(SOON) for run in runs)))
+
+    @pytest.mark.parametrize(
+        ("tensors", "options", "said"),
+        [
+            (
+                {"a": torch.zeros(2), "b": torch.zeros(2, 3)},
+                {},
+                "model: tensor 1 is 'b' float32 [2] here, 'b' float32 [2, 3] there "
+                "(here 4 values in 2 tensors, there 8 values in 2 tensors)",
+            ),
+            ({"a": torch.zeros(2)}, {}, "model: tensor 1 is 'b' float32 [2] here, missing there"),
+            (None, {"codec": "int8"}, "codec: here fp32, there int8:block="),
+            (None, {"group_size": 8}, "group size: here 4, there 8"),
+        ],
+        ids=["shape", "tensors", "codec", "group size"],
+    )
+    def test_alone_among_others_it_says_what_differs(
+        self, peers: Peers, tensors: Any, options: dict[str, Any], said: str
+    ) -> None:
+        clients = peers(2)
+        usual = {"a": torch.zeros(2), "b": torch.zeros(2)}
+        run = clients[0].join("digits", usual, **OPTIONS)
+        clients[1].join("digits", tensors or usual, **{**OPTIONS, **options})
+
+        def reason() -> str:
+            state = run.state
+            return state.reason if isinstance(state, NoPeers) else ""
+
+        eventually(lambda: said in reason(), said, SOON)
+        (row,) = [row for row in clients[0].peers() if not row.me]
+        assert not row.same_spec
+        assert said in row.differs
+
     def test_gradients_come_back_in_the_parameters_own_dtype_and_layout(self, peers: Peers) -> None:
         models: list[Any] = [_Mixed() for _ in range(2)]
         runs = join_all(peers(2), models)

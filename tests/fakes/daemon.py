@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from equipoise.averaging.description import describe, differences, first_difference, regarding
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -35,6 +36,7 @@ class Member:
 
     peer: str
     spec: str
+    described: RunSpec
     accumulated: float = 0.0
     ready: bool = False
     round: int = 0
@@ -269,15 +271,16 @@ class FakeAverager:
         self._spec = spec
         self.history: deque[Outcome] = deque(maxlen=32)
         with network.lock:
-            self._member = network.runs.setdefault(spec.name, {})[peer] = Member(peer, spec.hash)
+            self._member = network.runs.setdefault(spec.name, {})[peer] = Member(peer, spec.hash, spec)
 
     @property
     def state(self) -> RunState:
         with self._network.lock:
             members = self._network.runs[self._spec.name]
             waiting = self._network.waiting.get(self._spec.name, {})
-        if len(members) == 1:
-            return NoPeers()
+        strangers = self._strangers()
+        if len(members) - len(strangers) == 1:
+            return NoPeers(f"another spec: {self.difference(strangers[0])}") if strangers else NoPeers()
         if self._peer not in waiting:
             return Idle(peers=len(members) - 1)
         if self._network.held and len(waiting) == len(members):
@@ -308,6 +311,28 @@ class FakeAverager:
 
     def report_accumulated(self, weight: float) -> None:
         self._member.accumulated = weight
+
+    def difference(self, peer: str) -> str:
+        with self._network.lock:
+            other = self._network.runs[self._spec.name].get(peer)
+        if other is None or other.spec == self._spec.hash:
+            return ""
+        here, there = describe(self._spec), describe(other.described)
+        place = first_difference(here, there) or 0
+        return differences(regarding(here, self._spec, place), regarding(there, other.described, place))
+
+    async def objection(self, timeout: float) -> str:
+        others = self._strangers()
+        with self._network.lock:
+            members = list(self._network.runs[self._spec.name])
+        alike = len(members) - len(others)
+        later = others == members[:1] and alike == 1
+        return f"another spec: {self.difference(others[0])}" if len(others) > alike or later else ""
+
+    def _strangers(self) -> list[str]:
+        with self._network.lock:
+            members = self._network.runs[self._spec.name].items()
+            return [peer for peer, member in members if member.spec != self._spec.hash]
 
     def status(self) -> FakeStanding:
         ok = sum(outcome.ok for outcome in self.history)

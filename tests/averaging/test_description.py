@@ -1,0 +1,176 @@
+"""What a peer tells of its spec, and how two of them differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.description import (
+    MARK_BYTES,
+    MAX_DIFFERENCES,
+    MAX_MARKS,
+    MAX_NOTE_CHARS,
+    Description,
+    describe,
+    differences,
+    first_difference,
+    regarding,
+)
+from equipoise.averaging.ports import MAX_HEADER_BYTES
+from equipoise.averaging.schema import MAX_NAME_CHARS, Schema, TensorSpec
+from equipoise.averaging.spec import MAX_TERMS, RunSpec
+
+TENSORS = {"a": (2,), "b": (3, 4), "c": (5,)}
+
+
+def spec(tensors: dict[str, tuple[int, ...]] | None = None, **options: Any) -> RunSpec:
+    shapes = TENSORS if tensors is None else tensors
+    schema = Schema(tuple(TensorSpec(name, shape, "float32") for name, shape in shapes.items()))
+    return RunSpec.create("run", schema, **{"codec": "fp32", **options})
+
+
+def told(here: RunSpec, there: RunSpec) -> str:
+    """What two peers that have asked each other for the right tensor can say."""
+    place = first_difference(describe(here), describe(there)) or 0
+    return differences(regarding(describe(here), here, place), regarding(describe(there), there, place))
+
+
+def test_nothing_differs_between_equals() -> None:
+    assert told(spec(), spec()) == ""
+    assert first_difference(describe(spec()), describe(spec())) is None
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        (
+            spec({"a": (2,), "b": (4, 3), "c": (5,)}),
+            "model: tensor 1 is 'b' float32 [3, 4] here, 'b' float32 [4, 3] there "
+            "(here 19 values in 3 tensors, there 19 values in 3 tensors)",
+        ),
+        (
+            spec({"a": (2,), "b": (3, 4)}),
+            "model: tensor 2 is 'c' float32 [5] here, missing there "
+            "(here 19 values in 3 tensors, there 14 values in 2 tensors)",
+        ),
+        (
+            spec({**TENSORS, "d": (1,)}),
+            "model: tensor 3 is missing here, 'd' float32 [1] there "
+            "(here 19 values in 3 tensors, there 20 values in 4 tensors)",
+        ),
+        (spec(codec="fp16"), "codec: here fp32, there fp16"),
+        (spec(group_size=4), "group size: here 16, there 4"),
+        (spec(part_values=512), "part values: here 524288, there 512"),
+        (spec(terms={"clip": "1.0"}), "clip: here nothing, there 1.0"),
+    ],
+)
+def test_what_differs_is_named(there: RunSpec, said: str) -> None:
+    assert told(spec(), there) == said
+
+
+def test_of_long_values_the_part_that_differs_is_shown() -> None:
+    options = "AdamW(lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay={}, fused=None, capturable=False)"
+    here, there = (spec(terms={"optimizer": options.format(decay)}) for decay in ("0.1", "0.01"))
+    said = told(here, there)
+    assert "weight_decay=0.1, fused" in said
+    assert "weight_decay=0.01, fused" in said
+    assert "betas" not in said
+    assert len(said) < 160
+
+
+def test_a_line_does_not_name_everything() -> None:
+    many = spec(terms={str(index): "here" for index in range(MAX_TERMS)}, codec="fp16")
+    said = told(spec(), many)
+    assert said.count(";") == MAX_DIFFERENCES
+    assert said.endswith(f"and {MAX_TERMS + 1 - MAX_DIFFERENCES} more")
+
+
+def test_another_version_is_all_there_is_to_say() -> None:
+    there = msgspec.structs.replace(describe(spec(codec="fp16")), version=99)
+    assert differences(describe(spec()), there).startswith("protocol version: here ")
+
+
+def test_of_very_many_tensors_what_lies_behind_the_marks_is_counted() -> None:
+    names = [f"t{index}" for index in range(MAX_MARKS + 2)]
+    here = spec(dict.fromkeys(names, (1,)))
+    there = spec(dict.fromkeys(names[:-1], (1,)))
+    assert len(describe(here).marks) == MARK_BYTES * MAX_MARKS
+    assert told(here, there) == (
+        f"model: here {MAX_MARKS + 2} values in {MAX_MARKS + 2} tensors, "
+        f"there {MAX_MARKS + 1} values in {MAX_MARKS + 1} tensors"
+    )
+
+
+def test_the_largest_description_fits_a_header_and_is_understood() -> None:
+    name = "ü" * MAX_NAME_CHARS
+    tensors = {f"{index}{name}"[:MAX_NAME_CHARS]: (1,) * 64 for index in range(MAX_MARKS + 1)}
+    terms = {f"{index:064}": "x" * 256 for index in range(MAX_TERMS)}
+    encoded = msgspec.msgpack.encode(describe(spec(tensors, terms=terms)))
+    assert len(encoded) < MAX_HEADER_BYTES / 2
+    assert len(msgspec.msgpack.decode(encoded, type=Description).note) <= MAX_NOTE_CHARS
+
+
+def test_names_that_are_not_printable_are_escaped() -> None:
+    here = spec({"\x1b[2J\n": (1,)})
+    assert r"'\x1b[2J\n' float32 [1]" in told(here, spec({"a": (1,)}))
+
+
+DESCRIPTIONS = st.builds(
+    Description,
+    st.sampled_from([describe(spec()).version, 7]),
+    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
+    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
+    st.integers(0, 2**53),
+    st.integers(0, 2**53),
+    st.lists(st.tuples(st.just("clip"), st.text("ab \"'", max_size=256)), max_size=3).map(tuple),
+    st.integers(0, 2**53),
+    st.integers(0, 2**53),
+    st.binary(max_size=99),
+    st.integers(0, 2**53),
+    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=MAX_NOTE_CHARS),
+)
+
+
+@given(DESCRIPTIONS)
+def test_whatever_a_stranger_tells_comes_to_one_short_printable_line(there: Description) -> None:
+    here = spec()
+    place = first_difference(describe(here), there)
+    line = differences(regarding(describe(here), here, place or 0), there)
+    assert line.isascii()
+    assert line.isprintable()
+    assert len(line) < 1000
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"note": "\x1b[2J"},
+        {"note": "x" * 161},
+        {"codec": "x" * 65},
+        {"terms": (("a", "b\n"),)},
+        {"terms": tuple((str(index), "") for index in range(33))},
+        {"marks": b"x" * (MARK_BYTES * MAX_MARKS + 1)},
+        {"values": -1},
+        {"index": 2**60},
+    ],
+)
+def test_what_is_out_of_bounds_does_not_decode(change: dict[str, Any]) -> None:
+    wrong = msgspec.structs.replace(describe(spec()), **change)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Description)
+
+
+def test_marks_tell_tensors_apart_by_name_shape_and_dtype() -> None:
+    tensors = [
+        {"a": torch.zeros(2)},
+        {"b": torch.zeros(2)},
+        {"a": torch.zeros(3)},
+        {"a": torch.zeros(2).double()},
+    ]
+    marks = {describe(RunSpec.create("run", Schema.of(each))).marks for each in tensors}
+    assert len(marks) == len(tensors)
