@@ -379,7 +379,7 @@ class Run:
         from equipoise.peer.training.optimizer import Options, SwarmOptimizer
         from equipoise.peer.training.recording import keep
 
-        optimizer = SwarmOptimizer(self, inner, Options(**options))  # type: ignore[arg-type]
+        optimizer = SwarmOptimizer(self, inner, Options(**options))
         if checkpoints is not None:
             keep(optimizer, self, checkpoints)
         return optimizer

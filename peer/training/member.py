@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.averaging.outcome import NoPeers, Outcome
+from equipoise.averaging.outcome import Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.tensors import Gradients, named_gradients
@@ -20,10 +20,6 @@ from equipoise.peer.training.image import Image, ModelPart, TrainingState, diges
 from equipoise.peer.training.ports import Pending, PendingFetch, TrainingRun
 from equipoise.peer.training.replica import Alone, Replica
 from equipoise.peer.training.tensorfile import ImageError
-
-ATTENDANCE = 2.0**-30
-"""Weight of one that has nothing to give. A round needs two contributors, so an observer could not meet one that is
-alone; beside any number of samples it is nothing in fp32, and what it adds are zeros."""
 
 CATCH_UP_SECONDS = 5.0
 """Longest time that a step of the training loop waits to find the group's state; then the loop has its turn."""
@@ -101,12 +97,12 @@ class Member:
         self._subject = subject
         self._policy = policy
         start = machine.beginning(subject.model.digest())
-        self._replica = Replica(start, policy.clock(), policy.alone, policy.patience)
+        self._replica = Replica(run.peer, start, policy.clock(), policy.alone, policy.patience)
+        self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: Pending | None = None
         self._fetch: PendingFetch | None = None
         self._image: Image | None = None
-        self._current: StateId | None = None
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
@@ -158,14 +154,14 @@ class Member:
         """Weight accumulated towards the next update, by all who will contribute; offers a snapshot if one is
         wanted."""
         progress = self._run.progress()
-        self._offer(getattr(progress, "wanted", None))
+        self._offer(progress.wanted)
         return progress.swarm if self.in_step else self.accumulated
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
         """Where this peer does not hold the group's state, or does not know, find out and catch up, for some
         seconds."""
         deadline = self._policy.clock() + seconds
-        while not self.in_step and self._has_company():
+        while not self.in_step and self.has_company():
             if self._pending is None:
                 self._attend()
             assert self._pending is not None, "just started"
@@ -177,7 +173,7 @@ class Member:
 
     def meet(self, wait: bool = True) -> None:
         """Make the update that is due: with the group, or alone, or not yet; `wait=False` only starts the round."""
-        self._do(self._replica.handle(machine.Due(self._has_company()), self._policy.clock()), wait)
+        self._do(self._replica.handle(machine.Due(self.has_company()), self._policy.clock()), wait)
 
     def collect(self) -> None:
         """Wait for the round that goes on, and do what follows from it."""
@@ -188,14 +184,21 @@ class Member:
         self.outcomes += 1
         was_in_step = self.in_step
         if outcome.ok:
-            self._current = outcome.state
-            weight = sum(outcome.contributors.values())
-            event: machine.Event = machine.RoundSucceeded(outcome.state, outcome.digest, weight)
+            event: machine.Event = machine.RoundSucceeded(
+                outcome.state,
+                outcome.states,
+                outcome.digest,
+                outcome.contributors,
+                outcome.group,
+                self._missing(outcome),
+            )
         else:
             event = machine.RoundFailed(outcome.reason)
         self._do(self._replica.handle(event, self._policy.clock()))
         if was_in_step != self.in_step:
             self._move_accumulated()
+        if self.in_step:
+            self._stop_fetching()
 
     def load(self, image: torch.Tensor) -> StateId:
         """Become what an image holds, as from a checkpoint; the next round tells whether it is the group's.
@@ -203,25 +206,55 @@ class Member:
         Raises:
             ImageError: It is damaged or does not fit; nothing has changed.
         """
-        read = self._subject.state.read(image)
+        read = self.read(image)
         read.load()
-        policy = self._policy
-        self._replica = Replica(read.id, policy.clock(), policy.alone, policy.patience)
-        self._own = None
-        self._run.take()
         return read.id
+
+    def read(self, image: torch.Tensor) -> Image:
+        """Check all of an image; its `load` has this peer become what it holds.
+
+        Raises:
+            ImageError: It is damaged or does not fit.
+        """
+        read = self._subject.state.read(image)
+
+        def load() -> None:
+            self._whole = None
+            read.load()
+            policy = self._policy
+            self._replica = Replica(self._run.peer, read.id, policy.clock(), policy.alone, policy.patience)
+            self._own, self._whole = None, read.id
+            self._run.take()
+
+        return Image(read.id, load)
+
+    @property
+    def limit(self) -> int:
+        """Most bytes that an image of this state takes."""
+        return self._subject.model.limit
+
+    @property
+    def whole(self) -> bool:
+        """Whether what is in memory is what `id` says; not so where an update was interrupted."""
+        return self._whole == self.id
 
     def image(self) -> torch.Tensor:
         """The state that this peer holds, u8 [bytes]: one copy in memory."""
         return self._subject.state.image(self.id)
 
-    def _has_company(self) -> bool:
+    def has_company(self) -> bool:
+        """Whether any other peer of the run is known."""
         return not isinstance(self._run.state, NoPeers)
+
+    def _missing(self, outcome: Outcome) -> int:
+        state = self._run.state
+        return max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
 
     def _attend(self) -> None:
         """Take part in a round with nothing, to learn which state the group holds, or what its mean is."""
-        if self._run.accumulated < ATTENDANCE:
-            self._run.accumulate(dict.fromkeys(self._subject.tensors), ATTENDANCE)
+        self._run.take()
+        if self._replica.attendance:
+            self._run.accumulate(dict.fromkeys(self._subject.tensors), self._replica.attendance)
         self._start()
 
     def _start(self) -> None:
@@ -241,7 +274,7 @@ class Member:
         while todo:
             match todo.popleft():
                 case machine.Apply(before):
-                    self._apply(self._mean() if before == self._current else self._held.pop(before))
+                    self._apply(self._held.pop(before) if before in self._held else self._mean())
                 case machine.Hold(before):
                     self._held[before] = self._mean().copy()
                 case machine.Forget(before):
@@ -250,15 +283,15 @@ class Member:
                     checked = machine.Checked(self._subject.model.digest())
                     todo.extendleft(reversed(self._replica.handle(checked, self._policy.clock())))
                 case machine.Fetch(at_least):
-                    self._fetch = self._run.fetch(
-                        at_least, self._subject.model.limit, FETCH_SECONDS, wait=False
-                    )
+                    self._stop_fetching()
+                    self._fetch = self._run.fetch(at_least, self.limit, FETCH_SECONDS, wait=False)
                 case machine.Load():
                     self._load()
                 case machine.Meet():
                     self._meet(wait)
                 case machine.StepAlone():
                     self._step_alone()
+        self._whole = self.id
         if self.reason != self._told:
             self._told = self.reason
             log.info("run %s: %s", self._run.name, self.reason)
@@ -273,6 +306,7 @@ class Member:
         return Mean(self._run.mean, dict(self._subject.buffers))
 
     def _apply(self, mean: Mean) -> None:
+        self._whole = None
         with torch.no_grad():
             for name, buffer in self._subject.buffers.items():
                 buffer.copy_(mean.buffers[name])
@@ -288,6 +322,7 @@ class Member:
         if own is None or own.weight == 0:
             return
         mean = _mean_of(own, self._subject.tensors)
+        self._whole = None
         self._subject.update(mean)
         self._subject.model.settle()
         self._do(self._replica.handle(machine.SteppedAlone(digest(mean)), self._policy.clock()))
@@ -298,6 +333,11 @@ class Member:
             return
         self._run.offer(self.id, self.image().numpy().data)
         self._offered = self.id.epoch
+
+    def _stop_fetching(self) -> None:
+        fetching, self._fetch = self._fetch, None
+        if fetching is not None:
+            fetching.cancel()
 
     def _look_for_image(self) -> None:
         if self._fetch is None or not self._fetch.done():
@@ -317,6 +357,7 @@ class Member:
 
     def _load(self) -> None:
         assert self._image is not None, "it was fetched"
+        self._whole = None
         self._image.load()
 
 

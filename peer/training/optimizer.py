@@ -8,6 +8,7 @@ same step.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ from equipoise.peer.training.image import (
     digest,
 )
 from equipoise.peer.training.member import Member, Policy, Subject
+from equipoise.peer.training.pace import Pace
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.replica import Alone
 
@@ -64,6 +66,7 @@ class Options:
         alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others.
         patience: Seconds without company before it trains alone.
         timeout: Seconds for one round.
+        clock: Seconds on a steady clock.
     """
 
     target_batch_size: float
@@ -76,6 +79,7 @@ class Options:
     alone: Alone = "train"
     patience: float = 10.0
     timeout: float = 30.0
+    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         for name in ("target_batch_size", "batch_size", "timeout"):
@@ -131,9 +135,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         parts |= {"optimizer": OptimizerPart(inner, parameters), "model": model}
         run.agree(terms_of(inner, options, _frozen(source) if is_module else {}), options.buffers)
         subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
-        policy = Policy(options.alone, options.patience, options.timeout)
+        policy = Policy(options.alone, options.patience, options.timeout, options.clock)
         self.member = Member(run, subject, policy)
+        self._clock = policy.clock
+        self._pace = Pace(options.target_batch_size)
+        self._paced: Outcome | None = None
         self._given = 0.0
+        run.trained_by = "an optimizer"
 
     # ---- what is the wrapped optimizer's ----
 
@@ -205,31 +213,51 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Take on the state that an image holds: all of it, or, with an ImageError, nothing."""
         return self.member.load(image)
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Add this micro-batch's gradients; with them, if the swarm then has its target, make the step.
 
         A round that failed keeps what was accumulated, and is tried again in the next call.
 
+        Args:
+            closure: Called once, first, as by most torch optimizers: computes the gradients, and returns the loss.
+
+        Returns:
+            What the closure returned.
+
         Raises:
-            TypeError: A closure was given: the swarm does not evaluate a loss again.
             DaemonLost: The daemon has gone; the parameters are untouched.
         """
+        loss = None
         if closure is not None:
-            raise TypeError("step() takes no closure here: call backward() yourself, then step()")
+            with torch.enable_grad():
+                loss = closure()
+        self._pace.computed(self._clock())
         self._take_in()
         self.member.find_group()
-        if self.member.pending and self.member.in_step and not self._may_collect():
-            return
-        self.member.collect()
-        if self.member.swarm_accumulated() >= self._options.target_batch_size:
-            self._given = self.member.accumulated
-            self.member.meet(wait=not self._options.delay)
+        if not self.member.pending or not self.member.in_step or self._may_collect():
+            self.member.collect()
+            if self._is_due():
+                self._given = self.member.accumulated
+                self.member.meet(wait=not self._options.delay)
+        self._pace.returned(self._clock())
+        return loss
 
     def _may_collect(self) -> bool:
         """Whether the round that goes on has ended, or has to be waited for."""
-        if self.member.accumulated >= self._given:
-            return True
-        return self.member.round_done
+        return self.member.accumulated >= self._given or self.member.round_done
+
+    def _is_due(self) -> bool:
+        self._keep_pace()
+        swarm, local = self.member.swarm_accumulated(), self.member.accumulated
+        if self._pace.reached(local, swarm) and not self.member.has_company():
+            self._pace.alone()
+        return self._pace.reached(local, swarm)
+
+    def _keep_pace(self) -> None:
+        last = self.member.last
+        if last is not None and last.ok and last is not self._paced:
+            self._pace.averaged(last, self._run.peer, self.batch_size)
+        self._paced = last
 
     def _take_in(self) -> None:
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
@@ -301,6 +329,10 @@ def _check_inner(run: TrainingRun, inner: torch.optim.Optimizer) -> dict[str, to
         )
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}")
+    if run.trained_by:
+        raise Refused(
+            f"run {run.name!r} is stepped by {run.trained_by} already", "join another run for this one"
+        )
     parameters = stepped_tensors(run.source)
     held = [parameter for group in inner.param_groups for parameter in group["params"]]
     ours = {id(parameter) for parameter in parameters.values()}

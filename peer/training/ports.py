@@ -52,6 +52,9 @@ class PendingFetch(Protocol):
     def done(self) -> bool:
         """Whether `result` returns at once."""
 
+    def cancel(self) -> None:
+        """End it."""
+
     def result(self) -> Fetched:
         """What it came to."""
 
@@ -79,7 +82,12 @@ class TrainingRun(Protocol):
     """See `equipoise.peer.run.Run`, whose methods these are."""
 
     name: str
+    trained_by: str
     mean: dict[str, torch.Tensor]
+
+    @property
+    def peer(self) -> str:
+        """PeerID of the daemon."""
 
     @property
     def source(self) -> Tensors:

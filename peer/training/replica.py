@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Literal, NamedTuple
 
@@ -46,8 +46,14 @@ MAX_LEAD = HELD_MEANS // 2
 """Most epochs to ask ahead: the means from there on must still be held when the download ends."""
 
 MEETING_WEIGHT = 1e-3
-"""A round whose weights come to less was attended only by those who had nothing to give: it introduces, and changes
-nothing."""
+"""Who gives less has nothing to give: a round of only those introduces them to each other, and changes nothing."""
+
+ATTENDANCE = 2.0**-30
+"""Weight of one that has nothing to give where a round would not come about without: it needs two contributors.
+Beside any number of samples it is nothing in fp32, and what it adds are zeros."""
+
+MAX_INTRODUCTIONS = 3
+"""Rounds of newcomers among themselves, while others are known, before they believe that they are the beginning."""
 
 FAILED_ROUNDS = 3
 """Rounds that fail in a row, though others are known, before one that may train alone does; one alone is weather."""
@@ -68,13 +74,19 @@ class RoundSucceeded(NamedTuple):
 
     Attributes:
         group: The group's state before it; None if nobody claims one.
+        states: What each claims to hold, by name.
         digest: The outcome's.
-        weight: Sum of the contributors' weights.
+        weights: Of the contributors, by name.
+        members: Names of all who took part, in an order that all of them see.
+        missing: How many of the peers that are known did not.
     """
 
     group: StateId | None
+    states: Mapping[str, StateId]
     digest: str
-    weight: float
+    weights: Mapping[str, float]
+    members: Sequence[str]
+    missing: int = 0
 
 
 class RoundFailed(NamedTuple):
@@ -175,9 +187,12 @@ class Replica:
         reason: Why, one line.
     """
 
-    def __init__(self, state: StateId, now: float, alone: Alone = "train", patience: float = 10.0) -> None:
-        """Start with `state`; `patience` is the seconds without company after which it trains alone, if `alone` says
-        so."""
+    def __init__(
+        self, name: str, state: StateId, now: float, alone: Alone = "train", patience: float = 10.0
+    ) -> None:
+        """This peer, `name`, starts with `state`; `patience` is the seconds without company after which it trains
+        alone, if `alone` says so."""
+        self._name = name
         self.state = state
         self.phase = Phase.MEETING
         self.reason = "it has not met the group yet"
@@ -190,11 +205,23 @@ class Replica:
         self._wanted = 0
         self._replaying = False
         self._last_round = now
+        self._stands_in = True
+        self._group_at = now
+        self._introductions = 0
 
     @property
     def claim(self) -> StateId | None:
         """What to say in a round: nothing while astray, so that those who know better are not outvoted."""
         return None if self.phase is Phase.ASTRAY else self.state
+
+    @property
+    def attendance(self) -> float:
+        """The weight with which to take part where there is nothing to give: none, if the others are a group without.
+
+        Beside a single peer that gives, one of those who do not makes the second contributor; were it all of them, they
+        would be groups by themselves.
+        """
+        return ATTENDANCE if self.phase is not Phase.ASTRAY or self._stands_in else 0.0
 
     @property
     def contributes(self) -> bool:
@@ -208,6 +235,7 @@ class Replica:
                 return self._round_succeeded(event, now)
             case RoundFailed(reason):
                 self._failures += 1
+                self._stands_in = True  # Perhaps nobody did.
                 if self.phase is not Phase.ASTRAY:
                     self.reason = f"the last round failed: {reason}"
                 return self._fetch_again(now)
@@ -229,9 +257,17 @@ class Replica:
         self._failures, self._company_at = 0, now
         group = event.group
         if group is None:
-            # Everybody is astray: whoever had the state has gone. Each claims its own again, and the most common wins.
-            return self._give_up_astray("nobody is left who holds the group's state")
-        introduced = event.weight < MEETING_WEIGHT
+            return self._nobody_knows(now)
+        givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
+        lasting = {name for name in givers if event.states.get(name) == group}
+        idle = [name for name in event.members if name not in lasting]
+        self._stands_in = len(lasting) < 2 and idle[:1] == [self._name]
+        self._group_at = now
+        introduced = not givers
+        if introduced and group == self.state and self._is_inconclusive(event):
+            self._introductions += 1
+            self.reason = f"it has met some that begin as it does; {event.missing} others may know more"
+            return []
         if group == self.state:
             actions = self._forget_all()
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
@@ -245,6 +281,17 @@ class Replica:
             actions += self._fetch(self._ahead(group, now))
         self._last_round = now
         return actions
+
+    def _nobody_knows(self, now: float) -> list[Action]:
+        """All in the group were astray. If that lasts, whoever held the state has gone, and each claims its own
+        again."""
+        if self.phase is not Phase.ASTRAY or now - self._group_at < self._patience:
+            return []
+        return self._give_up_astray("nobody is left who holds the group's state")
+
+    def _is_inconclusive(self, event: RoundSucceeded) -> bool:
+        """Whether newcomers met only each other, while there may be a group that has long begun."""
+        return self.state.epoch == 0 and event.missing > 0 and self._introductions < MAX_INTRODUCTIONS
 
     def _stray(self, group: StateId) -> list[Action]:
         if self.phase is Phase.ASTRAY:

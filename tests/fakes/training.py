@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
 
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
@@ -20,7 +21,7 @@ from equipoise.averaging.state import StateId
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.memory import Region
-from equipoise.peer.messages import AgreeRun, ReportAccumulated
+from equipoise.peer.messages import AgreeRun, LeaveRun, ReportAccumulated
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import Tensors
 
@@ -53,6 +54,7 @@ class FakeSwarm:
         round_seconds: What a round takes.
         fetch_seconds: What a download takes.
         gather_seconds: How long a group that could begin waits for those who are still computing.
+        spoils: Called with the round's number: whether its mean holds infinities, as sums of fp16 may.
         fails: Called with the round's number and a peer; whether the round fails for that one, though not for others.
     """
 
@@ -62,6 +64,7 @@ class FakeSwarm:
         self.fetch_seconds = 0.5
         self.gather_seconds = 1.0
         self.fails: Callable[[int, str], bool] = lambda number, peer: False
+        self.spoils: Callable[[int], bool] = lambda number: False
         self.codec = parse_codec(codec)
         self.runs: dict[str, dict[str, FakeRun]] = {}
         self.rounds = 0
@@ -146,16 +149,20 @@ class FakeSwarm:
         contributors = [run for run in waiting.values() if run.weight > 0]
         if len(contributors) < 2:
             return
-        patient = self.now - min(run.waits_since for run in waiting.values()) >= self.gather_seconds
+        since = sorted(run.waits_since for run in contributors)[
+            1
+        ]  # Before that there was no group to be late for.
+        patient = self.now - since >= self.gather_seconds
         if len(waiting) < len(members) and not patient:
             return
         self.rounds += 1
         outcome, mean = self._exchange(waiting)
         for peer, run in waiting.items():
+            waited = {"matchmaking": self.now - run.waits_since, "total": self.now - run.waits_since}
             if self.fails(self.rounds, peer):
                 run.end(Outcome(ok=False, reason="as the test says", run=run.name), None)
             else:
-                run.end(outcome, mean)
+                run.end(msgspec.structs.replace(outcome, seconds=waited), mean)
 
     def _exchange(self, group: Mapping[str, FakeRun]) -> tuple[Outcome, torch.Tensor]:
         """The weighted mean, as the codec has it: the same bytes for all."""
@@ -169,6 +176,8 @@ class FakeSwarm:
         self.codec.encode(total / torch.tensor(sum(weights.values()), dtype=torch.float32), payload)
         mean = torch.empty(size)
         self.codec.decode(payload, mean)
+        if self.spoils(self.rounds):
+            mean[0] = torch.inf
         sent = 2 * len(payload) * (len(group) - 1) // len(group)
         for peer in group:
             self.bytes[peer] += sent
@@ -183,7 +192,6 @@ class FakeSwarm:
             digest=content.hexdigest(),
             bytes_sent=sent,
             bytes_received=sent,
-            seconds={"total": self.round_seconds},
             states={peer: run.claim for peer, run in group.items() if run.claim is not None},
         ), mean
 
@@ -195,7 +203,7 @@ class FakeRun(Run):
         self.swarm, self.peer_name = swarm, peer
         binding = Binding(tensors)
         link: Any = SimpleNamespace(
-            welcome=SimpleNamespace(peer_id=peer), start=self._start_request, ask=self._ask_request
+            welcome=SimpleNamespace(peer_id=peer, home=""), start=self._start_request, ask=self._ask_request
         )
         super().__init__(link, name, binding, Region.create(2 * binding.values + 1024))
         self._region.close_fd()
@@ -262,7 +270,7 @@ class FakeRun(Run):
             self.reported = request.weight
 
     def _ask_request(self, request: Any, kind: Any, timeout: float = 0.0) -> None:
-        assert isinstance(request, AgreeRun)
+        assert isinstance(request, AgreeRun | LeaveRun)
 
 
 class FakePending:
@@ -316,6 +324,9 @@ class FakeFetch:
         if self._since is not None:
             return swarm.now >= self._since + swarm.fetch_seconds
         return swarm.now >= self._deadline
+
+    def cancel(self) -> None:
+        self._run.wants = None
 
     def result(self) -> Any:
         self._run.wants = None

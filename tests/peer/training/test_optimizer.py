@@ -2,70 +2,334 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from equipoise.peer import Refused
 from equipoise.peer.training import SwarmOptimizer
 from fakes.training import FakeSwarm
-from oracles.training import Batch, batch_of, network
+from oracles.training import batch_of, difference, loss_of, network, train_whole
+from peer.training.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
 
-SAMPLES = 8
-
-
-def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
-    return nn.functional.mse_loss(model(batch.inputs), batch.targets)
+CODECS = ["fp32", "fp16", "bf16", "int8"]
 
 
-class Trainer:
-    """The loop that a user would write."""
-
-    def __init__(
-        self, swarm: FakeSwarm, index: int, epochs: int, seconds: float = 0.5, **options: Any
-    ) -> None:
-        self.swarm, self.index, self.epochs, self.seconds = swarm, index, epochs, seconds
-        self.options = {"target_batch_size": 4 * SAMPLES, "batch_size": SAMPLES, **options}
-        self.make: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2)
-        self.model = network()
-        self.opt: SwarmOptimizer
-        self.batches: list[int] = []
-
-    @property
-    def name(self) -> str:
-        return f"peer{self.index}"
-
-    def begin(self, at: float = 0.0) -> Trainer:
-        self.swarm.peer(self.name, self.train, at)
-        return self
-
-    def join(self) -> None:
-        run = self.swarm.join(self.name, "text", self.model)
-        self.opt = run.optimizer(self.make(self.model.parameters()), **self.options)
-
-    def train(self) -> None:
-        self.join()
-        count = 0
-        while self.opt.epoch < self.epochs:
-            self.swarm.compute(self.seconds)
-            self.opt.zero_grad()
-            loss_of(self.model, batch_of(self.index, count, SAMPLES)).backward()
-            count += 1
-            self.opt.step()
-
-    def flat(self) -> torch.Tensor:
-        return torch.cat([one.detach().flatten() for one in self.model.parameters()])
+@pytest.mark.parametrize("codec", CODECS)
+def test_all_peers_end_alike_under_every_codec(codec: str) -> None:
+    trainers = trained(FakeSwarm(codec))
+    assert trainers[0].opt.epoch == 5
+    assert_alike(trainers)
+    assert difference(trainers[0].named(), dict(network().named_parameters())) > 0.01
 
 
-def trained(swarm: FakeSwarm, peers: int = 4, epochs: int = 5, **options: Any) -> list[Trainer]:
-    trainers = [Trainer(swarm, index, epochs, **options).begin() for index in range(peers)]
-    swarm.run()
-    return trainers
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_peers_together_come_to_what_one_process_does_with_the_whole_batch(
+    fake: FakeSwarm, clip: float | None
+) -> None:
+    epochs = 50
+    trainers = trained(fake, epochs=epochs, clip=clip)
+    whole = network()
+    updates = [[batch_of(peer, at, SAMPLES) for peer in range(4)] for at in range(epochs)]
+    train_whole(whole, adamw, updates, clip)
+    assert_alike(trainers)
+    assert difference(trainers[0].named(), dict(whole.named_parameters())) <= 1e-5
 
 
-def test_all_peers_end_alike(fake: FakeSwarm) -> None:
-    trainers = trained(fake)
-    assert len({trainer.opt.id for trainer in trainers}) == 1
-    assert all(torch.equal(trainer.flat(), trainers[0].flat()) for trainer in trainers)
-    assert not torch.equal(trainers[0].flat(), Trainer(fake, 9, 1).flat())
+def test_a_slow_peer_contributes_what_it_has_and_the_quick_make_more(fake: FakeSwarm) -> None:
+    fake.gather_seconds = 5.0
+    quick = [Trainer(fake, index, 6).begin() for index in range(3)]
+    slow = Trainer(fake, 3, 6, seconds=1.6).begin()
+    fake.run()
+    assert_alike([*quick, slow])
+    assert slow.calls == 6
+    assert quick[0].opt.last.contributors["peer3"] == SAMPLES
+    assert quick[0].opt.last.contributors["peer0"] == 2 * SAMPLES
+
+
+def test_peers_as_fast_as_each_other_make_the_target_and_no_more(fake: FakeSwarm) -> None:
+    trainers = trained(fake, epochs=4)
+    assert trainers[0].opt.last.contributors == {trainer.name: SAMPLES for trainer in trainers}
+    assert {trainer.calls for trainer in trainers} == {4}
+
+
+def test_a_round_that_fails_keeps_what_was_accumulated(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: number == 3
+    trainers = trained(fake, epochs=4)
+    assert_alike(trainers)
+    assert {trainer.calls for trainer in trainers} == {5}
+    whole = network()
+    updates = [[batch_of(peer, at, SAMPLES) for peer in range(4)] for at in range(5)]
+    train_whole(whole, adamw, [updates[0], updates[1] + updates[2], *updates[3:]])
+    assert difference(trainers[0].named(), dict(whole.named_parameters())) <= 1e-5
+
+
+def test_delayed_means_are_applied_one_step_later_and_alike(fake: FakeSwarm) -> None:
+    fake.round_seconds = 0.4
+    trainers = trained(fake, epochs=10, delay=True)
+    assert_alike(trainers)
+    # Ten steps of half a second, one to collect the last, and the meeting: nobody waited for a round.
+    assert fake.now < 11 * 0.5 + 0.4 + 0.2
+
+
+def test_without_delay_rounds_cost_their_time(fake: FakeSwarm) -> None:
+    fake.round_seconds = 0.4
+    trained(fake, epochs=10)
+    assert fake.now > 10 * (0.5 + 0.4)
+
+
+def test_schedulers_follow_the_swarms_epoch(fake: FakeSwarm) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    trainers = trained(fake, epochs=4, scheduler=schedule)
+    assert_alike(trainers)
+    assert trainers[0].opt.param_groups[0]["lr"] == 1e-2 / 4
+
+
+def test_a_micro_batch_that_is_not_finite_is_dropped(fake: FakeSwarm) -> None:
+    class Bursting(Trainer):
+        def backward(self) -> None:
+            super().backward()
+            if self.index == 0 and self.calls == 2:
+                next(self.model.parameters()).grad.view(-1)[0] = torch.inf
+
+    trainers = [Bursting(fake, index, 5).begin() for index in range(4)]
+    fake.run()
+    assert [trainer.opt.dropped for trainer in trainers] == [1, 0, 0, 0]
+    assert_alike(trainers)
+
+
+def test_a_mean_that_is_not_finite_is_skipped_by_all(fake: FakeSwarm) -> None:
+    fake.spoils = lambda number: number == 3  # The first is the meeting.
+    trainers = trained(fake, epochs=4)
+    assert [trainer.opt.skipped for trainer in trainers] == [1] * 4
+    assert_alike(trainers)
+    assert int(trainers[0].opt.state[next(trainers[0].model.parameters())]["step"]) == 3
+
+
+def test_grad_scaler_takes_it_for_an_optimizer(fake: FakeSwarm) -> None:
+    class Scaled(Trainer):
+        def train(self) -> None:
+            self.join()
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+            while self.opt.epoch < self.epochs:
+                self.swarm.compute(self.seconds)
+                self.opt.zero_grad()
+                loss = loss_of(self.model, batch_of(self.index, self.calls, SAMPLES))
+                if self.index == 1 and self.calls == 2:
+                    loss = loss * torch.inf
+                scaler.scale(loss).backward()
+                self.calls += 1
+                scaler.step(self.opt)
+                scaler.update()
+
+    scaled = [Scaled(fake, index, 5).begin() for index in range(4)]
+    fake.run()
+    assert_alike(scaled)
+    assert scaled[1].calls > scaled[1].epochs  # Its own bad batch it left out before the swarm saw it.
+
+
+class Mixed(nn.Module):
+    """Frozen, tied, half-precision, sparse and unused parameters, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(10, 4, sparse=True)
+        self.narrow = nn.Linear(4, 4).bfloat16()
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+        self.unused = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        hidden = self.narrow(self.embedding(rows).bfloat16()).float()
+        return self.norm(self.second(self.first(self.frozen(hidden))))
+
+
+class MixedTrainer(Trainer):
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.model = Mixed()
+        self.make = lambda parameters: torch.optim.SGD(
+            [one for one in parameters if one.requires_grad], lr=0.1
+        )
+
+    def backward(self) -> None:
+        rows = torch.tensor([self.index, self.index + 1, self.calls % 6])
+        self.model(rows).square().sum().backward()
+
+
+@pytest.mark.parametrize("buffers", [True, False])
+def test_mixed_parameters(fake: FakeSwarm, buffers: bool) -> None:
+    start = Mixed()
+    trainers = [MixedTrainer(fake, index, 3, buffers=buffers).begin() for index in range(4)]
+    fake.run()
+    assert_alike(trainers)
+    models = [trainer.model for trainer in trainers]
+    assert models[0].first.weight is models[0].second.weight
+    for name in ("unused", "frozen"):
+        assert torch.equal(getattr(models[0], name).weight, getattr(start, name).weight)
+    assert not torch.equal(models[0].first.weight, start.first.weight)
+    assert torch.equal(models[0].embedding.weight[8:], start.embedding.weight[8:])
+    assert not torch.equal(models[0].embedding.weight[:4], start.embedding.weight[:4])
+    assert [int(model.norm.num_batches_tracked) for model in models] == [3] * 4
+    alike = [torch.equal(models[0].norm.running_mean, model.norm.running_mean) for model in models[1:]]
+    assert alike == [buffers] * 3
+
+
+def test_a_parameter_without_gradient_keeps_what_the_optimizer_remembers(fake: FakeSwarm) -> None:
+    class Some(MixedTrainer):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.make = adamw_dense
+
+    def adamw_dense(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([one for one in parameters if one.requires_grad], lr=0.1, weight_decay=0.5)
+
+    trainers = [Some(fake, index, 3).begin() for index in range(2)]
+    for trainer in trainers:
+        trainer.model.embedding.sparse = False
+        trainer.options["target_batch_size"] = 2 * SAMPLES
+    fake.run()
+    assert_alike(trainers)
+    model = trainers[0].model
+    assert model.unused.weight not in trainers[0].opt.state
+    assert torch.equal(model.unused.weight, Mixed().unused.weight)
+
+
+def test_sparse_adam_gets_sparse_gradients(fake: FakeSwarm) -> None:
+    class Words(Trainer):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            torch.manual_seed(1)
+            self.model = nn.Embedding(10, 4, sparse=True)
+            self.make = lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1)
+
+        def backward(self) -> None:
+            self.model(torch.tensor([self.index])).sum().backward()
+
+    trainers = [Words(fake, index, 3).begin() for index in range(4)]
+    before = trainers[0].model.weight.detach().clone()
+    fake.run()
+    assert_alike(trainers)
+    changed = (trainers[0].model.weight != before).any(1)
+    assert changed.tolist() == [True] * 4 + [False] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target_batch_size": 0}, "target_batch_size: expected a finite number above 0, got 0"),
+        ({"batch_size": -1}, "batch_size: expected a finite number above 0, got -1"),
+        ({"clip": float("nan")}, "clip: expected a finite number above 0, got nan"),
+        ({"alone": "sleep"}, "alone: expected 'train' or 'wait', got 'sleep'"),
+        ({"patience": -1}, "patience: expected seconds >= 0, got -1"),
+    ],
+)
+def test_options_out_of_range_are_refused(fake: FakeSwarm, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Trainer(fake, 0, 1, **options).join()
+
+
+def test_a_closure_is_called_once_before_the_gradients_are_taken(fake: FakeSwarm) -> None:
+    model = network()
+    before = [one.detach().clone() for one in model.parameters()]
+
+    def work() -> None:
+        run = fake.join("peer0", "text", model)
+        opt = run.optimizer(
+            adamw(model.parameters()),
+            target_batch_size=SAMPLES,
+            batch_size=SAMPLES,
+            patience=0,
+            clock=fake.clock,
+        )
+
+        def closure() -> float:
+            loss = loss_of(model, batch_of(0, 0, SAMPLES))
+            loss.backward()
+            return float(loss)
+
+        assert opt.step(closure) > 0
+        assert opt.epoch == 1
+
+    fake.peer("peer0", work)
+    fake.run()
+    assert not any(torch.equal(one, old) for one, old in zip(model.parameters(), before, strict=True))
+
+
+def test_misuse_is_refused_with_one_line(fake: FakeSwarm) -> None:
+    model, other = network(), network()
+    run = fake.join("peer0", "text", model)
+    with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Sequential"):
+        run.optimizer(model, target_batch_size=1)
+    with pytest.raises(Refused, match="of the optimizer's parameters are not those of run 'text'"):
+        run.optimizer(adamw(other.parameters()), target_batch_size=1)
+    with pytest.raises(Refused, match=r"are not the optimizer's, as '0\.bias'"):
+        run.optimizer(adamw([model[0].weight]), target_batch_size=1)
+    opt = run.optimizer(adamw(model.parameters()), target_batch_size=1)
+    with pytest.raises(TypeError, match="one run takes one optimizer"):
+        run.optimizer(opt, target_batch_size=1)
+    with pytest.raises(Refused, match="run 'text' is stepped by an optimizer already"):
+        run.optimizer(adamw(model.parameters()), target_batch_size=1)
+    with pytest.raises(Refused, match="join again with all of them"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+
+def test_it_is_the_wrapped_optimizer_to_others(fake: FakeSwarm) -> None:
+    trainer = Trainer(fake, 0, 1)
+    trainer.join()
+    opt = trainer.opt
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert opt.param_groups is opt.inner.param_groups
+    assert opt.defaults == opt.inner.defaults
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1.0, total_steps=10)
+    assert opt.param_groups[0]["lr"] == scheduler.get_last_lr()[0]
+    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    assert opt.param_groups is opt.inner.param_groups
+    assert "SwarmOptimizer" in repr(opt)
+
+
+def test_hooks_of_steps_are_called(fake: FakeSwarm) -> None:
+    trainer = Trainer(fake, 0, 1, alone="wait")
+    called: list[str] = []
+
+    def train() -> None:
+        trainer.join()
+        trainer.opt.register_step_pre_hook(lambda *told: called.append("before"))
+        trainer.opt.register_step_post_hook(lambda *told: called.append("after"))
+        trainer.backward()
+        trainer.opt.step()
+
+    fake.peer("peer0", train)
+    fake.run()
+    assert called == ["before", "after"]
+
+
+def test_only_peers_with_the_same_terms_meet(fake: FakeSwarm) -> None:
+    runs = []
+    for index, target in enumerate((32, 64)):
+        trainer = Trainer(fake, index, 1, target_batch_size=target)
+        trainer.join()
+        runs.append(trainer.run)
+    assert runs[0].others() == []
+    terms = dict(runs[0].terms)
+    assert terms.pop("hyperparameters").startswith("amsgrad=False, betas=(0.9, 0.999)")
+    assert terms == {
+        "optimizer": "AdamW",
+        "target batch size": "32",
+        "clip": "none",
+        "scheduler": "none",
+        "buffers": "each peer's own",
+    }
+
+
+def test_the_type_is_exported() -> None:
+    assert SwarmOptimizer.__module__.startswith("equipoise.peer.training")

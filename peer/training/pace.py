@@ -1,0 +1,74 @@
+"""How much of the target batch this peer makes before it goes to meet the others.
+
+What others have accumulated is known a moment late. Peers as fast as each other, each with its last micro-batch done,
+would therefore all find that the swarm has not got there yet, and all make another. So each makes its share: the
+micro-batches that the target takes, dealt out as all contributed last time. One that then had to wait for the others
+had time for what it made, and for as many more as fit into the wait; by that the shares of those whom it waited for
+shrink.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from equipoise.averaging.outcome import Outcome
+
+SLACK = 1 - 1e-6
+"""Weights are sums of floats."""
+
+NOTABLE = 0.5
+"""Micro-batches' time that one must have waited not to be one of those whom the others waited for."""
+
+MARGIN = 0.75
+"""Part of a micro-batch's time to be left over, rounded: who fills the wait to its end is the next to be waited for."""
+
+
+class Pace:
+    """This peer's share of the target batch. Times are the seconds of any steady clock."""
+
+    def __init__(self, target: float) -> None:
+        self._target = target
+        self._quota = target
+        self._returned: float | None = None
+        self._batch_seconds = 0.0
+
+    def computed(self, now: float) -> None:
+        """A micro-batch is done; it took the time since `returned`."""
+        if self._returned is not None:
+            self._batch_seconds = now - self._returned
+
+    def returned(self, now: float) -> None:
+        """The loop has its turn again."""
+        self._returned = now
+
+    def reached(self, local: float, swarm: float) -> bool:
+        """Whether to meet: the swarm has the target, or this peer its share and so, most likely, the others theirs."""
+        return swarm >= self._target * SLACK or local >= self._quota * SLACK
+
+    def averaged(self, outcome: Outcome, peer: str, batch: float) -> None:
+        """A round of `peer`, this one, succeeded; its next micro-batch has the weight `batch`."""
+        units = deal(math.ceil(self._target / batch), outcome.contributors).get(peer, 0)
+        waited = outcome.seconds.get("matchmaking", 0.0)
+        spare = waited / self._batch_seconds if self._batch_seconds > 0 else 0.0
+        if spare >= NOTABLE:
+            made = round(outcome.contributors.get(peer, 0.0) / batch)
+            units = max(units, made + round(spare - MARGIN))
+        self._quota = min(units * batch, self._target)
+
+    def alone(self) -> None:
+        """Nobody else makes a share."""
+        self._quota = self._target
+
+
+def deal(units: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """Whole units in proportion to weights, by largest remainders (Hamilton's method); ties to the first by name."""
+    total = sum(weights.values())
+    if total <= 0:
+        return {}
+    exact = {name: units * weight / total for name, weight in sorted(weights.items())}
+    dealt = {name: math.floor(share) for name, share in exact.items()}
+    by_rest = sorted(exact, key=lambda name: (dealt[name] - exact[name], name))
+    for name in by_rest[: units - sum(dealt.values())]:
+        dealt[name] += 1
+    return dealt

@@ -1,0 +1,226 @@
+"""Peers that come late, miss rounds, train alone, die: all find the group's state again by themselves."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.peer.training import replica
+from equipoise.peer.training.replica import CHECK_EVERY
+from fakes.training import FakeSwarm
+from oracles.training import network
+from peer.training.trainers import SAMPLES, Trainer, adamw, assert_alike
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=200)
+
+
+class Counter:
+    """The user's own state: it must be alike on all peers."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"words": torch.zeros(3, dtype=torch.int64), "note": "start"}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict
+
+
+def test_a_late_joiner_takes_the_groups_state_while_the_others_go_on(fake: FakeSwarm) -> None:
+    options = {"scheduler": schedule, "target_batch_size": 3 * SAMPLES}
+    early = [Trainer(fake, index, 40, **options).begin() for index in range(3)]
+    late = Trainer(fake, 3, 40, **options)
+    late.model = network(seed=7)
+    late.begin(at=5.0)
+    fake.run()
+    assert_alike([*early, late])
+    first = next(
+        at for at, (_, reason) in enumerate(late.seen) if "caught up" in reason or "is the" in reason
+    )
+    assert first <= 2, late.seen[: first + 1]
+    epochs = [epoch for epoch, _ in late.seen[first:]]
+    assert epochs[0] > 5
+    # Nobody stepped less often for it: an epoch of half a second and a round.
+    assert fake.now < 40 * 0.62 + 1
+    assert "peer3" in early[0].opt.last.contributors
+    assert early[0].opt.last.contributors["peer3"] == SAMPLES
+
+
+def test_users_state_comes_along(fake: FakeSwarm) -> None:
+    counters = [Counter() for _ in range(3)]
+    counters[0].seen["words"] = counters[1].seen["words"] = torch.tensor([1, 2, 3])
+    trainers = [Trainer(fake, at, 15, extra={"words": counters[at]}) for at in range(3)]
+    for at, trainer in enumerate(trainers):
+        trainer.begin(at=0.0 if at < 2 else 3.0)
+    fake.run()
+    assert_alike(trainers)
+    assert counters[2].seen["words"].tolist() == [1, 2, 3]
+
+
+def test_statistics_come_along_where_they_are_averaged(fake: FakeSwarm) -> None:
+    trainers = [Trainer(fake, at, 12, buffers=True) for at in range(3)]
+    for at, trainer in enumerate(trainers):
+        trainer.model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), network())
+        trainer.begin(at=0.0 if at < 2 else 3.0)
+    fake.run()
+    assert_alike(trainers)
+    late, early = trainers[2].model[0], trainers[0].model[0]
+    assert torch.equal(late.running_var, early.running_var)
+    assert int(late.num_batches_tracked) < int(early.num_batches_tracked) == 12 + (trainers[0].calls - 12)
+
+
+def test_one_that_missed_a_round_resynchronises(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: number == 4 and peer == "peer2"
+    trainers = [Trainer(fake, index, 15).begin() for index in range(4)]
+    fake.run()
+    assert_alike(trainers)
+    assert any("astray: it holds epoch 2" in reason for _, reason in trainers[2].seen) or any(
+        "caught up" in reason for _, reason in trainers[2].seen
+    )
+    assert all(trainer.run.offers <= 1 for trainer in trainers)
+    assert sum(trainer.run.offers for trainer in trainers) == 3
+
+
+def test_peers_that_began_otherwise_take_on_what_most_have(fake: FakeSwarm) -> None:
+    trainers = [Trainer(fake, index, 10) for index in range(3)]
+    trainers[1].model = network(seed=5)
+    for trainer in trainers:
+        trainer.begin()
+    fake.run()
+    assert_alike(trainers)
+
+
+def test_alone_it_trains_on_and_says_so(fake: FakeSwarm) -> None:
+    trainer = Trainer(fake, 0, 5, target_batch_size=SAMPLES).begin()
+    fake.run()
+    assert trainer.opt.reason == "it trains alone: no other peer of this run is known"
+    assert not trainer.opt.last.ok
+    assert trainer.opt.last.reason == trainer.opt.reason
+    assert fake.now >= 10.0, "it looked for company first"
+    assert any("looks for one for 10 s" in reason for _, reason in trainer.seen)
+
+
+def test_alone_it_does_what_the_optimizer_alone_would(fake: FakeSwarm) -> None:
+    trainer = Trainer(fake, 0, 5, target_batch_size=SAMPLES, patience=0).begin()
+    fake.run()
+    plain = Trainer(fake, 0, 5)
+    optimizer = adamw(plain.model.parameters())
+    for _ in range(5):
+        optimizer.zero_grad()
+        plain.backward()
+        plain.calls += 1
+        optimizer.step()
+    for name, value in plain.named().items():
+        assert torch.equal(trainer.named()[name], value)
+
+
+def test_alone_it_waits_if_told_to(fake: FakeSwarm) -> None:
+    waiting = Trainer(fake, 0, 5, alone="wait").begin()
+    other = Trainer(fake, 1, 5, alone="wait").begin(at=30.0)
+    fake.run()
+    assert_alike([waiting, other])
+    assert any(reason == "it waits: no other peer of this run is known" for _, reason in waiting.seen)
+    assert {epoch for epoch, _ in waiting.seen[:40]} == {0}
+
+
+def test_one_that_trained_alone_is_joined_by_others_who_take_its_state(fake: FakeSwarm) -> None:
+    first = Trainer(fake, 0, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin()
+    second = Trainer(fake, 1, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin(at=10.0)
+    fake.run()
+    assert_alike([first, second])
+    assert first.opt.last.contributors == {"peer0": SAMPLES, "peer1": SAMPLES}
+
+
+def test_whoever_is_left_goes_on_alone_when_the_others_have_gone(fake: FakeSwarm) -> None:
+    stays = Trainer(fake, 0, 20, patience=2.0).begin()
+    goes = Trainer(fake, 1, 5, patience=2.0).begin()
+    fake.run()
+    assert goes.opt.epoch == 5
+    assert stays.opt.epoch == 20
+    assert "trains alone" in stays.opt.reason
+
+
+def test_two_that_went_their_own_ways_find_together_again(fake: FakeSwarm) -> None:
+    """A network that is cut: rounds fail for one side, which goes on alone."""
+    fake.fails = lambda number, peer: 3 <= number <= 6 and peer == "peer0"
+    trainers = [Trainer(fake, index, 30).begin() for index in range(3)]
+    fake.run()
+    assert_alike(trainers)
+
+
+def test_drift_is_found_by_the_parameters_own_digest(
+    fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "CHECK_EVERY", 8)
+
+    class Drifting(Trainer):
+        def backward(self) -> None:
+            super().backward()
+            if self.index == 1 and self.opt.epoch == 3:
+                with torch.no_grad():
+                    next(self.model.parameters()).view(-1)[0].add_(1e-3)
+
+    trainers = [Drifting(fake, index, 20).begin() for index in range(3)]
+    fake.run()
+    assert_alike(trainers)
+    assert sum(trainer.run.offers for trainer in trainers) > 0
+
+
+def test_a_download_across_a_look_at_the_parameters(fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica, "CHECK_EVERY", 4)
+    fake.fetch_seconds = 4.0
+    early = [Trainer(fake, index, 40).begin() for index in range(3)]
+    late = Trainer(fake, 3, 40).begin(at=5.0)
+    fake.run()
+    assert_alike([*early, late])
+    assert CHECK_EVERY == 64
+
+
+def test_a_download_that_takes_longer_than_means_are_kept_is_tried_again(
+    fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica, "HELD_MEANS", 4)
+    fake.fetch_seconds = 6.0
+    early = [Trainer(fake, index, 60).begin() for index in range(3)]
+    late = Trainer(fake, 3, 60).begin(at=5.0)
+    original = fake.compute
+
+    def quicker(seconds: float) -> None:
+        if fake.now > 20:
+            fake.fetch_seconds = 1.0
+        original(seconds)
+
+    fake.compute = quicker  # type: ignore[method-assign]
+    fake.run()
+    assert_alike([*early, late])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_peers_that_come_fail_and_die_at_random_end_alike(seed: int) -> None:
+    chance = random.Random(seed)
+    fake = FakeSwarm(chance.choice(["fp32", "int8"]))
+    fake.fetch_seconds = chance.uniform(0.1, 4.0)
+    fake.round_seconds = chance.uniform(0.05, 0.5)
+    failing = {(chance.randrange(2, 30), f"peer{chance.randrange(5)}") for _ in range(6)}
+    fake.fails = lambda number, peer: (number, peer) in failing
+    options = {"delay": chance.random() < 0.5, "target_batch_size": chance.choice([8, 24, 40])}
+    trainers = []
+    for index in range(5):
+        trainer = Trainer(fake, index, 50, seconds=chance.uniform(0.3, 0.9), **options)
+        if chance.random() < 0.5:
+            trainer.model = network(seed=index)
+        trainers.append(trainer.begin(at=chance.choice([0.0, 0.0, chance.uniform(0, 15)])))
+    fake.peer("reaper", lambda: (fake.compute(chance.uniform(3, 20)), fake.kill("peer4"))[0])
+    fake.run()
+    living = trainers[:4]
+    most = max(trainer.opt.epoch for trainer in living)
+    together = [trainer for trainer in living if trainer.opt.epoch == most]
+    assert most == 50
+    assert len(together) >= 2, [(trainer.opt.epoch, trainer.opt.reason) for trainer in living]
+    assert_alike(together)
