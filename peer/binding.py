@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from equipoise.averaging.schema import Schema, SchemaError
+from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.tensors import (
     Tensors,
     gradient_schema,
@@ -80,6 +83,62 @@ class Binding:
             raise SchemaError("the module has no parameter that requires gradients: there is nothing to step")
         _require_unchanged("parameters that require gradients", self.gradients, gradient_schema(named))
         return named
+
+    def write_step(self, contribution: torch.Tensor, accumulated: Accumulator | None) -> None:
+        """Write what `step` contributes: mean gradients, then buffers; zeros of an observer, which may hold anything.
+
+        Args:
+            contribution: The flat vector, f32, of `values` values or more.
+            accumulated: What has been accumulated, if anything.
+
+        Raises:
+            SchemaError: A buffer has changed since join, or is not finite.
+        """
+        size = self.gradients.size
+        if accumulated is None or accumulated.weight == 0:
+            contribution[: size + self.buffers.size].zero_()
+            return
+        if self.buffers.tensors:
+            self.buffers.flatten(self.carried(), contribution[size : size + self.buffers.size])
+        accumulated.mean_into(_views(self.gradients, contribution[:size]))
+
+    def read_step(
+        self, result: torch.Tensor, stepped: Mapping[str, torch.Tensor], mean: dict[str, torch.Tensor]
+    ) -> None:
+        """Take over what a step came to.
+
+        Args:
+            result: The flat vector, f32.
+            stepped: The tensors whose gradients were exchanged; of a module their `.grad` is overwritten.
+            mean: By name, fp32, on the tensors' devices; overwritten, or filled.
+
+        Raises:
+            SchemaError: A buffer has changed since join; nothing was written.
+        """
+        carried, size = self.carried(), self.gradients.size
+        for name, value in _views(self.gradients, result[:size]).items():
+            tensor = stepped[name]
+            if name not in mean or mean[name].device != tensor.device:
+                mean[name] = torch.empty(value.shape, dtype=torch.float32, device=tensor.device)
+            mean[name].copy_(value)
+            if isinstance(self.source, torch.nn.Module):
+                _hand_back(tensor, mean[name], name in self.sparse)
+        self.buffers.unflatten(result[size : size + self.buffers.size], carried)
+
+
+def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
+    """Make the mean, fp32, the parameter's `.grad`, in its dtype; `sparse` leaves out the rows that are zero."""
+    if sparse:
+        tensor.grad = mean.to_sparse(1).to(tensor.dtype)
+        return
+    if tensor.grad is None or tensor.grad.layout is not torch.strided:
+        tensor.grad = torch.empty_like(tensor)
+    tensor.grad.copy_(mean)
+
+
+def _views(schema: Schema, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The flat vector, f32 [D], as the schema's tensors, sharing its memory."""
+    return {spec.name: flat[where].view(spec.shape) for spec, where in schema.slices()}
 
 
 def _require_unchanged(what: str, before: Schema, now: Schema) -> None:

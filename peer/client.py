@@ -23,7 +23,8 @@ from equipoise.peer.messages import (
     StatusIs,
 )
 from equipoise.peer.purposes import AVERAGE, swarm_name
-from equipoise.peer.run import Run, tensor_rows
+from equipoise.peer.run import Run
+from equipoise.peer.specs import tensor_rows
 from equipoise.peer.status import PeerRow, Status
 from equipoise.peer.tensors import Tensors
 

@@ -38,10 +38,10 @@ from equipoise.peer.messages import (
     ReportAccumulated,
     StartRound,
     StateIs,
-    TensorRow,
 )
 from equipoise.peer.pending import PendingRound
 from equipoise.peer.purposes import AVERAGE, STEP
+from equipoise.peer.specs import tensor_rows
 from equipoise.peer.tensors import Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
@@ -246,7 +246,7 @@ class Run:
             self._stepping = True
             stepped = self._binding.stepped()
             weight = self._accumulated.weight if self._accumulated else 0.0
-            self._write_contribution(weight)
+            self._binding.write_step(self._region.contribution, self._accumulated)
             self._contributed, self._accumulated = self._accumulated, None
             try:
                 pending = self._start(
@@ -444,17 +444,6 @@ class Run:
         self.pending = PendingRound(self._link, reply, deadline, settle)
         return self.pending
 
-    def _write_contribution(self, weight: float) -> None:
-        """Gradients, then buffers; zeros of an observer, whose buffers may be anything."""
-        gradients, buffers = self._binding.gradients, self._binding.buffers
-        contribution = self._region.contribution[: gradients.size + buffers.size]
-        if self._accumulated is None or weight == 0:
-            contribution.zero_()
-            return
-        if buffers.tensors:
-            buffers.flatten(self._binding.carried(), contribution[gradients.size :])
-        self._accumulated.mean_into(_views(gradients, contribution[: gradients.size]))
-
     def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             self.pending = None
@@ -473,7 +462,7 @@ class Run:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                self._write_mean(tensors)
+                self._binding.read_step(self._region.result, tensors, self.mean)
             left = self.accumulated
         with contextlib.suppress(DaemonLost):  # The outcome stands; the next call will tell.
             self._link.start(ReportAccumulated(self.name, left))
@@ -493,38 +482,6 @@ class Run:
         if self._accumulated is not None:
             contributed.merge(self._accumulated)
         self._accumulated = contributed
-
-    def _write_mean(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        schema, buffers = self._binding.gradients, self._binding.buffers
-        carried = self._binding.carried()  # First: half of what has changed meanwhile must not be written.
-        for name, mean in _views(schema, self._region.result[: schema.size]).items():
-            tensor = tensors[name]
-            if name not in self.mean or self.mean[name].device != tensor.device:
-                self.mean[name] = torch.empty(mean.shape, dtype=torch.float32, device=tensor.device)
-            self.mean[name].copy_(mean)
-            if isinstance(self._binding.source, torch.nn.Module):
-                _hand_back(tensor, self.mean[name], name in self._binding.sparse)
-        buffers.unflatten(self._region.result[schema.size : schema.size + buffers.size], carried)
-
-
-def tensor_rows(schema: Schema) -> tuple[TensorRow, ...]:
-    """The schema in the form in which it goes to the daemon."""
-    return tuple(TensorRow(spec.name, spec.shape, spec.dtype) for spec in schema.tensors)
-
-
-def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
-    """Make the mean, fp32, the parameter's `.grad`, in its dtype; `sparse` leaves out the rows that are zero."""
-    if sparse:
-        tensor.grad = mean.to_sparse(1).to(tensor.dtype)
-        return
-    if tensor.grad is None or tensor.grad.layout is not torch.strided:
-        tensor.grad = torch.empty_like(tensor)
-    tensor.grad.copy_(mean)
-
-
-def _views(schema: Schema, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The flat vector, f32 [D], as the schema's tensors, sharing its memory."""
-    return {spec.name: flat[where].view(spec.shape) for spec, where in schema.slices()}
 
 
 def _check_timeout(timeout: float) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from equipoise.averaging.schema import DTYPES, MAX_NAME_CHARS, MAX_TENSORS, Schema, TensorSpec
 from equipoise.averaging.spec import RunSpec, Terms
 from equipoise.peer.errors import Refused
@@ -46,10 +44,9 @@ def agreed_spec(spec: RunSpec, terms: Terms, buffers: Sequence[TensorRow]) -> Ru
         SpecError: A term, or the number of values, is out of its range.
         Refused: A buffer's description is not valid.
     """
-    rows = [TensorRow(*msgspec.structs.astuple(tensor)) for tensor in spec.schema.tensors]
     return RunSpec.create(
         spec.name,
-        _schema([*rows, *buffers]),
+        _schema([*tensor_rows(spec.schema), *buffers]),
         strategy=spec.strategy,
         codec=spec.codec,
         group_size=spec.group_size,
@@ -67,3 +64,8 @@ def _schema(rows: Sequence[TensorRow]) -> Schema:
         if len(row.shape) > MAX_DIMENSIONS or any(size < 0 for size in row.shape):
             raise Refused(f"tensor {row.name[:64]!r} has a shape that is none: {str(row.shape)[:64]}")
     return Schema(tuple(TensorSpec(row.name, row.shape, row.dtype) for row in rows))
+
+
+def tensor_rows(schema: Schema) -> tuple[TensorRow, ...]:
+    """A schema in the form in which a client sends it to its daemon."""
+    return tuple(TensorRow(spec.name, spec.shape, spec.dtype) for spec in schema.tensors)

@@ -16,7 +16,6 @@ from e2e.swarm import eventually
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.schema import SchemaError
 from equipoise.averaging.spec import SpecError
-from equipoise.averaging.state import StateId
 from equipoise.compression import CodecError
 from equipoise.peer import Client, DaemonLost, Refused, RoundPending
 
@@ -43,24 +42,6 @@ def join_all(peers: list[Client], tensors: list[Any], name: str = "digits") -> l
     for run in runs:
         eventually(lambda run=run: run.state == Idle(peers=others), f"{others} other peers", 60.0)
     return runs
-
-
-class _Mixed(torch.nn.Module):
-    """A sparse embedding, another that a layer is tied to, bf16 parameters, and a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.words = torch.nn.Embedding(5, 2, sparse=True)
-        self.tied = torch.nn.Embedding(5, 2, sparse=True)
-        self.frozen = torch.nn.Linear(2, 2, bias=False).requires_grad_(False)
-        self.narrow = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
-        self.out = torch.nn.Linear(2, 5, bias=False)
-        self.out.weight = self.tied.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.frozen(self.words(tokens) + self.tied(tokens))
-        return self.out(self.narrow(hidden.bfloat16()).float())
 
 
 class RunContract:
@@ -131,159 +112,6 @@ class RunContract:
             torch.testing.assert_close(model.weight.grad, torch.tensor([[1.5, 1.5]]))
             assert torch.equal(model.weight.detach(), old), "step leaves the parameters to the optimiser"
             assert run.accumulated == 0.0
-
-    def test_members_say_which_state_they_hold(self, peers: Peers) -> None:
-        clients = peers(3)
-        runs = join_all(clients, [[torch.zeros(1)] for _ in clients])
-        held = [StateId(7, "a" * 64), StateId(8, "b" * 64), None]
-        for run in runs[:2]:
-            run.accumulate([torch.ones(1)], weight=1)
-        eventually(lambda: all(run.progress().swarm == 2.0 for run in runs), "each other's progress")
-
-        outcomes = together(
-            *(
-                lambda run=run, state=state: run.step(SOON, state=state)
-                for run, state in zip(runs, held, strict=True)
-            )
-        )
-
-        ok = [outcome for outcome in outcomes if outcome.ok]
-        assert len(ok) >= 2, outcomes
-        for outcome in ok:
-            assert outcome.states == {
-                c.peer_id: s for c, s in zip(clients, held, strict=True) if s is not None
-            }
-            assert outcome.state == held[1], "of equally many the higher epoch"
-        assert runs[0].mean["0"] == 1.0
-
-    def test_buffers_travel_behind_the_gradients(self, peers: Peers) -> None:
-        models: list[Any] = [
-            torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2)
-        ]
-        runs = join_all(peers(2), models)
-        for index, (run, model) in enumerate(zip(runs, models, strict=True)):
-            run.agree({"clip": "1.0"}, buffers=True)
-            model(torch.randn(4, 2)).sum().backward()
-            run.accumulate(model, weight=1 + 2 * index)
-            model[1].running_mean.fill_(
-                4.0 * index
-            )  # As it is at step time, not when gradients were accumulated.
-            model[1].num_batches_tracked.fill_(index)
-        eventually(lambda: all(run.progress().swarm == 4.0 for run in runs), "each other's progress")
-
-        outcomes = together(*(lambda run=run: run.step(SOON) for run in runs))
-
-        assert all(outcome.ok for outcome in outcomes), outcomes
-        for index, (run, model) in enumerate(zip(runs, models, strict=True)):
-            assert torch.equal(model[1].running_mean, torch.full((2,), 3.0))
-            assert int(model[1].num_batches_tracked) == index, "a counter stays an integer of its own"
-            assert sorted(run.mean) == sorted(dict(model.named_parameters()))
-        assert torch.equal(models[0][0].weight.grad, models[1][0].weight.grad)
-
-    def test_only_those_of_equal_terms_meet(self, peers: Peers) -> None:
-        runs = join_all(peers(3), [[torch.zeros(1)] for _ in range(3)])
-        for run in runs[:2]:
-            run.agree({"target batch size": "4096"})
-            run.accumulate([torch.ones(1)], weight=1)
-        runs[2].accumulate([torch.full((1,), 100.0)], weight=1)
-        eventually(lambda: all(run.progress().swarm == 2.0 for run in runs[:2]), "each other's progress")
-
-        outcomes = together(lambda: runs[0].step(SOON), lambda: runs[1].step(SOON), lambda: runs[2].step(1.0))
-
-        assert [outcome.ok for outcome in outcomes] == [True, True, False]
-        assert runs[0].mean["0"] == 1.0
-
-    def test_terms_are_agreed_on_before_anything_else(self, peers: Peers) -> None:
-        (peer,) = peers(1)
-        run = peer.join("digits", [torch.zeros(1)], **OPTIONS)
-        run.agree({"clip": "1.0"})
-        run.agree({"clip": "1.0"})
-        for terms, options, error, said in [
-            ({"clip": "\n"}, {}, SpecError, "'clip': expected at most 256 characters of printable ASCII"),
-            ({"clip": "1.0"}, {"buffers": True}, SchemaError, "expected an nn.Module, .* got list"),
-        ]:
-            with pytest.raises(error, match=said):
-                run.agree(terms, **options)  # type: ignore[arg-type]
-        run.accumulate([torch.ones(1)], weight=1)
-        with pytest.raises(Refused, match="has accumulated or stepped already"):
-            run.agree({"clip": "1.0"})
-        run.leave()
-        with pytest.raises(Refused, match="was left"):
-            run.agree({})
-
-    def test_whoever_comes_with_other_terms_hears_which_and_turns_nobody_away(self, peers: Peers) -> None:
-        runs = join_all(peers(2), [[torch.zeros(1)] for _ in range(2)])
-        runs[0].agree({"target batch size": "4096", "clip": "1.0"})
-        said = "another spec: target batch size: here 2048, there 4096; give the same, or use another name"
-
-        def refusal() -> str:
-            try:
-                runs[1].agree({"target batch size": "2048", "clip": "1.0"})
-            except Refused as error:
-                return str(error)
-            return ""
-
-        assert said in eventually(refusal, "that the terms differ")
-        runs[0].agree({"target batch size": "4096", "clip": "1.0"})
-        runs[1].agree({"target batch size": "4096", "clip": "1.0"})
-        for run in runs:
-            run.accumulate([torch.ones(1)], weight=1)
-        assert all(outcome.ok for outcome in together(*(lambda run=run: run.step(SOON) for run in runs)))
-
-    @pytest.mark.parametrize(
-        ("tensors", "options", "said"),
-        [
-            (
-                {"a": torch.zeros(2), "b": torch.zeros(2, 3)},
-                {},
-                "model: tensor 1 is 'b' float32 [2] here, 'b' float32 [2, 3] there "
-                "(here 4 values in 2 tensors, there 8 values in 2 tensors)",
-            ),
-            ({"a": torch.zeros(2)}, {}, "model: tensor 1 is 'b' float32 [2] here, missing there"),
-            (None, {"codec": "int8"}, "codec: here fp32, there int8:block="),
-            (None, {"group_size": 8}, "group size: here 4, there 8"),
-        ],
-        ids=["shape", "tensors", "codec", "group size"],
-    )
-    def test_alone_among_others_it_says_what_differs(
-        self, peers: Peers, tensors: Any, options: dict[str, Any], said: str
-    ) -> None:
-        clients = peers(2)
-        usual = {"a": torch.zeros(2), "b": torch.zeros(2)}
-        run = clients[0].join("digits", usual, **OPTIONS)
-        clients[1].join("digits", tensors or usual, **{**OPTIONS, **options})
-
-        def reason() -> str:
-            state = run.state
-            return state.reason if isinstance(state, NoPeers) else ""
-
-        eventually(lambda: said in reason(), said, SOON)
-        (row,) = [row for row in clients[0].peers() if not row.me]
-        assert not row.same_spec
-        assert said in row.differs
-
-    def test_gradients_come_back_in_the_parameters_own_dtype_and_layout(self, peers: Peers) -> None:
-        models: list[Any] = [_Mixed() for _ in range(2)]
-        runs = join_all(peers(2), models)
-        for index, (run, model) in enumerate(zip(runs, models, strict=True)):
-            model(torch.tensor([index, index, 3])).sum().backward()
-            assert model.words.weight.grad.is_sparse
-            run.accumulate(model, weight=1)
-        eventually(lambda: all(run.progress().swarm == 2.0 for run in runs), "each other's progress")
-
-        outcomes = together(*(lambda run=run: run.step(SOON) for run in runs))
-
-        assert all(outcome.ok for outcome in outcomes), outcomes
-        for run, model in zip(runs, models, strict=True):
-            assert sorted(run.mean) == ["narrow.weight", "tied.weight", "words.weight"]
-            assert model.narrow.weight.grad.dtype == torch.bfloat16
-            assert model.frozen.weight.grad is None
-            assert model.words.weight.grad.coalesce().indices().tolist() == [[0, 1, 3]]
-            assert torch.equal(model.words.weight.grad.to_dense(), run.mean["words.weight"])
-            assert not model.tied.weight.grad.is_sparse
-            torch.optim.SparseAdam([model.words.weight]).step()
-        assert torch.equal(models[0].words.weight, models[1].words.weight)
-        assert torch.equal(models[0].narrow.weight.grad, models[1].narrow.weight.grad)
 
     def test_a_failed_step_keeps_what_was_accumulated(self, peers: Peers) -> None:
         (peer,) = peers(1)

@@ -9,6 +9,7 @@ import pytest
 
 from contracts.run import Peers, RunContract
 from contracts.state import StateContract
+from contracts.stepping import SteppingContract
 from e2e.swarm import DaemonProcess, Swarm
 from equipoise.peer import Client, Peer, connect
 
@@ -49,4 +50,8 @@ class TestRun(RunContract):
 
 
 class TestState(StateContract):
+    """All of it."""
+
+
+class TestStepping(SteppingContract):
     """All of it."""

@@ -11,6 +11,7 @@ import torch
 
 from contracts.run import OPTIONS, SOON, Peers, RunContract, join_all, together
 from contracts.state import StateContract
+from contracts.stepping import SteppingContract
 from e2e.swarm import eventually
 from equipoise.peer import Client, Exchanging, connect
 from equipoise.peer.config import load
@@ -82,3 +83,7 @@ class TestRun(RunContract):
 
         assert network.runs["digits"] == {}
         assert run.accumulated == 0.0
+
+
+class TestStepping(SteppingContract):
+    """All of it."""
