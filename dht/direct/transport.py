@@ -267,9 +267,6 @@ class DirectTransport:
         return await handshake.secure(connection, context, expected, preface, dialler=dialler)
 
     def _accept(self, connection: socket.socket, address: tuple[str, int]) -> None:
-        if self._handler is None:
-            connection.close()
-            return
         task = self._spawn(self._welcome(connection, address))
         task.add_done_callback(lambda _: connection.close())
         evicted = self._gate.enter(task, address[0])
@@ -285,6 +282,8 @@ class DirectTransport:
                 opening = await handshake.receive_opening(connection)
                 if mirror.is_question(opening):
                     await asyncio.get_running_loop().sock_sendall(connection, mirror.encode_answer(*address))
+                    return
+                if self._handler is None:
                     return
                 channel = await self._introduce(connection, host, parse_preface(opening))
         except TimeoutError:

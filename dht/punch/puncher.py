@@ -28,8 +28,10 @@ CHECK_SECONDS = 1.0
 """How often it is looked whether a hole is wanted."""
 OPEN_SECONDS = 5.0
 """To open a stream through a relay."""
-MAX_ANSWERED = 16
-"""Punches under way that others began; each holds a stream and a few sockets."""
+MAX_ANSWERED = 32
+"""Punches under way that others began, an eighth of them for one peer; each holds a stream and a few sockets."""
+HANG_UP_SECONDS = 2.0
+"""For whoever was refused to read why: a stream that is closed under it would be cut before."""
 CALLS_PER_SECOND = 0.1
 BURST = 4.0
 """An honest peer begins anew after 15 s at the earliest."""
@@ -116,6 +118,8 @@ class Puncher:
         refusal = self._refusal(peer)
         if refusal:
             await send_message(stream, encode(End(refusal[:MAX_REASON_CHARACTERS])))
+            async with asyncio.timeout(HANG_UP_SECONDS):
+                await stream.wait_readable()
             return
         self._wishes.began(peer)
         failure = "it was broken off"

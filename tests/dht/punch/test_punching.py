@@ -52,9 +52,17 @@ class Hidden:
 
         return Coordination(self.streams[not begins], begins, [port_of(self.public)], opens)
 
-    async def punch(self) -> tuple[Coordination, Coordination, list[str]]:
-        sides = self.side(self.first, self.second, True), self.side(self.second, self.first, False)
-        return *sides, await asyncio.gather(*(side.run() for side in sides))
+    async def punch(self) -> tuple[DirectChannel, DirectChannel]:
+        """Both ends of a channel."""
+        first, second = self.side(self.first, self.second, True), self.side(self.second, self.first, False)
+        assert await run(first, second) == ["", ""]
+        assert first.channel is not None
+        assert second.channel is not None
+        return first.channel, second.channel
+
+
+async def run(*sides: Coordination) -> list[str]:
+    return await asyncio.gather(*(side.run() for side in sides))
 
 
 @pytest.fixture
@@ -72,10 +80,9 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
 ) -> None:
     introduce(hidden.first, hidden.second)
     assert not hidden.first.reaches(hidden.second.peer)
-    first, second, reasons = await hidden.punch()
-    assert reasons == ["", ""]
-    hidden.first.park(first.channel, dialled=True)
-    hidden.second.park(second.channel, dialled=False)
+    first, second = await hidden.punch()
+    hidden.first.park(first, dialled=True)
+    hidden.second.park(second, dialled=False)
     for one, other in ((hidden.first, hidden.second), (hidden.second, hidden.first)):
         assert one.linked(other.peer)
         assert one.punched(other.peer)
@@ -84,11 +91,11 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
     assert peers.accepted.empty()
 
     channel = await hidden.first.open(hidden.second.peer)
-    assert channel is first.channel
+    assert channel == first
     assert peers.accepted.empty()
     await channel.send(b"the next round")
     accepted = await peers.accepted.get()
-    assert accepted is second.channel
+    assert accepted is second
     assert await said(accepted) == b"the next round"
     await accepted.send(b"and back")
     assert await said(channel) == b"and back"
@@ -100,9 +107,9 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
 
 async def test_a_parked_channel_that_breaks_is_forgotten(hidden: Hidden, until) -> None:
     introduce(hidden.first, hidden.second)
-    first, second, _ = await hidden.punch()
-    hidden.first.park(first.channel, dialled=True)
-    second.channel.close()
+    first, second = await hidden.punch()
+    hidden.first.park(first, dialled=True)
+    second.close()
     await until(lambda: not hidden.first.reaches(hidden.second.peer))
     assert not hidden.first.linked(hidden.second.peer)
 
@@ -111,8 +118,8 @@ async def test_a_parked_channel_that_breaks_is_forgotten(hidden: Hidden, until) 
 async def test_what_no_round_wants_is_closed(hidden: Hidden, until, monkeypatch, dialled: bool) -> None:
     monkeypatch.setattr(parking, "PARKED_SECONDS", 0.1)
     introduce(hidden.first, hidden.second)
-    first, second, _ = await hidden.punch()
-    own, channel = (hidden.first, first.channel) if dialled else (hidden.second, second.channel)
+    first, second = await hidden.punch()
+    own, channel = (hidden.first, first) if dialled else (hidden.second, second)
     own.park(channel, dialled=dialled)
     await until(lambda: channel.closed)
     assert own.status().channels == 0
@@ -120,20 +127,22 @@ async def test_what_no_round_wants_is_closed(hidden: Hidden, until, monkeypatch,
 
 async def test_a_newer_one_takes_the_place_of_one_that_is_parked(peers: Peers, hidden: Hidden) -> None:
     introduce(hidden.first, hidden.second)
-    first, *_ = await hidden.punch()
-    hidden.first.park(first.channel, dialled=True)
-    hidden.streams = tuple(Stream(one) for one in socket.socketpair())
-    again, *_ = await hidden.punch()
-    hidden.first.park(again.channel, dialled=True)
-    assert first.channel.closed
-    assert await hidden.first.open(hidden.second.peer) is again.channel
+    first, _ = await hidden.punch()
+    hidden.first.park(first, dialled=True)
+    one, other = (Stream(one) for one in socket.socketpair())
+    hidden.streams = one, other
+    again, _ = await hidden.punch()
+    hidden.first.park(again, dialled=True)
+    assert first.closed
+    assert await hidden.first.open(hidden.second.peer) is again
     for stream in hidden.streams:
         stream.close()
 
 
 async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden) -> None:
     hidden.first.admit(hidden.second.peer, hidden.second.credential)
-    *_, reasons = await hidden.punch()
+    sides = hidden.side(hidden.first, hidden.second, True), hidden.side(hidden.second, hidden.first, False)
+    reasons = await run(*sides)
     assert all(reasons)
     assert "in no group with this peer" in reasons[1]
     assert hidden.first.status().channels == hidden.second.status().channels == 0
@@ -143,7 +152,7 @@ async def test_no_hole_leads_to_another_than_was_meant(hidden: Hidden, peers: Pe
     third = peers.make("c", listen=())
     introduce(hidden.first, hidden.second, third)
     sides = hidden.side(hidden.first, hidden.second, True), hidden.side(hidden.second, third, False)
-    reasons = await asyncio.gather(*(side.run() for side in sides))
+    reasons = await run(*sides)
     assert all(reasons)
     assert f"{hidden.first.peer} is where {third.peer} was expected" in reasons[1]
 

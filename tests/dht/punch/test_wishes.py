@@ -55,8 +55,8 @@ def test_so_many_at_once_those_met_last_first() -> None:
         wishes.want(str(peer), 0.0)
     first = due(wishes, PATIENCE_SECONDS)
     assert first == [str(peer) for peer in reversed(range(2, MAX_AT_ONCE + 2))]
-    for peer in first:
-        wishes.began(peer)
+    for one in first:
+        wishes.began(one)
     assert due(wishes, PATIENCE_SECONDS) == []
     wishes.ended(first[0], "x", PATIENCE_SECONDS)
     assert due(wishes, PATIENCE_SECONDS) == ["1"]

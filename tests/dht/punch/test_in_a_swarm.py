@@ -1,0 +1,109 @@
+"""Real members that nobody can dial, a relay that sees where they come from, and holes between them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from equipoise.dht.punch import machine
+from equipoise.dht.punch.messages import PUNCH_PROTOCOL, End, decode
+from equipoise.dht.punch.port import SharedPort
+from equipoise.dht.relay.service import RelayRules
+from equipoise.dht.streams import receive_message
+from equipoise.dht.swarm import Swarm
+
+RUN = "digits"
+
+
+class Trio:
+    """A relay, and two that are relayed: they say that they listen where they do not, as those behind NATs do."""
+
+    def __init__(self, relay: Swarm, first: Swarm, second: Swarm) -> None:
+        self.relay = relay
+        self.first = first
+        self.second = second
+
+    async def meet(self, until) -> None:
+        """Be in one round."""
+        for member in (self.first, self.second):
+            await member.directory.announce(RUN, spec="ab", ready=True, round=0, accumulated=0.0, reason="")
+        for one, other in ((self.first, self.second), (self.second, self.first)):
+            await until(lambda one=one: knows_another(one))
+            one.direct.admit(other.peer, other.direct.credential)
+
+
+async def knows_another(member: Swarm) -> bool:
+    return len(await member.directory.peers(RUN)) == 2
+
+
+@pytest.fixture
+async def trio(members, until) -> Trio:
+    relay = await members.start("relay", relay=RelayRules())
+    elsewhere = {"join": relay.addresses, "announce": ("/ip4/127.0.0.1/tcp/9",)}
+    hidden = [await members.start(name, **elsewhere) for name in ("a", "b")]
+    for member in hidden:
+        await until(lambda member=member: member.status().reach.state == "relayed")
+        assert member._reach.mirrors == [("127.0.0.1", relay.direct.port)]
+    first, second = sorted(hidden, key=lambda member: member.peer)
+    return Trio(relay, first, second)
+
+
+async def test_members_of_a_round_get_a_hole_for_the_next(trio: Trio, until) -> None:
+    accepted: asyncio.Queue = asyncio.Queue()
+
+    async def serve(channel) -> None:
+        await accepted.put(channel)
+        await asyncio.Event().wait()
+
+    for member in (trio.first, trio.second):
+        member.direct.serve(serve)
+    await trio.meet(until)
+    for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
+        await until(lambda one=one, other=other: one.direct.punched(other.peer))
+        reached = one.reach(other.peer)
+        assert reached.state == "direct"
+        assert reached.reason.startswith("hole punched")
+    assert accepted.empty()
+    channel = await trio.first.direct.open(trio.second.peer)
+    await channel.send(b"the next round")
+    assert (await accepted.get()).peer == trio.first.peer
+
+
+async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
+    trio: Trio, until, monkeypatch
+) -> None:
+    async def swallow(self: SharedPort, place: tuple[str, int]) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(SharedPort, "connect", swallow)
+    monkeypatch.setattr(machine, "TRY_SECONDS", 0.05)
+    await trio.meet(until)
+    for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
+        await until(lambda one=one, other=other: "punching failed" in one.reach(other.peer).reason)
+        reached = one.reach(other.peer)
+        assert reached.state == "relayed"
+        assert "nobody answered at 127.0.0.1" in reached.reason
+        assert not one.direct.linked(other.peer)
+    assert (await trio.first.transport.open(trio.second.peer)).peer == trio.second.peer
+
+
+@pytest.mark.parametrize(
+    ("asker", "asked", "why"),
+    [
+        ("first", "relay", "not behind a NAT"),
+        ("first", "second", "in no round"),
+        ("second", "first", "for itself to begin"),
+    ],
+)
+async def test_who_has_no_part_in_it_says_so(trio: Trio, asker: str, asked: str, why: str) -> None:
+    one, other = getattr(trio, asker), getattr(trio, asked)
+    one._dialer.learn(other.peer, other.addresses)
+    await one._dialer.reach(other.peer)
+    for _ in range(5):
+        stream = await one._link.open_stream(other.peer, PUNCH_PROTOCOL)
+        said = decode(await receive_message(stream))
+        stream.close()
+        assert isinstance(said, End)
+        assert why in said.reason or "too often" in said.reason
+    assert "too often" in said.reason
