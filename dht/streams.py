@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,8 @@ SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 """Asked of the kernel, which may grant less: fewer wake-ups per part."""
 STALL_SECONDS = 10.0
 """A peer that takes nothing, or ends nothing that it began, for this long is given up."""
+WATCH_SECONDS = 1.0
+"""A stall is noticed so much later at most."""
 YIELD_BYTES = 1024 * 1024
 """After so much without waiting, others on the loop get a turn."""
 
@@ -44,7 +47,8 @@ class Stream:
                 connection.setsockopt(socket.SOL_SOCKET, option, buffer_bytes)
         self._socket = connection
         self._loop = asyncio.get_running_loop()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], float] = {}
+        self._watchdog: asyncio.TimerHandle | None = None
         self._why: str | None = None
         self._reading: asyncio.Future[None] | None = None
         self._watched = False
@@ -64,6 +68,8 @@ class Stream:
         self._loop.remove_reader(self._socket)
         self._loop.remove_writer(self._socket)
         self._socket.close()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -166,16 +172,24 @@ class Stream:
 
     async def _wait(self, waiter: asyncio.Future[None], bound: float | None) -> None:
         if self._why is None:
-            self._waiters.add(waiter)
-            timer = None if bound is None else self._loop.call_later(bound, _stall, waiter, bound)
+            self._waiters[waiter] = math.inf if bound is None else self._loop.time() + bound
+            if self._watchdog is None and bound is not None:
+                self._watchdog = self._loop.call_later(WATCH_SECONDS, self._watch)
             try:
                 await waiter
             finally:
-                self._waiters.discard(waiter)
-                if timer is not None:
-                    timer.cancel()
+                del self._waiters[waiter]
         if self._why is not None:
             raise StreamClosed(self._why)
+
+    def _watch(self) -> None:
+        """End the waits whose time is over. One timer serves all: to set one for each wait would cost as much as it."""
+        now = self._loop.time()
+        for waiter, until in self._waiters.items():
+            if now >= until:
+                _stall(waiter)
+        bounded = any(until < math.inf for until in self._waiters.values())
+        self._watchdog = self._loop.call_later(WATCH_SECONDS, self._watch) if bounded else None
 
 
 async def connect_unix(path: str) -> Stream:
@@ -233,6 +247,6 @@ def _wake(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _stall(waiter: asyncio.Future[None], bound: float) -> None:
+def _stall(waiter: asyncio.Future[None]) -> None:
     with contextlib.suppress(asyncio.InvalidStateError):
-        waiter.set_exception(StreamClosed(f"no progress within {bound:.0f} s"))
+        waiter.set_exception(StreamClosed(f"no progress within {STALL_SECONDS:.0f} s"))

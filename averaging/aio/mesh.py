@@ -12,6 +12,7 @@ waits for them for a moment.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Coroutine
 from typing import Protocol
@@ -372,11 +373,10 @@ class Mesh:
 
     async def _read(self, channel: Channel) -> None:
         peer = channel.peer
+        place = functools.partial(self._receiver.place, peer)
         try:
             while True:
-                header, body = await channel.receive(
-                    lambda header, size: self._receiver.place(peer, header, size)
-                )
+                header, body = await channel.receive(place)
                 if header == FAREWELL:
                     await self._part(channel)
                     return
