@@ -33,6 +33,11 @@ def test_the_client_needs_no_hivemind() -> None:
     assert not loaded & {"hivemind", "grpc", "sklearn"}
 
 
+def test_training_needs_none_of_the_libraries_that_it_adapts_to() -> None:
+    loaded = _modules(f"import equipoise.peer.training.recording, equipoise.peer.training\n{REPORT}")
+    assert not loaded & {"hivemind", "grpc", "transformers", "lightning", "accelerate", "safetensors"}
+
+
 def _modules(code: str, *args: str) -> set[str]:
     """Top-level modules that a fresh interpreter has loaded after running `code`."""
     done = subprocess.run(

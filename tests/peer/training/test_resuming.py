@@ -158,7 +158,7 @@ def test_a_temporary_home_is_no_place_for_checkpoints(tmp_path: Path) -> None:
 
 def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> None:
     class Broken(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             with torch.no_grad():
                 self.param_groups[0]["params"][0].add_(1.0)
             raise KeyboardInterrupt

@@ -1,0 +1,112 @@
+"""`step_with_swarm`, with what Accelerate has prepared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("accelerate", reason="needs the extra `adapters`")
+
+from accelerate import Accelerator
+
+from equipoise.peer.training import SwarmOptimizer
+from equipoise.peer.training.adapters.accelerate import step_with_swarm
+from fakes.training import FakeSwarm
+from oracles.training import batch_of, loss_of, network
+
+BATCH = 4
+EPOCHS = 5
+RATE = 1e-2
+
+
+class Loop:
+    """As Accelerate's users write it."""
+
+    def __init__(self, fake: FakeSwarm, peer: int, accumulate: int = 1) -> None:
+        self.fake, self.peer = fake, peer
+        self.accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+        run = fake.join(f"peer{peer}", "text", model)
+        self.swarm: SwarmOptimizer = step_with_swarm(
+            self.accelerator,
+            run,
+            self.optimizer,
+            self.scheduler,
+            batch_size=BATCH,
+            target_batch_size=2 * BATCH * accumulate,
+            clock=fake.clock,
+        )
+
+    def train(self) -> None:
+        count = 0
+        while self.swarm.epoch < EPOCHS:
+            self.fake.compute(0.5)
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.backward(loss_of(self.model, batch_of(self.peer, count, BATCH)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            count += 1
+
+    def flat(self) -> torch.Tensor:
+        return torch.cat([one.detach().flatten() for one in self.model.parameters()])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_loops_stay_alike_and_the_learning_rate_follows_the_swarm(accumulate: int) -> None:
+    fake, loops = FakeSwarm(), []
+
+    def work(peer: int) -> None:
+        loops.append(Loop(fake, peer, accumulate))
+        loops[-1].train()
+
+    for peer in range(2):
+        fake.peer(f"peer{peer}", lambda peer=peer: work(peer))
+    fake.run()
+    first, second = loops
+    assert first.swarm.id == second.swarm.id
+    assert torch.equal(first.flat(), second.flat())
+    assert first.optimizer.optimizer is first.swarm
+    assert first.swarm.batch_size == BATCH * accumulate
+    assert first.scheduler.get_last_lr() == pytest.approx([RATE * 0.5**EPOCHS])
+    assert not torch.equal(
+        first.flat(), torch.cat([one.detach().flatten() for one in network().parameters()])
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda made: torch.optim.lr_scheduler.ReduceLROnPlateau(made),
+        lambda made: "none",
+    ],
+)
+def test_what_is_no_scheduler_by_epochs_is_refused(make: Any) -> None:
+    accelerator, model = Accelerator(cpu=True), network()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = accelerator.prepare(inner)
+    scheduler = make(inner)
+    run = FakeSwarm().join("peer0", "text", model)
+    with pytest.raises(TypeError, match="expected"):
+        step_with_swarm(
+            accelerator,
+            run,
+            optimizer,
+            accelerator.prepare(scheduler),
+            batch_size=1,
+            target_batch_size=1,
+        )
+
+
+def test_an_optimizer_that_was_not_prepared_is_refused() -> None:
+    model: nn.Module = network()
+    run = FakeSwarm().join("peer0", "text", model)
+    inner: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(TypeError, match=r"expected what accelerator\.prepare returns, got SGD"):
+        step_with_swarm(Accelerator(cpu=True), run, inner, batch_size=1, target_batch_size=1)
