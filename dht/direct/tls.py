@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from typing import cast
 
 
@@ -61,13 +62,13 @@ class TlsSession:
         Raises:
             ssl.SSLError: What was fed is not authentic, or the other side has ended TLS.
         """
-        done = 0
+        # It says how many bytes it has put into a buffer; only without one does it return them.
+        read = cast("Callable[[int, memoryview], int]", self._tls.read)
+        done, whole = 0, len(view)
         try:
-            # A record of 16 KiB at most comes out at a time.
-            while done < len(view):
-                opened = cast(
-                    "int", self._tls.read(len(view) - done, view[done:])
-                )  # Of bytes without a buffer.
+            # A record of 16 KiB at most comes out at a time: hundreds a round, so nothing is looked up twice here.
+            while done < whole:
+                opened = read(whole - done, view[done:])
                 if not opened:
                     raise ssl.SSLZeroReturnError(ssl.SSL_ERROR_ZERO_RETURN, "closed by the other end")
                 done += opened
