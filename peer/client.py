@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from types import TracebackType
 from typing import Self
@@ -102,7 +103,10 @@ class Client:
             self._link.wait(self._link.start(request, [region.fd]), Done, JOIN_SECONDS)
         finally:
             region.close_fd()
-        run = Run(self._link, name, binding, region)
+        branch = functools.partial(
+            self.join, strategy=strategy, group_size=group_size, codec=codec, part_values=part_values
+        )
+        run = Run(self._link, name, binding, region, branch)
         self._runs = [*(one for one in self._runs if not one.left), run]
         return run
 

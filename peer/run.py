@@ -98,11 +98,20 @@ class Run:
         left: Whether it was left.
         terms: What was agreed on.
         trained_by: What steps it, once something does; one thing only can.
+        branch: Joins another run, of this name and with these tensors, with the options of this one.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
     """
 
-    def __init__(self, link: Link, name: str, binding: Binding, region: Region) -> None:
+    def __init__(
+        self,
+        link: Link,
+        name: str,
+        binding: Binding,
+        region: Region,
+        branch: Callable[[str, Tensors], Run],
+    ) -> None:
         self.name = name
+        self.branch = branch
         self.mean: dict[str, torch.Tensor] = {}
         self.pending: PendingRound | None = None
         self._link = link
@@ -407,9 +416,8 @@ class Run:
                 self._finishing.pop()()
         finally:
             self.left = True
-            with contextlib.suppress(
-                EquipoiseError
-            ):  # It was left before, or the daemon has gone: it has ended.
+            # It may have been left before, or the daemon has gone: it has ended.
+            with contextlib.suppress(EquipoiseError):
                 self._link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
@@ -449,9 +457,7 @@ class Run:
             self.pending = None
             if outcome is not None and outcome.ok:
                 schema = self._binding.schema
-                schema.check(
-                    tensors
-                )  # They may have been reshaped meanwhile; half of them must not be written.
+                schema.check(tensors)  # They may have been reshaped; half of them must not be written.
                 schema.unflatten(self._region.result[: schema.size], tensors)
 
     def _stepped(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:

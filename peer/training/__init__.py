@@ -3,9 +3,21 @@
 `Run.optimizer` makes a `SwarmOptimizer`; `LocalSGD` and `DiLoCo` are context managers around a loop of your own.
 """
 
+from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.image import Stateful
+from equipoise.peer.training.local import DiLoCo, LocalSGD
 from equipoise.peer.training.optimizer import Options, SwarmOptimizer
 from equipoise.peer.training.tensorfile import ImageError
 
-__all__ = ["ImageError", "Options", "StateId", "Stateful", "SwarmOptimizer"]
+__all__ = [
+    "Average",
+    "DiLoCo",
+    "ImageError",
+    "LocalSGD",
+    "Nesterov",
+    "Options",
+    "StateId",
+    "Stateful",
+    "SwarmOptimizer",
+]

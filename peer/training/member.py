@@ -153,9 +153,19 @@ class Member:
     def swarm_accumulated(self) -> float:
         """Weight accumulated towards the next update, by all who will contribute; offers a snapshot if one is
         wanted."""
+        swarm = self.serve()
+        return swarm if self.in_step else self.accumulated
+
+    def serve(self) -> float:
+        """Offer a snapshot if one is wanted; returns the weight that the swarm has accumulated."""
         progress = self._run.progress()
         self._offer(progress.wanted)
-        return progress.swarm if self.in_step else self.accumulated
+        return progress.swarm
+
+    def drop(self) -> None:
+        """Forget what was accumulated."""
+        self._own = None
+        self._run.take()
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
         """Where this peer does not hold the group's state, or does not know, find out and catch up, for some
@@ -165,7 +175,7 @@ class Member:
             if self._pending is None:
                 self._attend()
             assert self._pending is not None, "just started"
-            if self._pending.wait(POLL_SECONDS):
+            if self._pending.wait(min(POLL_SECONDS, max(deadline - self._policy.clock(), 0.0))):
                 self.collect()
             self._look_for_image()
             if self._policy.clock() >= deadline:
@@ -307,6 +317,7 @@ class Member:
 
     def _apply(self, mean: Mean) -> None:
         self._whole = None
+        self._own = None  # Gradients of what it held before.
         with torch.no_grad():
             for name, buffer in self._subject.buffers.items():
                 buffer.copy_(mean.buffers[name])

@@ -101,6 +101,9 @@ class TrainingRun(Protocol):
     def state(self) -> RunState:
         """Where the next round stands."""
 
+    def branch(self, name: str, tensors: Tensors, /) -> TrainingRun:
+        """Join another run with the options of this one."""
+
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same."""
 

@@ -205,7 +205,13 @@ class FakeRun(Run):
         link: Any = SimpleNamespace(
             welcome=SimpleNamespace(peer_id=peer, home=""), start=self._start_request, ask=self._ask_request
         )
-        super().__init__(link, name, binding, Region.create(2 * binding.values + 1024))
+        super().__init__(
+            link,
+            name,
+            binding,
+            Region.create(2 * binding.values + 1024),
+            lambda name, tensors: swarm.join(peer, name, tensors),
+        )
         self._region.close_fd()
         self.terms: Mapping[str, str] = {}
         self.waiting = False

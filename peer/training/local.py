@@ -1,0 +1,387 @@
+"""Training with local steps: each peer by itself, and an exchange of what they moved by now and then.
+
+    with DiLoCo(run, every=50):
+        for batch in batches: ...  # the loop as it is: any torch optimizer over the run's parameters
+
+What is exchanged is the difference from the parameters on which all agreed last, so that a coarse codec costs little.
+The mean takes those one outer step further, alike on all peers, and every peer goes on from there. The inner
+optimizer's moments stay each peer's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outer import Average, Nesterov, Outer
+from equipoise.peer.errors import Refused
+from equipoise.peer.tensors import stepped_tensors
+from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
+from equipoise.peer.training.member import CATCH_UP_SECONDS, Member, Policy, Subject
+from equipoise.peer.training.ports import TrainingRun
+from equipoise.peer.training.replica import Alone
+
+MAX_FRAGMENTS = 12
+"""Each is a run, and a daemon takes 16 of one script."""
+
+RETRIES = 10
+"""Attempts, spread over the steps to the next exchange, after a round that failed: the others may be there in a
+moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """How local steps are exchanged. What all peers must have alike becomes a term of the run.
+
+    Attributes:
+        every: Inner steps, H, between two exchanges of the same parameters.
+        fragments: Parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly; Streaming
+            DiLoCo (2501.18512, section 2.1).
+        delay: Inner steps, tau, from when an exchange begins to when its result is applied; the loop goes on meanwhile
+            (section 2.2). Below H / P.
+        merge: How much of its own, alpha, a peer keeps of what it did in those steps: own <- agreed + alpha (own -
+            agreed); equation 4.
+        weight: Of this peer in the mean.
+        alone: Where nobody else is known: `train` makes outer steps of the own differences, `wait` makes none.
+        patience: Seconds without company before it does so.
+        timeout: Seconds for one round.
+        clock: Seconds on a steady clock.
+    """
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+    merge: float = 0.0
+    weight: float = 1.0
+    alone: Alone = "train"
+    patience: float = 10.0
+    timeout: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        _require(
+            "every",
+            self.every,
+            isinstance(self.every, int) and self.every >= 1,
+            "a whole number of steps >= 1",
+        )
+        most = min(MAX_FRAGMENTS, self.every)
+        _require(
+            "fragments", self.fragments, 1 <= self.fragments <= most, f"1 to {most}, and no more than `every`"
+        )
+        gap = self.every // self.fragments
+        delay = f"0 to {gap - 1} steps: below every / fragments"
+        _require("delay", self.delay, 0 <= self.delay < gap or self.delay == 0, delay)
+        _require("merge", self.merge, 0 <= self.merge < 1, "a number from 0 to below 1")
+        _require("weight", self.weight, 0 < self.weight < float("inf"), "a finite number above 0")
+        _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
+
+
+class DiLoCo:
+    """Local steps with an outer optimizer (Douillard 2023, 2311.08105), streaming where there are several fragments.
+
+    A context manager: it watches the steps of the optimizer that holds the run's parameters, and no longer when it
+    ends.
+
+    Attributes:
+        steps: Inner steps, as the group counts them.
+    """
+
+    def __init__(self, run: TrainingRun, every: int, outer: Outer | None = None, **options: Any) -> None:
+        """Agree with the others on how.
+
+        Args:
+            run: Joined with what is trained, and used for nothing else.
+            every: See `LocalOptions`.
+            outer: Made anew for each fragment from this one; by default `Nesterov(lr=0.7, momentum=0.9)`.
+            **options: Other fields of `LocalOptions`.
+
+        Raises:
+            ValueError: An option is out of its range.
+            Refused: Something trains with the run already, or those who are there have agreed on something else.
+        """
+        self._options = LocalOptions(every=every, **options)
+        outer = Nesterov() if outer is None else outer
+        if run.trained_by:
+            raise Refused(
+                f"run {run.name!r} is stepped by {run.trained_by} already", "join another run for this one"
+            )
+        run.trained_by = type(self).__name__
+        parameters = stepped_tensors(run.source)
+        self.steps = 0
+        self._parameters = {id(parameter) for parameter in parameters.values()}
+        self._fragments = [
+            Fragment(part_run, named, copy.deepcopy(outer), self._options, at)
+            for at, (part_run, named) in enumerate(_parts(run, parameters, self._options.fragments))
+        ]
+        for fragment in self._fragments:
+            fragment.agree(type(self).__name__, outer)
+        self._counted: weakref.ref[torch.optim.Optimizer] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Outer steps that all fragments have made."""
+        return min(fragment.member.id.epoch for fragment in self._fragments)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """This peer's part in each fragment's training."""
+        return tuple(fragment.member for fragment in self._fragments)
+
+    @property
+    def member(self) -> Member:
+        """The only fragment's; what it knows is all that there is to know.
+
+        Raises:
+            Refused: There are several.
+        """
+        if len(self._fragments) > 1:
+            raise Refused(f"there are {len(self._fragments)} fragments", "look at `members`")
+        return self._fragments[0].member
+
+    @property
+    def last(self) -> Outcome | None:
+        """The outcome of the last round."""
+        ended = [fragment for fragment in self._fragments if fragment.member.last is not None]
+        return max(ended, key=lambda fragment: fragment.sent_at).member.last if ended else None
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this peer holds the group's state, as far as it knows."""
+        return all(member.in_step for member in self.members)
+
+    @property
+    def reason(self) -> str:
+        """What this peer does about that, and why, one line: of the first fragment that is not in step."""
+        return min(self.members, key=lambda member: member.in_step).reason
+
+    def __enter__(self) -> Self:
+        _watch(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _unwatch(self)
+        if error is None:
+            for fragment in self._fragments:
+                fragment.member.collect()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer of this process has made a step."""
+        if self._counted is None or self._counted() is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not held & self._parameters:
+                return
+            self._counted = weakref.ref(optimizer)
+        if self._counted() is not optimizer:  # Of several optimizers over one model the first one counts.
+            return
+        self.steps += 1
+        for fragment in self._fragments:
+            caught_up = fragment.tick(self.steps)
+            if caught_up is not None:
+                self.steps = caught_up
+
+
+class LocalSGD(DiLoCo):
+    """Local steps with plain averaging (Stich 2018, 1805.09767): `DiLoCo` with `Average()`."""
+
+    def __init__(self, run: TrainingRun, every: int, **options: Any) -> None:
+        """As of `DiLoCo`."""
+        super().__init__(run, every, Average(), **options)
+
+
+class Fragment:
+    """Some of the parameters, exchanged together.
+
+    Attributes:
+        member: This peer's part in the fragment's training.
+        sent_at: The step at which the last exchange began.
+    """
+
+    def __init__(
+        self,
+        run: TrainingRun,
+        local: Mapping[str, torch.Tensor],
+        outer: Outer,
+        options: LocalOptions,
+        at: int,
+    ) -> None:
+        self.sent_at = 0
+        self._run = run
+        self._local = dict(local)
+        self._outer = outer
+        self._options = options
+        self._agreed = {name: one.detach().to(torch.float32, copy=True) for name, one in local.items()}
+        self._offset = (at + 1) * options.every // options.fragments
+        self._retry_at: int | None = None
+        self._gave = self._caught_up = False
+        model = AgreedPart(self._agreed, self._return_to_agreed)
+        parts: dict[str, Part] = {"outer": UserPart(outer), "model": model}
+        subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
+        policy = Policy(options.alone, options.patience, options.timeout, options.clock)
+        self.member = Member(run, subject, policy)
+
+    def agree(self, kind: str, outer: Outer) -> None:
+        """Meet only peers that train alike."""
+        options = self._options
+        self._run.agree(
+            {
+                "training": kind,
+                "outer step": str(outer),
+                "steps between exchanges": str(options.every),
+                "fragments": str(options.fragments),
+                "delay": str(options.delay),
+                "merge": f"{options.merge:g}",
+            }
+        )
+
+    def tick(self, step: int) -> int | None:
+        """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""
+        epoch = self.member.id.epoch
+        self._gave = self._gave and self.member.pending
+        self._caught_up = False
+        if self.member.in_step and self.member.pending and step >= self.sent_at + self._options.delay:
+            self._collect(step)
+        if not self.member.in_step:
+            self.member.find_group(CATCH_UP_SECONDS if step == 1 else 0.0)
+        if step % max(self._options.every // RETRIES, 1) == 0:
+            self.member.serve()
+        if self._is_due(step):
+            self._exchange(step)
+        followed = self.member.id.epoch != epoch and not self._gave
+        return self._group_step() if followed or self._caught_up else None
+
+    def _is_due(self, step: int) -> bool:
+        regular = step % self._options.every == self._offset % self._options.every
+        return not self.member.pending and (regular or step == self._retry_at)
+
+    def _exchange(self, step: int) -> None:
+        self.sent_at, self._retry_at = step, None
+        self.member.find_group()
+        if self._caught_up:
+            return
+        before = self.member.id
+        self.member.drop()
+        self.member.accumulate(self._differences(), self._options.weight)
+        self._gave = True
+        self.member.meet(wait=self._options.delay == 0)
+        if self.member.id == before and not self.member.pending:
+            self._retry_at = step + max(self._options.every // RETRIES, 1)
+
+    def _collect(self, step: int) -> None:
+        before = self.member.id
+        self.member.collect()
+        if self.member.id == before:
+            self._retry_at = step + max(self._options.every // RETRIES, 1)
+
+    def _group_step(self) -> int:
+        """The step at which a group that has made so many outer steps began the last one."""
+        return max((self.member.id.epoch - 1) * self._options.every + self._offset, 0)
+
+    @torch.no_grad()
+    def _differences(self) -> dict[str, torch.Tensor | None]:
+        return {name: agreed - self._local[name] for name, agreed in self._agreed.items()}
+
+    @torch.no_grad()
+    def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
+        """The outer step, and what the local parameters become by it."""
+        self._outer.step(
+            self._agreed, {name: one.to(self._agreed[name].device) for name, one in mean.items()}
+        )
+        for name, agreed in self._agreed.items():
+            local = self._local[name]
+            local.grad = None  # The run left the mean there.
+            local.copy_(
+                torch.lerp(agreed, local.float(), self._options.merge) if self._options.merge else agreed
+            )
+
+    @torch.no_grad()
+    def _return_to_agreed(self) -> None:
+        self._caught_up = True
+        for name, agreed in self._agreed.items():
+            self._local[name].copy_(agreed)
+
+
+class AgreedPart(ModelPart):
+    """The parameters on which all agreed; whoever takes them from another goes on from there."""
+
+    def __init__(self, agreed: Mapping[str, torch.Tensor], loaded: Callable[[], None]) -> None:
+        super().__init__(agreed, {})
+        self._loaded = loaded
+
+    def load(self, tree: Tree) -> None:
+        """See `Part`."""
+        super().load(tree)
+        self._loaded()
+
+
+_watching: list[DiLoCo] = []
+_hook: list[RemovableHandle] = []
+_lock = threading.Lock()
+
+
+def _watch(trained: DiLoCo) -> None:
+    """Have it told of all optimizers' steps, by one hook for all: torch may be calling its hooks in another thread."""
+    with _lock:
+        _watching.append(trained)
+        if not _hook:
+            _hook.append(register_optimizer_step_post_hook(_stepped))
+
+
+def _unwatch(trained: DiLoCo) -> None:
+    with _lock:
+        _watching.remove(trained)
+        if not _watching:
+            _hook.pop().remove()
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for trained in tuple(_watching):
+        trained.stepped(optimizer)
+
+
+def _parts(
+    run: TrainingRun, parameters: Mapping[str, torch.Tensor], count: int
+) -> list[tuple[TrainingRun, dict[str, torch.Tensor]]]:
+    """The run itself, or a run for each fragment."""
+    if count == 1:
+        return [(run, dict(parameters))]
+    return [
+        (run.branch(f"{run.name}/{at}", named), named) for at, named in enumerate(dealt(parameters, count))
+    ]
+
+
+def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """Parameters in `count` fragments of about the same size: the largest first, each to whoever has least.
+
+    Raises:
+        ValueError: There are fewer parameters than fragments.
+    """
+    if count > len(parameters):
+        raise ValueError(
+            f"fragments: expected at most as many as there are parameters, {len(parameters)}, got {count}"
+        )
+    sizes = [0] * count
+    fragments: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+    for name, parameter in sorted(parameters.items(), key=lambda item: (-item[1].numel(), item[0])):
+        least = min(range(count), key=lambda at: (sizes[at], len(fragments[at]), at))
+        fragments[least][name] = parameter
+        sizes[least] += parameter.numel()
+    return fragments
+
+
+def _require(name: str, value: object, valid: bool, expected: str) -> None:
+    if isinstance(value, bool) or not valid:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")

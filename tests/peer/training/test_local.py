@@ -1,0 +1,265 @@
+"""`LocalSGD` and `DiLoCo`: local steps, and an exchange now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from equipoise.averaging.outer import Nesterov
+from equipoise.peer import Refused
+from equipoise.peer.training import DiLoCo, LocalSGD
+from equipoise.peer.training.local import dealt
+from fakes.training import FakeSwarm
+from oracles.training import Nesterov as NesterovReference
+from oracles.training import batch_of, difference, loss_of, network, train_diloco
+from peer.training.trainers import SAMPLES, adamw
+
+EVERY = 6
+
+
+class Local:
+    """One peer with local steps."""
+
+    def __init__(
+        self, swarm: FakeSwarm, index: int, steps: int, seconds: float = 0.5, **options: Any
+    ) -> None:
+        self.swarm, self.index, self.count, self.seconds = swarm, index, steps, seconds
+        self.method: Callable[..., DiLoCo] = DiLoCo
+        self.options = {"every": EVERY, "clock": swarm.clock, **options}
+        self.model = network()
+        self.trained: DiLoCo
+        self.seen: list[tuple[int, int, str]] = []
+        self.until_epoch = 10**9
+
+    def begin(self, at: float = 0.0) -> Local:
+        self.swarm.peer(f"peer{self.index}", self.train, at)
+        return self
+
+    def join(self) -> None:
+        self.run = self.swarm.join(f"peer{self.index}", "text", self.model)
+        self.trained = self.method(self.run, **self.options)
+
+    def train(self) -> None:
+        self.join()
+        optimizer = adamw(self.model.parameters())
+        with self.trained:
+            for at in range(self.count):
+                self.swarm.compute(self.seconds)
+                optimizer.zero_grad()
+                loss_of(self.model, batch_of(self.index, at, SAMPLES)).backward()
+                optimizer.step()
+                self.seen.append((self.trained.steps, self.trained.epoch, self.trained.reason))
+                if self.trained.epoch >= self.until_epoch:
+                    break
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return {name: one.detach() for name, one in self.model.named_parameters()}
+
+    def images(self) -> list[bytes]:
+        return [bytes(member.image().numpy()) for member in self.trained.members]
+
+
+def trained(swarm: FakeSwarm, peers: int, steps: int, **options: Any) -> list[Local]:
+    found = [Local(swarm, index, steps, **options).begin() for index in range(peers)]
+    swarm.run()
+    return found
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+def test_peers_end_alike_under_every_codec(codec: str) -> None:
+    peers = trained(FakeSwarm(codec), 3, 4 * EVERY)
+    assert peers[0].trained.epoch == 4
+    assert all(peer.images() == peers[0].images() for peer in peers)
+    assert all(difference(peer.named(), peers[0].named()) == 0 for peer in peers)
+
+
+def test_diloco_comes_to_what_its_reference_does(fake: FakeSwarm) -> None:
+    peers = trained(fake, 4, 5 * EVERY)
+    model = network()
+    workers = [[batch_of(peer, at, SAMPLES) for at in range(5 * EVERY)] for peer in range(4)]
+    train_diloco(model, adamw, workers, EVERY, NesterovReference())
+    assert difference(peers[0].named(), dict(model.named_parameters())) < 1e-5
+
+
+def test_local_sgd_is_diloco_that_averages(fake: FakeSwarm) -> None:
+    peers = [Local(fake, index, 3 * EVERY) for index in range(3)]
+    for peer in peers:
+        peer.method = LocalSGD
+        peer.begin()
+    fake.run()
+    model = network()
+    workers = [[batch_of(peer, at, SAMPLES) for at in range(3 * EVERY)] for peer in range(3)]
+    train_diloco(model, adamw, workers, EVERY, NesterovReference(lr=1.0, momentum=0.0))
+    assert difference(peers[0].named(), dict(model.named_parameters())) < 1e-5
+
+
+def test_fragments_are_exchanged_in_turn(fake: FakeSwarm) -> None:
+    steps: list[int] = []
+    peers = [Local(fake, index, 4 * EVERY, fragments=3) for index in range(2)]
+    for peer in peers:
+        peer.begin()
+    fake.run()
+    for peer in peers:
+        assert [member.id.epoch for member in peer.trained.members] == [4, 4, 4]
+        assert peer.images() == peers[0].images()
+        steps = [fragment.sent_at for fragment in peer.trained._fragments]
+        assert [step % EVERY for step in steps] == [2, 4, 0]
+    assert difference(peers[0].named(), peers[1].named()) > 0, (
+        "what is exchanged last is alike, the rest has moved on"
+    )
+
+
+def test_with_overlap_nobody_waits_for_a_round(fake: FakeSwarm) -> None:
+    fake.round_seconds = 0.9
+    peers = trained(fake, 2, 32, fragments=2, delay=2, merge=0.5, every=10)
+    assert all(peer.images() == peers[0].images() for peer in peers)
+    # Half a second a step; two meetings at the start, of two fragments.
+    assert fake.now <= 32 * 0.5 + 2 * 0.9 + 1e-6
+
+
+def test_merge_keeps_part_of_what_was_done_meanwhile(fake: FakeSwarm) -> None:
+    fake.round_seconds = 0.1
+    peers = trained(fake, 2, EVERY + 2, delay=2, merge=0.25)
+    found = [peer.trained._fragments[0] for peer in peers]
+    before = [network() for _ in range(2)]
+    for index, model in enumerate(before):
+        optimizer = adamw(model.parameters())
+        for at in range(EVERY + 2):
+            optimizer.zero_grad()
+            loss_of(model, batch_of(index, at, SAMPLES)).backward()
+            optimizer.step()
+    for index in range(2):
+        expected = {
+            name: agreed + 0.25 * (dict(before[index].named_parameters())[name].detach() - agreed)
+            for name, agreed in found[index]._agreed.items()
+        }
+        assert difference(peers[index].named(), expected) < 1e-5
+
+
+def test_a_late_joiner_takes_on_the_agreed_parameters_and_the_moments(fake: FakeSwarm) -> None:
+    early = [Local(fake, index, 200) for index in range(2)]
+    late = Local(fake, 2, 200)
+    late.model = network(seed=3)
+    for peer in [*early, late]:
+        peer.until_epoch = 12
+        peer.begin(at=8.0 if peer is late else 0.0)
+    fake.run()
+    assert all(peer.trained.epoch == 12 for peer in [*early, late])
+    assert late.images() == early[0].images()
+    assert late.trained.steps == early[0].trained.steps
+
+
+def test_a_late_joiner_of_fragments(fake: FakeSwarm) -> None:
+    early = [Local(fake, index, 200, fragments=2, delay=1, merge=0.5) for index in range(2)]
+    late = Local(fake, 2, 200, fragments=2, delay=1, merge=0.5)
+    for peer in [*early, late]:
+        peer.until_epoch = 14
+        peer.begin(at=8.0 if peer is late else 0.0)
+    fake.run()
+    assert late.images()[1] == early[0].images()[1]
+    assert late.trained.steps == early[0].trained.steps
+
+
+def test_a_round_that_fails_is_tried_again(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: number == 3
+    peers = trained(fake, 2, 3 * EVERY + 2)
+    assert peers[0].images() == peers[1].images()
+    assert peers[0].trained.epoch == 3
+
+
+def test_one_that_missed_an_exchange_catches_up(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: number == 3 and peer == "peer1"
+    peers = [Local(fake, index, 100) for index in range(3)]
+    for peer in peers:
+        peer.until_epoch = 8
+        peer.begin()
+    fake.run()
+    assert all(peer.images() == peers[0].images() for peer in peers)
+
+
+def test_alone_it_makes_outer_steps_by_itself_or_waits(fake: FakeSwarm) -> None:
+    trains = Local(fake, 0, 60).begin()
+    fake.run()
+    assert trains.trained.epoch >= 5
+    assert trains.trained.reason == "it trains alone: no other peer of this run is known"
+    waits = Local(FakeSwarm(), 0, 60, alone="wait")
+    waits.begin()
+    waits.swarm.run()
+    assert waits.trained.epoch == 0
+    assert waits.trained.reason.startswith("it waits")
+
+
+def test_hooks_are_gone_after_the_context(fake: FakeSwarm) -> None:
+    peer = Local(fake, 0, 2)
+    peer.begin()
+    fake.run()
+    optimizer = adamw(peer.model.parameters())
+    loss_of(peer.model, batch_of(0, 0, SAMPLES)).backward()
+    optimizer.step()
+    assert peer.trained.steps == 2
+
+
+def test_other_optimizers_do_not_count(fake: FakeSwarm) -> None:
+    peer = Local(fake, 0, 1)
+    peer.join()
+    other = network()
+    first, second = adamw(peer.model[0].parameters()), adamw(peer.model[2].parameters())
+    with peer.trained:
+        for model, optimizer in (
+            (other, adamw(other.parameters())),
+            (peer.model, first),
+            (peer.model, second),
+        ):
+            loss_of(model, batch_of(0, 0, SAMPLES)).backward()
+            optimizer.step()
+    assert peer.trained.steps == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"every": 0}, "every: expected a whole number of steps >= 1, got 0"),
+        ({"fragments": 7}, "fragments: expected 1 to 6, and no more than `every`, got 7"),
+        ({"fragments": 2, "delay": 3}, "delay: expected 0 to 2 steps: below every / fragments, got 3"),
+        ({"merge": 1.0}, "merge: expected a number from 0 to below 1, got 1.0"),
+        ({"weight": 0}, "weight: expected a finite number above 0, got 0"),
+        ({"alone": "no"}, "alone: expected 'train' or 'wait', got 'no'"),
+    ],
+)
+def test_options_out_of_range_are_refused(fake: FakeSwarm, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Local(fake, 0, 1, **options).join()
+
+
+def test_one_run_trains_one_thing(fake: FakeSwarm) -> None:
+    peer = Local(fake, 0, 1)
+    peer.join()
+    with pytest.raises(Refused, match="run 'text' is stepped by DiLoCo already"):
+        LocalSGD(peer.run, every=3)
+    with pytest.raises(Refused, match="run 'text' is stepped by DiLoCo already"):
+        peer.run.optimizer(adamw(peer.model.parameters()), target_batch_size=1)
+
+
+def test_terms_say_how(fake: FakeSwarm) -> None:
+    peer = Local(fake, 0, 1, outer=Nesterov(lr=0.5))
+    peer.join()
+    assert dict(peer.run.terms) == {
+        "training": "DiLoCo",
+        "outer step": "Nesterov(lr=0.5, momentum=0.9)",
+        "steps between exchanges": "6",
+        "fragments": "1",
+        "delay": "0",
+        "merge": "0",
+    }
+
+
+def test_fragments_are_of_about_the_same_size() -> None:
+    named = dict(network().named_parameters())
+    sizes = [sum(one.numel() for one in fragment.values()) for fragment in dealt(named, 2)]
+    assert sum(sizes) == sum(one.numel() for one in named.values())
+    assert max(sizes) <= max(one.numel() for one in named.values()) + sum(sizes) / 2
+    with pytest.raises(ValueError, match="at most as many as there are parameters, 6, got 7"):
+        dealt(named, 7)
