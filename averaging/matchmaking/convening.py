@@ -149,6 +149,7 @@ class Convening:
         for gathering in self._gatherings.values():
             outlook = self._outlook(gathering, now)
             for peer in self._standing.roster.dialable_others(gathering.invite(outlook, now), now):
+                self._standing.roster.doubt(peer, now)
                 self._standing.send(peer, Invitation(self._standing.run, gathering.round))
             told = gathering.speak(outlook, now)
             for parked in told:

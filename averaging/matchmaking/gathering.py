@@ -8,8 +8,9 @@ import msgspec
 
 from equipoise.averaging.manifest import Join, shortfall
 
-KEEPALIVE = 2.0
-"""Seconds between words to those who are parked: they must know that the convener lives, and when to expect more."""
+KEEPALIVE = 0.4
+"""Seconds between words to those who are parked, 100 bytes each: they must know that the convener lives. With the time
+that they wait for an overdue word, it is how long a convener that stops can hold them: less than 2.5 s."""
 
 INVITE_SECONDS = 0.5
 """After waiting this long a convener asks those who are missing whether they are there: the dead are found out then."""

@@ -142,14 +142,24 @@ class Matchmaking:
                 self._receive(peer, message, now)
             case PeerLost(peer):
                 self._convening.drop(peer)
-                if not self._seeking.lost(peer, now):
-                    self._standing.roster.lose(peer, now)
+                self._lose(peer, now)
             case RoundEnded(round):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
                     self._reason = f"round {round} is over"
             case Woke():
                 pass
+
+    def _lose(self, peer: str, now: float) -> None:
+        """A channel that breaks says little of the peer; one that cannot be opened anew, by a word to it, says more."""
+        standing = self._standing
+        in_doubt = standing.roster.doubt(peer, now)
+        if self._seeking.lost(peer, now):
+            return
+        if in_doubt:
+            standing.send(peer, Whereabouts(standing.run, standing.round))
+        else:
+            standing.roster.lose(peer, now)
 
     def _receive(self, peer: str, message: object, now: float) -> None:
         match message:
@@ -213,7 +223,7 @@ class Matchmaking:
             self._convening.note_own(None, True)
         self._convening.end_rounds_gone()
         if self._convening.speak(now):
-            self._seeking.alone()
+            self._seeking.alone(now)
         if self._seeking.ready:
             convenes = self._seeking.convener == self._standing.peer
             round = self._standing.round

@@ -20,6 +20,10 @@ seconds that an unanswered one is waited for, but it may only have been busy. Ea
 MAX_SUSPECT_SECONDS = 60.0
 """By then the record of a dead peer has expired."""
 
+DOUBT_SECONDS = 10.0
+"""A peer whose channel broke, and again within this time, cannot be reached: opening one to a machine that has gone may
+take a transport most of it."""
+
 MISSES = 2
 """A peer waited for in vain in this many rounds running is not waited for again until it shows itself."""
 
@@ -39,6 +43,7 @@ class _Other(msgspec.Struct):
     dialable: bool
     misses: int = 0
     losses: int = 0
+    doubted_at: float = float("-inf")
     suspect_until: float = float("-inf")
 
 
@@ -80,6 +85,14 @@ class Roster:
         """Whether the peer is in the run as far as this one can see."""
         return peer == self.peer or peer in self._others
 
+    def doubt(self, peer: str, now: float) -> bool:
+        """Note that the channel with the peer broke; returns whether it is worth trying it with a word."""
+        other = self._others.get(peer)
+        if other is None or not other.dialable or now - other.doubted_at < DOUBT_SECONDS:
+            return False
+        other.doubted_at = now
+        return other.suspect_until <= now
+
     def lose(self, peer: str, now: float) -> None:
         """Note that the peer could not be reached."""
         other = self._others.get(peer)
@@ -91,7 +104,7 @@ class Roster:
         """Note that the peer is alive."""
         other = self._others.get(peer)
         if other is not None:
-            other.suspect_until, other.losses = float("-inf"), 0
+            other.suspect_until, other.losses, other.doubted_at = float("-inf"), 0, float("-inf")
 
     def welcome(self, peer: str, round: int) -> None:
         """Note that the peer takes part, and that its next round is no earlier than `round`."""
@@ -237,4 +250,5 @@ def _merge(known: _Other | None, seen: Candidate) -> _Other:
         misses=0 if shows_itself else known.misses,
         losses=known.losses,
         suspect_until=known.suspect_until,
+        doubted_at=known.doubted_at,
     )

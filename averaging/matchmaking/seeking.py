@@ -24,6 +24,13 @@ from equipoise.averaging.matchmaking.standing import Standing
 REPLY_SECONDS = 2.0
 """An answer that takes longer does not come: the same bound by which a stalled member of a round is noticed."""
 
+OVERDUE_SECONDS = 1.9
+"""Silence beyond the promised word after which a convener has stopped: busy cores have held up a live one for a second,
+and the promise with this must stay below the 2.5 s in which a group goes on without one that stopped."""
+
+SHORT_SECONDS = 2.0
+"""A join that makes no group for so long was perhaps put where nobody else goes: views differ by a look or two."""
+
 ASK_AGAIN_SECONDS = 1.0
 """With nobody to ask, look again this often."""
 
@@ -91,16 +98,18 @@ class Seeking:
             self._standing.send(peer, LeaveRequest(self._standing.run, message.ticket))
             return
         if self._parked and message.short:
-            self.alone()
+            self.alone(now)
         self._parked = True
         self.count, self._short = (message.ready, message.target), message.short
         self.reason = f"{peer} convenes: {message.ready} of {message.target} are in"
-        self._answer_by = now + min(message.wait, MAX_WAIT) + REPLY_SECONDS
+        self._answer_by = now + min(message.wait, MAX_WAIT) + OVERDUE_SECONDS
 
-    def alone(self) -> None:
-        """The join could not be put into a group yet: views of the run may have differed, so begin with the latest."""
-        self._hops = 0
-        self._alone = True
+    def alone(self, now: float) -> None:
+        """The join makes no group yet: after a while, begin with the latest view, for views may have differed."""
+        if now - self._asked_at >= SHORT_SECONDS:
+            self._asked_at = now
+            self._hops = 0
+            self._alone = True
 
     def invited(self, peer: str, round: int, now: float) -> None:
         """A convener waits for this peer: go there from where nobody else is, but not to and fro for ever."""
@@ -243,6 +252,7 @@ class Seeking:
         if self._ready is None or self._join is None:
             return
         self._asked, self._parked, self._retried = convener, False, False
+        self._asked_at = now
         self.count, self._short = (0, 0), True
         patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
         if convener == self._standing.peer:
@@ -275,6 +285,7 @@ class Seeking:
         self._alone = False
         self._anywhere = False
         self._hops = 0
+        self._asked_at = float("inf")
         self._answer_by = float("inf")
         self.count = 0, 0
         self.reason = ""

@@ -18,6 +18,7 @@ from equipoise.averaging.matchmaking.events import (
     Withdrew,
     Woke,
 )
+from equipoise.averaging.matchmaking.gathering import KEEPALIVE
 from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
 from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN
 from equipoise.averaging.matchmaking.messages import (
@@ -30,8 +31,8 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.roster import LEAP, SUSPECT_SECONDS
-from equipoise.averaging.matchmaking.seeking import REPLY_SECONDS
+from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, SUSPECT_SECONDS
+from equipoise.averaging.matchmaking.seeking import OVERDUE_SECONDS, REPLY_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.sim.matchmaking import RUN, Record, verify
 from fakes.matchmaking import (
@@ -136,12 +137,13 @@ def test_a_convener_that_breaks_its_promise_is_left_for_the_next() -> None:
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     one.handle(MessageReceived(convener, JoinAccepted(RUN, request.join.ticket, 3.0, 1, 4)), 1.1)
     assert not sent(one.handle(Woke(), 1.1 + 3.0), JoinRequest)
-    assert sent(one.handle(Woke(), 1.1 + 3.0 + REPLY_SECONDS), JoinRequest)[0][0] == second
+    assert sent(one.handle(Woke(), 1.1 + 3.0 + OVERDUE_SECONDS), JoinRequest)[0][0] == second
 
 
 def test_a_suspect_is_trusted_again_when_it_is_heard_from() -> None:
     convener, second, rest = roles(3)
     one = machine(rest[0], convener, second)
+    one.handle(PeerLost(convener), 0.9)
     one.handle(PeerLost(convener), 1.0)
     assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == second
     actions = one.handle(MessageReceived(convener, Whereabouts(RUN, 0)), 1.2)
@@ -151,9 +153,41 @@ def test_a_suspect_is_trusted_again_when_it_is_heard_from() -> None:
 def test_a_suspect_is_tried_again_after_a_while() -> None:
     convener, second, rest = roles(3)
     one = machine(rest[0], convener, second)
+    one.handle(PeerLost(convener), 0.9)
     one.handle(PeerLost(convener), 1.0)
     assert sent(one.handle(ready(), 1.1 + SUSPECT_SECONDS), JoinRequest)[0][0] == convener
     assert second != convener
+
+
+def test_a_peer_whose_channel_broke_is_tried_with_a_word_and_trusted_unless_that_fails() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    assert sent(one.handle(PeerLost(convener), 1.0), Whereabouts) == [(convener, Whereabouts(RUN, 0))]
+    assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == convener
+
+    other = machine(rest[0], convener, second)
+    other.handle(PeerLost(convener), 1.0)
+    assert not sent(other.handle(PeerLost(convener), 1.0 + DOUBT_SECONDS - 0.1), Whereabouts)
+    assert sent(other.handle(ready(), DOUBT_SECONDS + 1.0), JoinRequest)[0][0] == second
+
+
+def test_a_peer_that_cannot_be_dialled_is_lost_with_its_channel() -> None:
+    one = machine("alice")
+    one.handle(CandidatesSeen([Record("bob", dialable=False), Record("carol")]), 0.5)
+    assert not sent(one.handle(PeerLost("bob"), 1.0), Whereabouts)
+    one.handle(ready(), 1.1)
+    assert isinstance(one.state, Gathering)
+    assert one.state.target == 2, "carol and this peer"
+
+
+def test_a_convener_that_says_nothing_more_is_left_in_time() -> None:
+    """What a convener that was stopped right after a word can hold a parked member, from one keepalive to the end."""
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    one.handle(MessageReceived(convener, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
+    assert one.deadline <= 1.1 + 2.5
+    assert sent(one.handle(Woke(), 1.1 + 2.4), JoinRequest)[0][0] == second
 
 
 def test_a_redirect_is_followed() -> None:

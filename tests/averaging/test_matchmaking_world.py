@@ -53,6 +53,12 @@ def check_safety(world: World, group_size: int) -> None:
         assert rounds == sorted(set(rounds))
 
 
+def convener_of(world: World, name: str) -> str | None:
+    """Who convenes the peer's next round as it sees it."""
+    standing = world.peers[name].machine._standing
+    return standing.roster.convener(name, standing.round, world.now)
+
+
 def everyone_formed(world: World, peers: list[str], since: float) -> bool:
     return all(any(at >= since for at, _ in world.peers[name].formed[-1:]) for name in peers)
 
@@ -229,6 +235,51 @@ def test_whoever_stalls_at_whatever_step_the_others_form_a_group(count: int) -> 
         world.resume(victim)
         world.run(10.0)
         check_safety(world, 8)
+
+
+def test_a_convener_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
+    for seed in range(20):
+        world = warm(4, 8, seed)
+        [convener] = {convener_of(world, name) for name in names(4)}
+        late, *parked = [name for name in names(4) if name != convener]
+        together(world, [convener, *parked], within=0.1)
+        world.run(0.2 + 0.05 * seed)
+        world.stall(convener)
+        stopped = world.now
+        asked = len(world.messages)
+        world.run(2.5)
+        heirs = {
+            (sender, receiver)
+            for _, sender, receiver, kind in world.messages[asked:]
+            if kind == "JoinRequest" and sender in parked
+        }
+        assert {receiver for _, receiver in heirs}.isdisjoint({convener}), seed
+        assert heirs, "those who were parked have gone elsewhere"
+        world.ready(late)
+        living = [late, *parked]
+        formed = world.run(
+            REPLY_SECONDS + 0.1, until=lambda w=world, p=living, t=stopped: everyone_formed(w, p, t)
+        )
+        assert formed, seed
+
+
+@pytest.mark.parametrize("compute", [0.3, 2.0])
+def test_a_channel_that_is_cut_keeps_nobody_out_of_the_next_round(compute: float) -> None:
+    for seed in range(10):
+        world = warm(4, 8, seed)
+        for name in names(4):
+            world.each_round(name, lambda world=world: world.random.uniform(0.9, 1.1) * compute)
+        world.run(20.0 + seed / 10)
+        world.sever(*world.random.sample(names(4), 2))
+        cut = world.now
+        world.run(2 * compute + 1.0)
+        whole = [
+            one
+            for peer in world.peers.values()
+            for at, one in peer.formed
+            if at > cut and len(one.members) == 4
+        ]
+        assert whole, seed
 
 
 def test_a_group_in_which_one_was_killed_goes_on_without_it() -> None:
