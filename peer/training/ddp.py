@@ -1,0 +1,244 @@
+"""One machine with several GPUs, a process each under DistributedDataParallel, is one peer: rank 0 talks to the daemon.
+
+Two ways. `SharedOptimizer` steps on rank 0, with everything that `Run.optimizer` does (target batches, newcomers,
+checkpoints), and hands the parameters to the other ranks. `swarm_hook` is a communication hook for a plain optimizer on
+every rank: what `backward` leaves in `.grad` is the swarm's mean.
+
+**Buckets.** DDP calls a hook once for each bucket, about 25 MB of gradients, while it still computes others. A round is
+an agreement of the group; one for each bucket would cost a round's latency each, and, worse, buckets are not the same
+everywhere: DDP rebuilds them after the first iteration, in the order in which gradients came, so those of two machines
+need not hold the same parameters, and one that dies between two rounds would leave half a step. So the hook only sums
+each bucket within the machine, as DDP itself would, and exchanges all of them as one vector, in the run's own order, in
+one round, when the last bucket is there. The price: no overlap of the swarm's exchange with this backward pass.
+
+**Unused parameters.** Without `find_unused_parameters=True` DDP never calls the hook for a bucket with a parameter that
+got no gradient, hence never for the last: it raises in the next forward pass, as ever. With it, the bucket holds zeros
+for those. DDP then writes nothing into the `.grad` of a parameter that no rank used, though other peers may have: the
+hook does that itself, on every rank, lest ranks and peers differ.
+"""
+
+# Annotations are not postponed here: DDP compares those of a hook with its own types.
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.run import Run
+from equipoise.peer.training.optimizer import SwarmOptimizer
+
+LEADER = 0
+"""The rank that talks to the daemon."""
+
+OWN, MEAN, FAILED = range(3)
+"""What rank 0 tells the others: the gradients stay the machine's own, they are the swarm's mean, or it has raised."""
+
+
+class RankZeroFailed(EquipoiseError, RuntimeError):
+    """Rank 0 has raised; its own error says why."""
+
+
+class Bucket(NamedTuple):
+    """A bucket that waits for the last one."""
+
+    buffer: torch.Tensor
+    gradients: list[torch.Tensor]
+    parameters: list[torch.Tensor]
+    summed: dist.Work
+    result: Future[torch.Tensor]
+
+
+class Machine:
+    """The state of `swarm_hook` on one rank: `ddp.register_comm_hook(Machine(run, ddp, batch_size=32), swarm_hook)`.
+
+    A round that fails leaves the machine's own mean in the gradients, and `outcome` says so; what was computed from it
+    is then no longer what other peers hold. `SharedOptimizer` is the way that finds out and repairs it.
+
+    Attributes:
+        outcome: On rank 0, the last round's.
+    """
+
+    def __init__(
+        self,
+        run: Run | None,
+        model: DistributedDataParallel,
+        *,
+        batch_size: float,
+        timeout: float = 30.0,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Say who talks to the swarm.
+
+        Args:
+            run: On rank 0, joined with `dict(model.module.named_parameters())`; on others None.
+            model: What the hook is registered with.
+            batch_size: Samples in one backward pass of one rank; all ranks have as many.
+            timeout: Seconds for one round.
+            group: DDP's process group; None: the default one.
+
+        Raises:
+            ValueError: Rank 0 has no run, or another has one.
+        """
+        rank = dist.get_rank(group)
+        if (run is None) == (rank == LEADER):
+            raise ValueError(
+                f"expected a run on rank {LEADER} and None on others, got {run!r} on rank {rank}"
+            )
+        self.outcome: Outcome | None = None
+        self._run = run
+        self._group = group
+        self._weight = batch_size * dist.get_world_size(group)
+        self._timeout = timeout
+        self._names = {id(one): name for name, one in model.module.named_parameters() if one.requires_grad}
+        self._buckets: list[Bucket] = []
+
+    def take(self, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
+        """Sum one bucket within the machine; with the last one, exchange them all."""
+        buffer = bucket.buffer()
+        summed = dist.all_reduce(buffer, group=self._group, async_op=True)
+        result: Future[torch.Tensor] = Future()
+        self._buckets.append(Bucket(buffer, bucket.gradients(), bucket.parameters(), summed, result))
+        if bucket.is_last():
+            buckets, self._buckets = self._buckets, []
+            self._exchange(buckets)
+        return result
+
+    def _exchange(self, buckets: list[Bucket]) -> None:
+        size = dist.get_world_size(self._group)
+        for bucket in buckets:
+            bucket.summed.wait()
+            bucket.buffer.div_(size)
+        told = _together(lambda: self._round(buckets), buckets[0].buffer.device, self._group)
+        for bucket in buckets:
+            if told == MEAN:
+                _broadcast(bucket.buffer, self._group)
+                _write_unused(bucket)
+            bucket.result.set_result(bucket.buffer)
+
+    def _round(self, buckets: list[Bucket]) -> int:
+        """Rank 0's part: the mean of all peers into the buffers."""
+        assert self._run is not None, "rank 0 has one"
+        gradients = {
+            self._names[id(parameter)]: gradient
+            for bucket in buckets
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True)
+        }
+        if all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
+            self._run.accumulate(gradients, self._weight)
+        # Else it only listens: to miss the round would be to part from the others.
+        self.outcome = self._run.step(self._timeout)
+        if not self.outcome.ok:
+            self._run.take()
+            return OWN
+        for name, gradient in gradients.items():
+            gradient.copy_(self._run.mean[name])
+        return MEAN
+
+
+def swarm_hook(machine: Machine, bucket: dist.GradBucket) -> Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Makes the gradients that `backward` leaves the mean of all peers; see `Machine` and the top of this file."""
+    return machine.take(bucket)
+
+
+class SharedOptimizer:
+    """An optimizer of the swarm on rank 0, whose parameters all ranks of a machine share.
+
+    DDP means gradients within the machine, rank 0 steps, and the others get the parameters when they have changed: as
+    many bytes as gradients, and no optimizer state on their GPUs.
+
+        swarm = run.optimizer(AdamW(...), target_batch_size=4096, batch_size=32 * world_size) if rank == 0 else None
+        optimizer = SharedOptimizer(swarm, model)   # on every rank; then zero_grad, backward, step as ever
+
+    Attributes:
+        epoch: The swarm's, on every rank.
+    """
+
+    def __init__(
+        self,
+        optimizer: SwarmOptimizer | None,
+        model: DistributedDataParallel,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Begin with rank 0's parameters, which may be those of a checkpoint.
+
+        Args:
+            optimizer: On rank 0; on others None.
+            model: Wrapped already.
+            group: DDP's process group; None: the default one.
+
+        Raises:
+            ValueError: Rank 0 has no optimizer, or another has one.
+        """
+        rank = dist.get_rank(group)
+        if (optimizer is None) == (rank == LEADER):
+            raise ValueError(
+                f"expected an optimizer on rank {LEADER} and None on others, got other on rank {rank}"
+            )
+        self.optimizer = optimizer
+        self.epoch = -1
+        self._parameters = list(model.module.parameters())
+        self._group = group
+        self._share(lambda: None)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As any optimizer's."""
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def step(self) -> None:
+        """`SwarmOptimizer.step` on rank 0; then all ranks have its parameters. All ranks call it, equally often.
+
+        Raises:
+            RankZeroFailed: On the other ranks, where rank 0 raised.
+        """
+        self._share(lambda: self.optimizer and self.optimizer.step())
+
+    def _share(self, act: Callable[[], Any]) -> None:
+        before = self.epoch
+
+        def lead() -> int:
+            act()
+            assert self.optimizer is not None, "rank 0 has one"
+            return self.optimizer.epoch + FAILED + 1
+
+        told = _together(lead, self._parameters[0].device, self._group)
+        self.epoch = told - FAILED - 1
+        if self.epoch != before:
+            for parameter in self._parameters:
+                _broadcast(parameter.detach(), self._group)
+
+
+def _together(lead: Callable[[], int], device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """What `lead` returns on rank 0, on every rank; where it raises, all do, so that none waits for ever."""
+    told = torch.full((), FAILED, dtype=torch.int64, device=device)
+    if dist.get_rank(group) == LEADER:
+        try:
+            told.fill_(lead())
+        finally:
+            _broadcast(told, group)
+    else:
+        _broadcast(told, group)
+    if int(told) == FAILED:
+        raise RankZeroFailed("rank 0 could not step", "its own error says why")
+    return int(told)
+
+
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    dist.broadcast(tensor, LEADER if group is None else dist.get_global_rank(group, LEADER), group)
+
+
+def _write_unused(bucket: Bucket) -> None:
+    """Give every parameter its gradient, since DDP passes over those that no rank has used."""
+    for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient.clone()
+        elif parameter.grad.data_ptr() != gradient.data_ptr():
+            parameter.grad.copy_(gradient)
