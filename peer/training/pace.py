@@ -17,6 +17,9 @@ from equipoise.averaging.outcome import Outcome
 SLACK = 1 - 1e-6
 """Weights are sums of floats."""
 
+FORMING_SECONDS = 0.5
+"""What forming a group takes though nobody is late, on busy machines: that is no time to make more."""
+
 NOTABLE = 0.5
 """Micro-batches' time that one must have waited not to be one of those whom the others waited for."""
 
@@ -50,7 +53,7 @@ class Pace:
         """A round of `peer`, this one, succeeded; its next micro-batch has the weight `batch`."""
         units = deal(math.ceil(self._target / batch), outcome.contributors).get(peer, 0)
         waited = outcome.seconds.get("matchmaking", 0.0)
-        spare = waited / self._batch_seconds if self._batch_seconds > 0 else 0.0
+        spare = (waited - FORMING_SECONDS) / self._batch_seconds if self._batch_seconds > 0 else 0.0
         if spare >= NOTABLE:
             made = round(outcome.contributors.get(peer, 0.0) / batch)
             units = max(units, made + round(spare - MARGIN))

@@ -42,7 +42,7 @@ def test_peers_together_come_to_what_one_process_does_with_the_whole_batch(
 def test_a_slow_peer_contributes_what_it_has_and_the_quick_make_more(fake: FakeSwarm) -> None:
     fake.gather_seconds = 5.0
     quick = [Trainer(fake, index, 6).begin() for index in range(3)]
-    slow = Trainer(fake, 3, 6, seconds=1.6).begin()
+    slow = Trainer(fake, 3, 6, seconds=2.6).begin()
     fake.run()
     assert_alike([*quick, slow])
     assert slow.calls == 6
