@@ -181,6 +181,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     # ---- what is the swarm's ----
 
     @property
+    def parameters(self) -> Mapping[str, torch.Tensor]:
+        """The run's parameters, by name."""
+        return self._parameters
+
+    @property
     def epoch(self) -> int:
         """Updates applied to the state that this peer holds."""
         return self.member.id.epoch

@@ -1,0 +1,80 @@
+"""The swarm's state for `torch.distributed.checkpoint`: `dcp.save({"swarm": SwarmState(opt)}, checkpoint_id=folder)`.
+
+What is saved are the tensors of an image (see `equipoise.peer.training.image`) under their paths there, so that other
+tools find `model/...` and `optimizer/state/...`, and what holds them together, as text. Loading checks all of it against
+the model, as with an image from another peer, before anything changes. `Checkpoints` need none of this.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from equipoise.peer.training.optimizer import SwarmOptimizer
+from equipoise.peer.training.tensorfile import ImageError, pack, unpack
+
+ABOUT = "about"
+"""Beside the tensors: their image's metadata."""
+
+
+class SwarmState:
+    """A `torch.distributed.checkpoint` `Stateful` of parameters, optimizer, scheduler, extra state, and epoch."""
+
+    def __init__(self, optimizer: SwarmOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state. What the optimizer would remember, but has not begun to, is there as zeros.
+
+        `dcp.load` reads only what it finds here, into what it finds here: an optimizer that has not stepped yet must
+        name its moments too. On loading, `about` tells which of them count.
+        """
+        tensors, about = unpack(self._optimizer.image())
+        return {**_remembered(self._optimizer.inner, self._optimizer.parameters), **tensors, ABOUT: about}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take it on.
+
+        Raises:
+            ImageError: It does not fit, or is none; nothing was loaded.
+        """
+        tensors = {name: value for name, value in state_dict.items() if name != ABOUT}
+        about = state_dict.get(ABOUT)
+        if not isinstance(about, dict) or not all(
+            isinstance(value, torch.Tensor) for value in tensors.values()
+        ):
+            raise ImageError("expected what SwarmState.state_dict returned, got something else")
+        self._optimizer.load(pack(tensors, about))
+
+
+def _remembered(
+    inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Zeros in the place of every tensor that the optimizer will remember, by its path in an image."""
+    if all(parameter in inner.state for parameter in parameters.values()):
+        return {}
+    # The twin steps with zeros at a rate of zero, as torch's own get_optimizer_state_dict does, but without touching
+    # the original: its first step must be the swarm's.
+    twins = {
+        id(parameter): torch.zeros_like(parameter, requires_grad=True) for parameter in parameters.values()
+    }
+    for one in twins.values():
+        one.grad = torch.zeros_like(one)
+    groups = [
+        {**group, "lr": 0.0, "params": [twins[id(one)] for one in group["params"] if id(one) in twins]}
+        for group in inner.param_groups
+    ]
+    twin = object.__new__(type(inner))
+    # Hooks, and the `step` that a scheduler puts there, are the original's.
+    kept = {key: value for key, value in vars(inner).items() if key != "step" and "hooks" not in key}
+    twin.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
+    twin.step()
+    return {
+        f"optimizer/state/{name}/{key}": torch.zeros_like(value)
+        for name, parameter in parameters.items()
+        for key, value in twin.state[twins[id(parameter)]].items()
+        if isinstance(value, torch.Tensor)
+    }
