@@ -5,13 +5,18 @@
 
 from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
+from equipoise.peer.training.checkpoint import CheckpointError
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD
 from equipoise.peer.training.optimizer import Options, SwarmOptimizer
+from equipoise.peer.training.recording import Checkpoints
+from equipoise.peer.training.stateful import SwarmState
 from equipoise.peer.training.tensorfile import ImageError
 
 __all__ = [
     "Average",
+    "CheckpointError",
+    "Checkpoints",
     "DiLoCo",
     "ImageError",
     "LocalSGD",
@@ -20,4 +25,5 @@ __all__ = [
     "StateId",
     "Stateful",
     "SwarmOptimizer",
+    "SwarmState",
 ]
