@@ -8,6 +8,7 @@ while someone downloads it.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from equipoise.averaging.transfer.events import (
@@ -46,6 +47,9 @@ MAX_ASKERS = 64
 ASKER_SECONDS = 15.0
 """A newcomer says something every three seconds; one that is silent for five times as long has gone."""
 
+MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
+"""How many snapshots newcomers may ask a trainer for in how long: each costs it a copy of its memory."""
+
 MAX_SERVINGS = 4
 """How many times one newcomer may download the chunks of one image: faults explain two, malice any number."""
 
@@ -58,7 +62,7 @@ class _Asker:
         ask: What it said last.
         expires: When it is forgotten.
         reading: Digest of the image that it downloads; empty if none yet.
-        told: Digest of the image that it was offered last.
+        told: Digest of the oldest image that it was offered, and may yet agree on with others.
         served: Bodies that it asked for, of that image.
     """
 
@@ -78,13 +82,15 @@ class Donor:
         self._serving = Serving()
         self._epoch: int | None = None
         self._taking: int | None = None
+        self._taken: deque[float] = deque(maxlen=MAX_SNAPSHOTS)
         self._now = 0.0
 
     @property
     def wanted(self) -> int | None:
         """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
         read = {asker.reading for asker in self._askers.values()}
-        if sum(offer.image.digest in read for offer in self._shelf.offers) > 1:
+        full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
+        if full or self._worn(self._now):
             return None
         wishes = [
             epoch
@@ -127,6 +133,7 @@ class Donor:
                 actions += self._on_epoch(epoch)
             case SnapshotTaken(state):
                 self._taking = state.epoch
+                self._taken.append(now)
             case SnapshotReady(state, image):
                 actions += self._on_snapshot(Offer(state, image))
             case BodySent(peer, busy):
@@ -216,15 +223,23 @@ class Donor:
     def _answer(self, peer: str, asker: _Asker) -> DonorAction:
         ask = asker.ask
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
-        noted = tuple(epoch for epoch in ask.wanted if self._awaits(ask, epoch) or epoch == self._taking)
+        noted = tuple(
+            epoch
+            for epoch in ask.wanted
+            if epoch == self._taking or (self._awaits(ask, epoch) and not self._worn(self._now))
+        )
         if offers:
-            asker.told = offers[0].image.digest
+            asker.told = offers[-1].image.digest
         return Send(peer, Answer(ask.run, ask.ticket, self._epoch, noted, offers))
 
     def _awaits(self, ask: Ask, epoch: int) -> bool:
         """Whether the trainer may still take a snapshot of `epoch`, and that is of use to who asks."""
         held = any(one.state.epoch == epoch for one in self._shelf.offers)
         return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
+
+    def _worn(self, now: float) -> bool:
+        """Whether its trainer has taken snapshots enough for now."""
+        return len(self._taken) == MAX_SNAPSHOTS and now < self._taken[0] + SNAPSHOTS_SECONDS
 
     @property
     def _read(self) -> set[bytes]:

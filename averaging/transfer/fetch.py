@@ -93,7 +93,7 @@ class Fetch:
         self._memory = 0
         self._asked_digests: deque[str] = deque(maxlen=1)
         self._digests_until = 0.0
-        self._ask_at = now
+        self._ask_at = now + ASK_AGAIN_SECONDS
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._next_change = float("inf")
 
@@ -201,7 +201,7 @@ class Fetch:
 
     def _advance(self, now: float) -> list[FetchAction]:
         if now >= self._expires:
-            return self._fail(f"no state within {self._timeout:g} s: {self._poll.standing}")
+            return self._fail(f"not within {self._timeout:g} s: {self.standing}")
         actions: list[FetchAction] = []
         if self._agreement is not None and self._sources is not None and not self._sources.donors:
             self._agreement = None

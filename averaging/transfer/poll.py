@@ -1,7 +1,7 @@
 """Which image a newcomer takes, and which epoch it asks its donors for: decided from their answers alone.
 
-An image is taken if most of those who hold a state offer it; after some patience, if two do and no others deny it; and
-if it comes from the only peer there is. One liar among three changes nothing.
+An image is taken if most of those who hold a state offer it, which the only peer there is does; and, after some
+patience, if two do and no others deny it. One liar among three changes nothing, and of two who differ neither is right.
 
 Donors that stand in different epochs take different snapshots. So all are asked for one that none of them has reached:
 the next after the one where most stand. Where steps are so fast that it is over when the wish arrives, the margin
@@ -25,8 +25,18 @@ LONE_SECONDS = 3.0
 PATIENCE_SECONDS = 5.0
 """How long those who have noted a wish may take longer than the first who fulfils it: to copy and digest an image."""
 
+STUCK_SECONDS = 30.0
+"""A peer whose epoch has not changed for so long, while another is ahead of it by `STUCK_EPOCHS`, has no say: its
+trainer hangs. (Whose daemon has died is not in the directory any more by then.)"""
+
+STUCK_EPOCHS = 2
+"""Who steps slowly is behind a liar by one at once, and may be honest."""
+
 SLOW_SECONDS = 2.0
 """A step that takes longer than that is worth asking for the epoch before it."""
+
+FIRST_REST_SECONDS, MAX_REST_SECONDS = 1.0, 30.0
+"""Between two wishes where donors took snapshots and did not agree: twice as long each time, for each costs them."""
 
 MAX_MARGIN = 64
 """Epochs between where donors stand and what they are asked for; at 10 ms a step that is more than half a second."""
@@ -63,8 +73,10 @@ class Poll:
         self._at_least = at_least
         self._answers: dict[str, Answer] = {}
         self._silent: set[str] = set()
+        self._moved: dict[str, tuple[int | None, float]] = {}
         self._since: dict[Offer, float] = {}
         self._margin = 1
+        self._rest = FIRST_REST_SECONDS
         self._wished_at = 0.0
 
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
@@ -72,12 +84,15 @@ class Poll:
         self.peers = {peer: self.peers.get(peer, now) for peer in peers if peer not in self.barred}
         self._answers = {peer: answer for peer, answer in self._answers.items() if peer in self.peers}
         self._silent &= self.peers.keys()
+        self._moved = {peer: moved for peer, moved in self._moved.items() if peer in self.peers}
         return [peer for peer, since in self.peers.items() if since == now]
 
     def hear(self, peer: str, answer: Answer, now: float) -> None:
         """Take note of an answer."""
         if peer in self.peers:
             self._answers[peer] = answer
+            if peer not in self._moved or self._moved[peer][0] != answer.epoch:
+                self._moved[peer] = (answer.epoch, now)
             self._silent.discard(peer)
             for offer in answer.offers:
                 self._since.setdefault(offer, now)
@@ -104,8 +119,8 @@ class Poll:
         waits = [since for peer, since in self.peers.items() if peer not in self._answers]
         times = [since + seconds for since in waits for seconds in (ANSWER_SECONDS, LONE_SECONDS)]
         times += [since + PATIENCE_SECONDS for since in self._since.values()]
-        if len(self.wanted) == 1:
-            times.append(self._wished_at + SLOW_SECONDS)
+        times += [since + STUCK_SECONDS for _, since in self._moved.values()]
+        times += [self._wished_at + SLOW_SECONDS, self._wished_at + self._rest]
         return min((time for time in times if time > now), default=float("inf"))
 
     def agreement(self, now: float) -> Agreement | None:
@@ -122,14 +137,14 @@ class Poll:
             now, ANSWER_SECONDS if count > 1 else LONE_SECONDS
         ):
             return None
-        if 2 * count > len(self._voters):
-            return self._agreed(offer, f"{count} of {_peers(len(self._voters))} with a state offer it")
+        voters = [peer for peer in self._voters if not self._stuck(peer, offer.state.epoch, now)]
+        if 2 * count > len(voters):
+            return self._agreed(offer, f"{count} of {_peers(len(voters))} with a state offer it")
         denied = max(
             (n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer),
             default=0,
         )
-        patient = now < self._since[offer] + PATIENCE_SECONDS
-        if patient or count <= denied or (count < 2 and 2 * count <= self._offering):
+        if count < 2 or count <= denied or now < self._since[offer] + PATIENCE_SECONDS:
             return None
         return self._agreed(
             offer, f"{_peers(count)} of {len(self._voters)} offer it, the others none in time"
@@ -143,14 +158,23 @@ class Poll:
         # Of most: one liar must not make all the others wait for an epoch that never comes.
         present = epochs[len(epochs) // 2]
         before = self.wanted
-        if not before or self._missed(before[0]):
-            self._margin = min(2 * self._margin, MAX_MARGIN) if before else 1
-            self.wanted = (min(max(self._at_least, present + self._margin), MAX_EPOCH),)
+        if not before:
+            self._wish_for(present + 1, now)
+        elif self._missed(before[0]):
+            # Who stood in different epochs may agree on the next; who differ in one and the same will hardly.
+            if self._differ(before[0]) or self._margin == MAX_MARGIN:
+                if now < self._wished_at + self._rest:
+                    return False
+                self._rest = min(2 * self._rest, MAX_REST_SECONDS)
+            self._margin = min(2 * self._margin, MAX_MARGIN)
+            self._wish_for(present + self._margin, now)
         elif now >= self._wished_at + SLOW_SECONDS and self._at_least <= present < before[0]:
             self.wanted = (before[0], present)
-        if self.wanted[:1] != before[:1]:
-            self._wished_at = now
         return self.wanted != before
+
+    def _wish_for(self, epoch: int, now: float) -> None:
+        self.wanted = (min(max(self._at_least, epoch), MAX_EPOCH),)
+        self._wished_at = now
 
     @property
     def standing(self) -> str:
@@ -189,16 +213,25 @@ class Poll:
         return offer.state.epoch >= self._at_least
 
     def _missed(self, epoch: int) -> bool:
-        """Whether too few will ever offer that epoch, or those who do have shown that they differ."""
-        coming = offered = 0
+        """Whether too few will ever offer that epoch to be most, or those who do have shown that they differ."""
+        coming = 0
         tally: Counter[Offer] = Counter()
         for peer in self._voters:
             answer = self._answers[peer]
             own = [offer for offer in answer.offers if offer.state.epoch == epoch]
             tally.update(own)
-            offered += bool(own)
             coming += not own and (epoch in answer.noted or answer.epoch is None or answer.epoch <= epoch)
-        return coming + max(tally.values(), default=0) < min(2, len(self._voters))
+        return coming + max(tally.values(), default=0) <= len(self._voters) // 2
+
+    def _stuck(self, peer: str, epoch: int, now: float) -> bool:
+        """Whether a peer has stood still while others went on to `epoch`."""
+        stands, since = self._moved[peer]
+        behind = stands is not None and stands + STUCK_EPOCHS <= epoch
+        return behind and now >= since + STUCK_SECONDS
+
+    def _differ(self, epoch: int) -> bool:
+        offers = {offer for peer in self._voters for offer in self._answers[peer].offers}
+        return sum(offer.state.epoch == epoch for offer in offers) > 1
 
     def _agreed(self, offer: Offer, reason: str) -> Agreement:
         return Agreement(offer, tuple(peer for peer in self.peers if self.offers(peer, offer)), reason)
