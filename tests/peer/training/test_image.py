@@ -1,0 +1,214 @@
+"""States as safetensors bytes: the same everywhere, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+from torch import nn
+
+from equipoise.averaging.state import StateId
+from equipoise.peer.training.image import ModelPart, OptimizerPart, TrainingState, UserPart
+from equipoise.peer.training.tensorfile import DTYPES, ImageError, pack, unpack
+from oracles.training import batch_of, loss_of, network
+
+ID = StateId(3, "a" * 64)
+
+MAKERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+}
+
+
+class Notes:
+    def __init__(self, **kept: Any) -> None:
+        self.kept: dict[str, Any] = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.kept = state_dict
+
+
+class Trained:
+    def __init__(self, make: Any = MAKERS["AdamW"], seed: int = 0, **notes: Any) -> None:
+        self.model = network(seed=seed)
+        self.optimizer = make(self.model.parameters())
+        self.notes = Notes(**notes)
+        named = dict(self.model.named_parameters())
+        self.state = TrainingState(
+            {
+                "notes": UserPart(self.notes),
+                "optimizer": OptimizerPart(self.optimizer, named),
+                "model": ModelPart(named, {}),
+            }
+        )
+
+    def train(self, steps: int, first: int = 0) -> Trained:
+        for at in range(first, first + steps):
+            self.optimizer.zero_grad()
+            loss_of(self.model, batch_of(0, at, 8)).backward()
+            self.optimizer.step()
+        return self
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_training_goes_on_as_if_nothing_had_happened(name: str) -> None:
+    whole = Trained(MAKERS[name]).train(6)
+    first = Trained(MAKERS[name]).train(3)
+    second = Trained(MAKERS[name], seed=9)
+    read = second.state.read(first.state.image(ID))
+    assert read.id == ID
+    read.load()
+    second.train(3, first=3)
+    for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(second.state.image(ID), whole.state.image(ID))
+
+
+def test_images_of_equal_states_are_equal_bytes_in_any_order() -> None:
+    tensors = {
+        "b": torch.ones(3),
+        "a": torch.zeros(2, dtype=torch.int64),
+        "c": torch.ones(1, dtype=torch.bool),
+    }
+    turned = dict(reversed(tensors.items()))
+    assert torch.equal(pack(tensors, {"x": "1", "y": "2"}), pack(turned, {"y": "2", "x": "1"}))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_the_library_reads_what_is_written_and_the_other_way_round(dtype: torch.dtype) -> None:
+    tensors = {
+        "one": torch.arange(7).to(dtype),
+        "none": torch.zeros(0, 3, dtype=dtype),
+        "s": torch.ones((), dtype=dtype),
+    }
+    ours, theirs = bytes(pack(tensors, {"k": "v"}).numpy()), save_safetensors(tensors, {"k": "v"})
+    for found in (load_safetensors(ours), unpack(torch.frombuffer(bytearray(theirs), dtype=torch.uint8))[0]):
+        assert found.keys() == tensors.keys()
+        assert all(
+            torch.equal(found[name], one) and found[name].dtype == dtype for name, one in tensors.items()
+        )
+
+
+def test_what_users_keep_survives() -> None:
+    kept = {
+        "a": [1, 2.5, None, True, "x"],
+        "b": ({"n": torch.arange(3)}, float("inf")),
+        "c": {1: "one", "1": "text"},
+    }
+    state, other = Trained(**kept), Trained(seed=1)
+    other.state.read(state.state.image(ID)).load()
+    found = other.notes.kept
+    assert found["a"] == kept["a"]
+    assert isinstance(found["b"], tuple)
+    assert found["b"][0]["n"].tolist() == [0, 1, 2]
+    assert found["b"][1] == float("inf")
+    assert found["c"] == kept["c"]
+
+
+@pytest.mark.parametrize(
+    "what", [{"x": object()}, {"x": {1.5: "float key"}}, {"x": torch.ones(2).to_sparse()}]
+)
+def test_what_cannot_be_written_is_named(what: dict[str, Any]) -> None:
+    with pytest.raises(ImageError, match="notes/x"):
+        Trained(**what).state.image(ID)
+
+
+def test_what_nests_too_deep_is_refused() -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(30):
+        nested = {"x": nested}
+    with pytest.raises(ImageError, match="nested deeper"):
+        Trained(**nested).state.image(ID)
+
+
+def test_nothing_is_loaded_of_an_image_that_does_not_fit() -> None:
+    theirs = Trained(seed=2).train(2)
+    small = nn.Linear(2, 2)
+    named = dict(small.named_parameters())
+    optimizer = torch.optim.AdamW(small.parameters())
+    ours = TrainingState(
+        {
+            "notes": UserPart(Notes()),
+            "optimizer": OptimizerPart(optimizer, named),
+            "model": ModelPart(named, {}),
+        }
+    )
+    before = small.weight.detach().clone()
+    with pytest.raises(ImageError, match="groups"):
+        ours.read(theirs.state.image(ID))
+    with pytest.raises(ImageError, match=r"only in the image|only here"):
+        TrainingState({"model": ModelPart(named, {})}).read(theirs.state.image(ID))
+    assert torch.equal(small.weight, before)
+
+
+@pytest.mark.parametrize("cut", [0, 4, 8, 100, -1])
+def test_a_truncated_image_is_refused(cut: int) -> None:
+    image = Trained().train(1).state.image(ID)
+    with pytest.raises(ImageError):
+        Trained().state.read(image[:cut])
+
+
+def test_flipped_bytes_in_the_header_never_load_something_else_silently() -> None:
+    state = Trained().train(1)
+    image = state.state.image(ID)
+    size = int.from_bytes(bytes(image[:8].tolist()), "little")
+    chance = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        broken = image.clone()
+        at = int(torch.randint(0, 8 + size, (1,), generator=chance))
+        broken[at] ^= 1 << int(torch.randint(0, 8, (1,), generator=chance))
+        try:
+            Trained().state.read(broken)
+        except ImageError:
+            continue
+        except Exception as error:
+            pytest.fail(f"byte {at}: {type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}},
+        {"x": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
+        {"x": {"dtype": "F99", "shape": [1], "data_offsets": [0, 4]}},
+        {
+            "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            "y": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        },
+        {"x": 7},
+        [],
+        {"__metadata__": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_headers_that_lie_are_refused(header: Any) -> None:
+    text = json.dumps(header).encode()
+    data = bytearray(len(text).to_bytes(8, "little") + text + b"\0" * 4)
+    with pytest.raises(ImageError):
+        unpack(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def test_where_a_users_part_raises_nothing_else_has_changed() -> None:
+    class Picky(Notes):
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            raise RuntimeError("not this one")
+
+    theirs, ours = Trained().train(2), Trained(seed=4)
+    picky = TrainingState({**ours.state._parts, "notes": UserPart(Picky())})
+    before = [one.detach().clone() for one in ours.model.parameters()]
+    read = picky.read(theirs.state.image(ID))
+    with pytest.raises(RuntimeError, match="not this one"):
+        read.load()
+    assert all(torch.equal(one, old) for one, old in zip(ours.model.parameters(), before, strict=True))

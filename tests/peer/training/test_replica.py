@@ -1,0 +1,360 @@
+"""The replica machine: events in, actions out."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping
+
+import pytest
+
+from equipoise.averaging.state import StateId, group_state
+from equipoise.peer.training import replica
+from equipoise.peer.training.replica import (
+    ATTENDANCE,
+    CHECK_EVERY,
+    FAILED_ROUNDS,
+    HELD_MEANS,
+    MAX_INTRODUCTIONS,
+    Apply,
+    Check,
+    Checked,
+    Due,
+    Fetch,
+    FetchFailed,
+    Forget,
+    Hold,
+    ImageFetched,
+    Load,
+    Meet,
+    Phase,
+    Replica,
+    RoundFailed,
+    RoundSucceeded,
+    StepAlone,
+    SteppedAlone,
+    beginning,
+    follow,
+)
+
+START = beginning("start")
+OTHER = beginning("other")
+
+
+def after(state: StateId, digest: str) -> StateId:
+    return StateId(state.epoch + 1, follow(state.lineage, f"mean {digest}"))
+
+
+def state_at(epoch: int, since: StateId = START) -> StateId:
+    for at in range(since.epoch, epoch):
+        since = after(since, f"m{at}")
+    return since
+
+
+def succeeded(
+    group: StateId | None, digest: str = "", weights: Mapping[str, float] | None = None, **more: int
+) -> RoundSucceeded:
+    weights = {"b": 8.0, "c": 8.0} if weights is None else weights
+    states = {} if group is None else dict.fromkeys(weights, group)
+    members = sorted({*weights, "a"})
+    return RoundSucceeded(
+        group, states, digest or f"m{group.epoch if group else 0}", weights, members, **more
+    )
+
+
+INTRODUCED = dict.fromkeys("abc", ATTENDANCE)
+
+
+def in_step(state: StateId = START) -> Replica:
+    machine = Replica("a", state, 0.0)
+    assert machine.handle(succeeded(state, weights=INTRODUCED), 0.0) == []
+    assert machine.phase is Phase.IN_STEP
+    return machine
+
+
+def astray(group: StateId) -> Replica:
+    machine = Replica("a", OTHER, 0.0)
+    assert machine.handle(succeeded(group), 10.0) == [Hold(group), Fetch(group.epoch + 1)]
+    return machine
+
+
+def test_it_begins_by_meeting_with_nothing_to_give() -> None:
+    machine = Replica("a", START, 0.0)
+    assert machine.claim == START
+    assert not machine.contributes
+    assert machine.attendance == ATTENDANCE
+
+
+def test_in_step_it_applies_each_mean_and_follows_the_lineage() -> None:
+    machine = in_step()
+    for epoch in range(3):
+        assert machine.handle(succeeded(state_at(epoch)), epoch) == [Apply(state_at(epoch))]
+    assert machine.state == state_at(3)
+    assert machine.claim == state_at(3)
+
+
+def test_other_means_lead_to_another_lineage() -> None:
+    first, second = in_step(), in_step()
+    first.handle(succeeded(START, "x"), 1.0)
+    second.handle(succeeded(START, "y"), 1.0)
+    assert first.state.epoch == second.state.epoch
+    assert first.state != second.state
+
+
+def test_a_failed_round_changes_nothing() -> None:
+    machine = in_step()
+    assert machine.handle(RoundFailed("lost b"), 1.0) == []
+    assert machine.state == START
+    assert machine.reason == "the last round failed: lost b"
+
+
+def test_astray_it_holds_fetches_and_replays() -> None:
+    machine = astray(state_at(5))
+    assert machine.claim is None
+    assert "astray: it holds epoch 0" in machine.reason
+    assert machine.handle(succeeded(state_at(6)), 20.0) == [Hold(state_at(6))]
+    assert machine.handle(succeeded(state_at(7)), 30.0) == [Hold(state_at(7))]
+    assert machine.handle(ImageFetched(state_at(6)), 31.0) == [
+        Load(),
+        Forget(state_at(5)),
+        Apply(state_at(6)),
+        Apply(state_at(7)),
+    ]
+    assert machine.state == state_at(8)
+    assert machine.contributes
+    assert machine.handle(succeeded(state_at(8)), 40.0) == [Apply(state_at(8))]
+
+
+def test_a_gap_makes_what_was_held_before_useless() -> None:
+    machine = astray(state_at(5))
+    assert machine.handle(succeeded(state_at(7)), 20.0) == [Forget(state_at(5)), Hold(state_at(7))]
+    actions = machine.handle(ImageFetched(state_at(6)), 21.0)
+    assert actions == [Fetch(7)]
+    assert "older than the means that were kept" in machine.reason
+    assert machine.handle(ImageFetched(state_at(7)), 22.0) == [Load(), Apply(state_at(7))]
+
+
+def test_an_image_of_another_lineage_is_not_believed_for_long() -> None:
+    machine = astray(state_at(5))
+    actions = machine.handle(ImageFetched(StateId(5, "f" * 64)), 11.0)
+    assert actions == [Load(), Fetch(5)]
+    assert machine.phase is Phase.ASTRAY
+
+
+def test_means_are_held_up_to_a_bound() -> None:
+    machine = astray(state_at(5))
+    for epoch in range(6, 5 + HELD_MEANS):
+        assert machine.handle(succeeded(state_at(epoch)), epoch) == [Hold(state_at(epoch))]
+    epoch = 5 + HELD_MEANS
+    assert machine.handle(succeeded(state_at(epoch)), epoch) == [Forget(state_at(5)), Hold(state_at(epoch))]
+
+
+@pytest.mark.parametrize(("interval", "lead"), [(5.0, 1), (1.0, 1), (0.5, 2), (0.001, replica.MAX_LEAD)])
+def test_it_asks_for_an_epoch_that_donors_have_not_passed_when_they_hear_of_it(
+    interval: float, lead: int
+) -> None:
+    machine = Replica("a", OTHER, 100.0)
+    actions = machine.handle(succeeded(state_at(5)), 100.0 + interval)
+    assert actions == [Hold(state_at(5)), Fetch(5 + lead)]
+
+
+def test_it_fetches_again_after_the_next_round() -> None:
+    machine = astray(state_at(5))
+    assert machine.handle(FetchFailed("no donor"), 11.0) == []
+    assert "no snapshot yet: no donor" in machine.reason
+    assert machine.handle(RoundFailed("nobody came"), 12.0) == [Fetch(6)]
+    machine.handle(FetchFailed("no donor"), 13.0)
+    assert machine.handle(succeeded(state_at(6)), 23.0) == [Hold(state_at(6)), Fetch(7)]
+
+
+def test_without_a_fetch_it_is_back_where_the_group_takes_on_its_state() -> None:
+    machine = astray(state_at(5))
+    assert machine.handle(succeeded(OTHER, weights=INTRODUCED), 20.0) == [Forget(state_at(5))]
+    assert machine.phase is Phase.IN_STEP
+
+
+def test_one_of_those_with_nothing_stands_in_beside_a_single_giver() -> None:
+    first, second = Replica("a", OTHER, 0.0), Replica("b", OTHER, 0.0)
+    group = state_at(5)
+    event = RoundSucceeded(
+        group, {"c": group}, "m", {"c": 8.0, "a": ATTENDANCE, "b": ATTENDANCE}, ("a", "b", "c")
+    )
+    for machine in (first, second):
+        machine.handle(event, 1.0)
+    assert (first.attendance, second.attendance) == (ATTENDANCE, 0.0)
+    second.handle(RoundFailed("a has gone"), 2.0)
+    assert second.attendance == ATTENDANCE
+
+
+def test_beside_several_givers_it_observes() -> None:
+    assert astray(state_at(5)).attendance == 0.0
+
+
+def test_where_nobody_knows_it_holds_on_for_a_while_and_then_claims_its_own_state() -> None:
+    machine = astray(state_at(5))
+    nobody = succeeded(None, weights={"a": ATTENDANCE, "b": ATTENDANCE})
+    assert machine.handle(nobody, 15.0) == []
+    assert machine.claim is None
+    assert machine.handle(nobody, 30.0) == [Forget(state_at(5))]
+    assert machine.claim == OTHER
+
+
+def test_newcomers_among_themselves_do_not_take_themselves_for_the_beginning() -> None:
+    machine = Replica("a", START, 0.0)
+    for _ in range(MAX_INTRODUCTIONS):
+        assert (
+            machine.handle(succeeded(START, weights={"a": ATTENDANCE, "b": ATTENDANCE}, missing=3), 1.0) == []
+        )
+        assert machine.phase is Phase.MEETING
+    machine.handle(succeeded(START, weights={"a": ATTENDANCE, "b": ATTENDANCE}, missing=3), 1.0)
+    assert machine.phase is Phase.IN_STEP
+
+
+@pytest.mark.parametrize("alone", ["train", "wait"])
+def test_without_company_it_looks_for_some_first(alone: replica.Alone) -> None:
+    machine = Replica("a", START, 0.0, alone, patience=10.0)
+    assert machine.handle(Due(company=False), 9.0) == []
+    assert machine.handle(Due(company=False), 11.0) == ([StepAlone()] if alone == "train" else [])
+    assert machine.handle(Due(company=True), 12.0) == [Meet()]
+    assert machine.handle(Due(company=False), 13.0) == []
+
+
+def test_with_company_whose_rounds_fail_it_trains_alone_after_some() -> None:
+    machine = in_step()
+    for _ in range(FAILED_ROUNDS):
+        assert machine.handle(Due(company=True), 1.0) == [Meet()]
+        machine.handle(RoundFailed("b was lost"), 1.0)
+    assert machine.handle(Due(company=True), 1.0) == [StepAlone()]
+    assert machine.reason == f"it trains alone: {FAILED_ROUNDS} rounds in a row failed"
+
+
+def test_after_a_step_alone_it_has_to_meet_the_group_anew() -> None:
+    machine = in_step()
+    machine.handle(Due(company=False), 100.0)
+    assert machine.handle(SteppedAlone("mine"), 100.0) == []
+    assert machine.state.epoch == 1
+    assert machine.state != state_at(1)
+    assert machine.phase is Phase.MEETING
+
+
+def test_every_so_often_the_parameters_themselves_are_looked_at() -> None:
+    machine = in_step(state_at(CHECK_EVERY - 1))
+    group = state_at(CHECK_EVERY - 1)
+    assert machine.handle(succeeded(group), 1.0) == [Apply(group), Check()]
+    assert machine.handle(Checked("p"), 1.0) == []
+    assert machine.state == StateId(CHECK_EVERY, follow(state_at(CHECK_EVERY).lineage, "parameters p"))
+
+
+def test_a_replay_goes_on_after_a_look_and_finds_drift() -> None:
+    before = state_at(CHECK_EVERY - 1)
+    checked = StateId(CHECK_EVERY, follow(after(before, f"m{before.epoch}").lineage, "parameters p"))
+    for seen, expected in (("p", [Apply(checked)]), ("q", [Fetch(CHECK_EVERY)])):
+        machine = astray(before)
+        machine.handle(succeeded(checked), 20.0)
+        assert machine.handle(ImageFetched(before), 21.0) == [Load(), Apply(before), Check()]
+        assert machine.handle(Checked(seen), 21.0) == expected
+
+
+def mixed(*parts: object) -> int:
+    """A number that depends on all of them, and is the same in every process."""
+    return zlib.crc32(repr(parts).encode())
+
+
+class Peer:
+    """A replica, and what a driver would do for it, with a number in place of parameters."""
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name, self.value = name, value
+        self.machine = Replica(name, beginning(str(value)), 0.0, patience=3.0)
+        self.held: dict[StateId, int] = {}
+        self.wanted: int | None = None
+        self.alive = True
+
+    def act(
+        self,
+        actions: list[replica.Action],
+        now: float,
+        mean: int = 0,
+        image: tuple[StateId, int] | None = None,
+    ) -> None:
+        for action in actions:
+            match action:
+                case Apply(before):
+                    self.value = mixed(self.value, self.held.pop(before, mean))
+                case Hold(before):
+                    self.held[before] = mean
+                case Forget(before):
+                    self.held.pop(before, None)
+                case Fetch(at_least):
+                    self.wanted = at_least
+                case Load():
+                    assert image is not None
+                    self.value = image[1]
+                case Check():
+                    self.act(self.machine.handle(Checked(str(self.value)), now), now, mean)
+                case StepAlone():
+                    self.value = mixed(self.value, self.name)
+                    self.act(self.machine.handle(SteppedAlone(str(self.value)), now), now)
+                case Meet():
+                    pass
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) -> None:
+    """Peers that begin alike or not, miss rounds, get snapshots late, are replaced by newcomers; then the faults
+    stop."""
+    chance = random.Random(seed)
+    peers = [Peer(f"p{at}", chance.choice([0, 0, at])) for at in range(chance.randint(2, 5))]
+    for now in range(140):
+        calm = now > 90
+        if not calm and chance.random() < 0.05:
+            gone = chance.randrange(len(peers))
+            peers[gone] = Peer(f"{peers[gone].name}'", chance.choice([0, now]))
+        group = [peer for peer in peers if calm or chance.random() < 0.8]
+        _round(group, now, chance, calm)
+        for peer in peers:
+            _fetch(peer, peers, now, chance, calm)
+        known: dict[StateId, int] = {}
+        for peer in peers:
+            assert known.setdefault(peer.machine.state, peer.value) == peer.value
+            assert len(peer.held) <= HELD_MEANS
+    assert {peer.machine.phase for peer in peers} == {Phase.IN_STEP}, [peer.machine.reason for peer in peers]
+    assert len({peer.machine.state for peer in peers}) == 1
+
+
+def _round(group: list[Peer], now: int, chance: random.Random, calm: bool) -> None:
+    weights = {p.name: 8.0 if p.machine.contributes else p.machine.attendance for p in group}
+    contributors = {name: weight for name, weight in weights.items() if weight > 0}
+    if len(contributors) < 2:
+        for peer in group:
+            peer.act(peer.machine.handle(RoundFailed("too few"), now), now)
+            peer.act(peer.machine.handle(Due(company=chance.random() < 0.5 or calm), now), now)
+        return
+    states = {peer.name: peer.machine.claim for peer in group if peer.machine.claim is not None}
+    members = sorted(peer.name for peer in group)
+    mean = mixed(now, *members)
+    for peer in group:
+        event: replica.Event = RoundSucceeded(
+            group_state(states.values()), states, str(mean), contributors, members, 0
+        )
+        if not calm and chance.random() < 0.1:
+            event = RoundFailed("it was cut off")
+        peer.act(peer.machine.handle(event, now), now, mean)
+
+
+def _fetch(peer: Peer, peers: list[Peer], now: int, chance: random.Random, calm: bool) -> None:
+    if peer.wanted is None or chance.random() < (0.2 if calm else 0.5):
+        return
+    donors = [
+        one
+        for one in peers
+        if one is not peer and one.machine.claim is not None and one.machine.state.epoch >= peer.wanted
+    ]
+    if donors and (calm or chance.random() < 0.8):
+        donor = chance.choice(donors)
+        image = donor.machine.state, donor.value
+        peer.wanted = None
+        peer.act(peer.machine.handle(ImageFetched(image[0]), now), now, image=image)
+    elif chance.random() < 0.3:
+        peer.wanted = None
+        peer.act(peer.machine.handle(FetchFailed("nobody has it"), now), now)
