@@ -1,0 +1,140 @@
+"""`equipoise launch --resume`: everything is killed at a random moment, started again, and training goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from e2e.swarm import ChildProcess, Swarm, eventually
+from equipoise.peer.training.checkpoint import IMAGE_FILE, MANIFEST_FILE
+
+pytestmark = pytest.mark.timeout(240)
+
+EVERY = 4
+
+RUN = "resumed"
+
+SCRIPT = """
+import json, logging, sys, time
+import torch
+from equipoise.peer import connect
+from equipoise.peer.training import Checkpoints
+
+logging.basicConfig(level=logging.INFO)
+torch.manual_seed(0)
+width, batch = int(sys.argv[1]), float(sys.argv[2])
+model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 4))
+with connect() as peer:
+    run = peer.join("resumed", model, codec="fp32")
+    optimizer = run.optimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        target_batch_size=batch,
+        batch_size=8,
+        patience=60.0,
+        checkpoints=Checkpoints(every=4, keep=3),
+    )
+    print(json.dumps([optimizer.epoch, optimizer.id.lineage]), flush=True)
+    while True:
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 8)
+        torch.nn.functional.mse_loss(model(inputs), inputs[:, :4].sin()).backward()
+        before = optimizer.epoch
+        optimizer.step()
+        if optimizer.epoch != before:
+            print(json.dumps([optimizer.epoch, optimizer.id.lineage]), flush=True)
+"""
+
+
+class Peer:
+    """A daemon and a training script, launched together on a home of their own."""
+
+    def __init__(
+        self, swarm: Swarm, home: Path, join: Sequence[str] = (), width: int = 16, resume: bool = False
+    ) -> None:
+        words = ["--listen", "/ip4/127.0.0.1/tcp/0", *(word for one in join for word in ("--join", one))]
+        script = [sys.executable, "-c", SCRIPT, str(width), "16"]
+        flags = ["--resume"] if resume else []
+        self.home = home
+        self.process = swarm.command("launch", *flags, "--home", str(home), *words, "--", *script)
+
+    @property
+    def address(self) -> str:
+        """One that others can join; once it is there."""
+        return next((line for line in self.process.errors.splitlines() if "/127.0.0.1/" in line), "").strip()
+
+    @property
+    def states(self) -> dict[int, str]:
+        """Lineages by epoch, the one it began with included."""
+        lines = self.process.output.splitlines(keepends=True)
+        return dict(msgspec.json.decode(line, type=tuple[int, str]) for line in lines if line.endswith("\n"))
+
+    def kill(self) -> None:
+        """SIGKILL to the daemon, to p2pd and to the script."""
+        family = [self.process.pid, *(one.pid for one in self.process.descendants())]
+        for pid in family:
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        eventually(lambda: not any(map(psutil.pid_exists, family)), "the end of all of them")
+
+
+def start(swarm: Swarm, homes: Sequence[Path], resume: bool = False) -> list[Peer]:
+    first = Peer(swarm, homes[0], resume=resume)
+    address = eventually(lambda: first.address, "the first daemon's address", 60)
+    return [first, *(Peer(swarm, home, [address], resume=resume) for home in homes[1:])]
+
+
+def shared(peers: Sequence[Peer]) -> dict[int, set[str]]:
+    """The lineages of the epochs that all have been in."""
+    states = [peer.states for peer in peers]
+    return {epoch: {one[epoch] for one in states} for epoch in set.intersection(*map(set, states))}
+
+
+def test_all_are_killed_and_go_on_from_their_checkpoints(swarm: Swarm) -> None:
+    homes = [swarm.folder / "first", swarm.folder / "second"]
+    moment = 2 * EVERY + random.Random(0).randrange(EVERY)
+    peers = start(swarm, homes)
+    eventually(lambda: all(max(one.states, default=0) >= moment for one in peers), f"epoch {moment}", 90)
+    for peer in peers:
+        peer.kill()
+    reached = max(max(peer.states) for peer in peers)
+
+    again = start(swarm, homes, resume=True)
+    eventually(lambda: max(shared(again), default=0) >= reached + 3, "all to go on together", 90)
+    began = [min(peer.states) for peer in again]
+    print(f"killed at epoch {reached}, resumed from {began}")
+    assert min(began) >= reached - EVERY - 1  # That one more was being written.
+    assert all(len(lineages) == 1 for lineages in shared(again).values())
+    assert all("resumed from" in peer.process.errors for peer in again)
+    for peer in again:
+        peer.kill()
+
+    check_mistakes(swarm, homes[0])
+
+
+def check_mistakes(swarm: Swarm, home: Path) -> None:
+    """Another model, and checkpoints that are all truncated, are refused in one line each."""
+    folder = home / "checkpoints" / RUN
+    wide = Peer(swarm, home, width=17, resume=True)
+    assert wide.process.wait(60) == 1
+    assert_told(wide.process, "was written with another model: '4 tensors,")
+    for image in folder.glob(f"epoch-*/{IMAGE_FILE}"):
+        os.truncate(image, 1000)
+    for manifest in list(folder.glob(f"epoch-*/{MANIFEST_FILE}"))[1:]:
+        manifest.unlink()
+    truncated = Peer(swarm, home, resume=True)
+    assert truncated.process.wait(60) == 1
+    assert_told(truncated.process, "to start anew")
+
+
+def assert_told(process: ChildProcess, what: str) -> None:
+    last = process.errors.strip().splitlines()[-1]
+    assert what in process.errors, process.errors[-2000:]
+    assert what in last
