@@ -37,6 +37,9 @@ MAX_TEXT = 200
 
 GREETING = b"\x13/multistream/1.0.0\n"
 
+_NEIGHBOURHOOD = {4: 16, 6: 64}
+"""Bits that addresses of one private network have in common, by version of IP."""
+
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
@@ -121,7 +124,7 @@ def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
         if address.relayed:
             continue
         found |= dict.fromkeys((host, address.port) for host in seen)
-        if any(_same_private_world(host, address.host) for host in seen):
+        if any(_neighbours(host, address.host) for host in seen):
             found[address.host, address.port] = None
     return list(found)[:MAX_TARGETS]
 
@@ -165,9 +168,18 @@ def direct_hosts(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(path.split("/")[2] for path in paths if not is_relayed(path)))
 
 
-def _same_private_world(seen: str, host: str) -> bool:
-    """Whether both are addresses that the world cannot route: the asker is a neighbour, and may be dialled there."""
+def _neighbours(seen: str, host: str) -> bool:
+    """Whether both are of one private network: the asker is a neighbour, and may be dialled there.
+
+    Not another network of this machine's, and never this machine itself unless the asker is on it: by what is said of
+    why a dial failed, a neighbour could look around in places where it has no business.
+    """
     try:
-        return not any(ipaddress.ip_address(one).is_global for one in (seen, host))
+        one, other = ipaddress.ip_address(seen), ipaddress.ip_address(host)
     except ValueError:
         return False
+    if one.version != other.version or one.is_global or other.is_global or other.is_multicast:
+        return False
+    if one.is_loopback or other.is_loopback:
+        return one.is_loopback and other.is_loopback
+    return other in ipaddress.ip_network((one, _NEIGHBOURHOOD[one.version]), strict=False)

@@ -156,11 +156,6 @@ class Link:
         return self._p2p._client
 
 
-def inbound_peer(message: bytes) -> str:
-    """Return the PeerID in a StreamInfo, which p2pd has authenticated."""
-    return inbound_stream(message)[0]
-
-
 def inbound_stream(message: bytes) -> tuple[str, bool]:
     """Return the PeerID in a StreamInfo, which p2pd has authenticated, and whether the stream came through a relay."""
     info = p2pd_pb2.StreamInfo.FromString(message)

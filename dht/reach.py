@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from equipoise.dht import messages
 from equipoise.dht.dialback import DIALBACK, DialBack, direct_hosts
 from equipoise.dht.dialer import Dialer
+from equipoise.dht.inbound import Inbound
 from equipoise.dht.link import CallHandler, Link
 from equipoise.dht.reachability import Reachability
 from equipoise.dht.records import MAX_ADDRESSES, Readiness
-from equipoise.dht.relay.inbound import Inbound
 from equipoise.dht.relay.keeper import MAX_CANDIDATES, RelayKeeper
 from equipoise.dht.relay.messages import HOP_PROTOCOL
 from equipoise.dht.relay.service import RelayRules, RelayService
@@ -82,8 +82,7 @@ class Reach:
             Inbound(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
         )
         self._met = asyncio.Event()
-        self._asking: set[asyncio.Task[None]] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._keeping: asyncio.Task[None] | None = None
 
     @property
@@ -118,18 +117,21 @@ class Reach:
 
     def meet(self, peer: str, relays: bool) -> None:
         """Take note of a peer that can be asked, and of whether it relays for others."""
-        if relays and peer not in self._offers and len(self._offers) < MAX_CANDIDATES:
-            self._offers[peer] = None
-            self.keeper.look()
-        if not relays:
-            self._offers.pop(peer, None)
+        known = peer in self._offers
+        self._offers.pop(peer, None)
+        if relays:
+            self._offers[peer] = None  # Heard of last: whoever is gone for good is forgotten first.
+            if len(self._offers) > MAX_CANDIDATES:
+                del self._offers[next(iter(self._offers))]
+            if not known:
+                self.keeper.look()
         self._met.set()
 
     def listen(self) -> None:
         """Start to take streams from p2pd, and to ask."""
         for inbound in self._inbound:
             inbound.listen()
-        self._tasks.append(asyncio.create_task(self._survey()))
+        self._spawn(self._survey())
         if self.hidden:
             self._follow()
 
@@ -147,12 +149,10 @@ class Reach:
 
     async def stop(self) -> None:
         """End everything; idempotent."""
-        tasks = [*self._tasks, *self._asking, *([self._keeping] if self._keeping else [])]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        self._tasks = []
+        if self._tasks:
+            await asyncio.wait(self._tasks)
         for inbound in self._inbound:
             await inbound.stop()
 
@@ -172,9 +172,7 @@ class Reach:
             self._met.clear()
             if self._link.attached:
                 for peer in self._verdict.whom(self.candidates(), loop.time()):
-                    task = asyncio.create_task(self._ask(peer))
-                    self._asking.add(task)
-                    task.add_done_callback(self._asking.discard)
+                    self._spawn(self._ask(peer))
             try:
                 async with asyncio.timeout(SURVEY_SECONDS):
                     await self._met.wait()
@@ -200,8 +198,22 @@ class Reach:
         """Look for relays unless this peer is known to be dialled."""
         direct = self._verdict.verdict == "direct"
         if not direct and self._keeping is None:
-            self._keeping = asyncio.create_task(self.keeper.run())
+            self._keeping = self._spawn(self.keeper.run())
         elif direct and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
             self.keeper.held.clear()
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # Only a bug of ours ends a task by an exception; it must not be what nobody looks for relays for.
+            _log.error("a task of the reach failed", exc_info=task.exception())
+            if task is self._keeping:
+                self._keeping = None

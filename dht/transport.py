@@ -7,9 +7,7 @@ libp2p's handshake, in p2pd.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import socket
 import struct
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -17,9 +15,10 @@ from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.link import Link, inbound_peer
+from equipoise.dht.inbound import Inbound
+from equipoise.dht.link import Link
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.dht.streams import Stream, StreamClosed, receive_message
+from equipoise.dht.streams import Stream, StreamClosed
 
 MAX_HEADER_BYTES = 128 * 1024
 """Equal to `averaging.ports.MAX_HEADER_BYTES`, checked by a test: the packages do not know each other."""
@@ -29,14 +28,10 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
 OPEN_SECONDS = 5.0
 """To dial, negotiate and open: the port's own timeout."""
-PREFACE_SECONDS = 5.0
-"""p2pd says at once who an inbound stream is from."""
 MAX_STREAMS_PER_PEER = 8
 """One per run and direction is usual; a peer in more runs at once waits."""
 MAX_STREAMS = 512
 """A group has at most 64 members; several groups at once stay below. Each costs a descriptor here and one in p2pd."""
-MAX_HALF_OPEN = 32
-"""Inbound streams whose preface has not come yet."""
 
 _PREFIX = struct.Struct("!II")
 
@@ -178,13 +173,10 @@ class Libp2pTransport:
         self._dialable = dialable
         self._link = link
         self._dialer = dialer
-        self._path = runtime / "streams.sock"
+        self._inbound = Inbound(STREAM_PROTOCOL, runtime / "streams.sock", MAX_STREAMS, self._welcome)
         self._handler: Handler | None = None
         self._channels: set[FramedChannel] = set()
         self._per_peer: Counter[str] = Counter()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._half_open = 0
-        self._listener: socket.socket | None = None
 
     @property
     def peer(self) -> str:
@@ -224,11 +216,7 @@ class Libp2pTransport:
 
     def listen(self) -> None:
         """Start to take inbound streams from p2pd."""
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.setblocking(False)
-        self._listener.bind(str(self._path))
-        self._listener.listen(MAX_HALF_OPEN)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._inbound.listen()
 
     async def attach(self) -> None:
         """Have a (new) p2pd send inbound streams here.
@@ -236,22 +224,14 @@ class Libp2pTransport:
         Raises:
             LinkError: p2pd does not answer.
         """
-        await self._link.listen_streams(STREAM_PROTOCOL, self._path)
+        await self._inbound.attach(self._link)
 
     async def stop(self) -> None:
         """Close every channel, end every handler."""
         self._handler = None
-        if self._listener is not None:
-            asyncio.get_running_loop().remove_reader(self._listener)
-            self._listener.close()
-            self._listener = None
-            self._path.unlink(missing_ok=True)
         for channel in list(self._channels):
             channel.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._inbound.stop()
 
     def _check_room(self, peer: str) -> None:
         if self._per_peer[peer] >= MAX_STREAMS_PER_PEER:
@@ -273,40 +253,14 @@ class Libp2pTransport:
         if self._per_peer[channel.peer] <= 0:
             del self._per_peer[channel.peer]
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = self._listener.accept()
-            if self._handler is None or self._half_open >= MAX_HALF_OPEN:
-                connection.close()
-                return
-            task = asyncio.get_running_loop().create_task(self._welcome(Stream(connection)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _welcome(self, stream: Stream) -> None:
-        try:
-            peer = await self._introduce(stream)
-            self._check_room(peer)
-        except (ConnectionError, TimeoutError, ValueError) as error:
-            _log.info("refused a stream: %s", error)
-            stream.close()
-            return
+    async def _welcome(self, peer: str, relayed: bool, stream: Stream) -> None:
+        public_key_of(peer)
+        self._check_room(peer)
         await run_handler(self._handler, self._enter(peer, stream))
-
-    async def _introduce(self, stream: Stream) -> str:
-        self._half_open += 1
-        try:
-            async with asyncio.timeout(PREFACE_SECONDS):
-                peer = inbound_peer(await receive_message(stream))
-                public_key_of(peer)
-                return peer
-        finally:
-            self._half_open -= 1
 
 
 async def run_handler(handler: Handler | None, channel: FramedChannel) -> None:
-    """Let `handler` have an accepted channel, and close that afterwards."""
+    """Let `handler`, if there is one, have an accepted channel, and close that afterwards."""
     try:
         if handler is not None:
             await handler(channel)

@@ -14,6 +14,7 @@ from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.escaping import printable
+from equipoise.dht.inbound import Inbound
 from equipoise.dht.limits import RateLimit
 from equipoise.dht.link import Link
 from equipoise.dht.punch.coordination import Coordination
@@ -21,7 +22,6 @@ from equipoise.dht.punch.messages import MAX_REASON_CHARACTERS, PUNCH_PROTOCOL, 
 from equipoise.dht.punch.places import Place
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.punch.wishes import Wishes
-from equipoise.dht.relay.inbound import Inbound
 from equipoise.dht.streams import Stream, send_message
 
 CHECK_SECONDS = 1.0

@@ -39,9 +39,12 @@ CHECK_SECONDS = 1.0
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
 """A relay that did not do is tried again after so long, each time twice as long."""
+MIN_CIRCUIT_SECONDS = 600
+"""A relay that cuts connections sooner, by its own word, cuts rounds; p2pd's own does after two minutes."""
 GAP_SECONDS = 3.0
 """After a failure the next relay is tried so much later: a trial costs a process, an offer costs nothing."""
 MAX_CANDIDATES = 64
+"""Relays whose failures are remembered, and that are known at all."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,7 @@ class RelayKeeper:
         self._trials = trials
         self._offers = offers
         self._look = asyncio.Event()
+        self._era = 0
         self._pause_until = float("-inf")
         self._log = logging.getLogger(__name__)
 
@@ -135,7 +139,8 @@ class RelayKeeper:
                 continue
 
     def lose_all(self) -> None:
-        """p2pd is another one now: what it had reserved is gone."""
+        """p2pd is another one now: what it had reserved is gone, and what is being reserved."""
+        self._era += 1
         if self.held:
             self.held.clear()
             self.on_change()
@@ -144,6 +149,8 @@ class RelayKeeper:
     async def _tend(self) -> None:
         now = asyncio.get_running_loop().time()
         for relay, held in list(self.held.items()):
+            if self.held.get(relay) is not held:
+                continue  # Lost while another was renewed.
             if relay not in self._dialer.connected:
                 self._drop(relay, "it is not connected any more", 0.0)
             elif held.since + RENEW_SECONDS < now:
@@ -161,17 +168,21 @@ class RelayKeeper:
         try:
             await self._reserve(relay)
         except RelayError as error:
-            self._drop(relay, str(error), FIRST_RETRY_SECONDS)
+            if self.held.get(relay) is held:
+                self._drop(relay, str(error), FIRST_RETRY_SECONDS)
         else:
-            self.held[relay] = Held(held.address, asyncio.get_running_loop().time(), held.trial)
+            if self.held.get(relay) is held:
+                self.held[relay] = Held(held.address, asyncio.get_running_loop().time(), held.trial)
 
     async def _attempt(self, relay: str, before: Refused | None) -> None:
-        loop = asyncio.get_running_loop()
+        loop, era = asyncio.get_running_loop(), self._era
         try:
             address = await self._place(relay)
             trial = await self._trials.conduct(address)
             if not trial.passed:
                 raise RelayError(trial.reason)
+            if era != self._era:
+                raise RelayError("p2pd was started again meanwhile")
         except RelayError as error:
             delay = min(2 * before.delay, MAX_RETRY_SECONDS) if before else FIRST_RETRY_SECONDS
             self.refused[relay] = Refused(str(error), loop.time() + delay, delay)
@@ -201,6 +212,8 @@ class RelayKeeper:
         limit = await self._reserve(relay)
         if 0 < limit.bytes < TRIAL_BYTES:
             raise RelayError(f"it says that it cuts connections after {limit.bytes} bytes")
+        if 0 < limit.seconds < MIN_CIRCUIT_SECONDS:
+            raise RelayError(f"it says that it cuts connections after {limit.seconds} s")
         direct = [path for path in self._dialer.paths.get(relay, ()) if not is_relayed(path)]
         known = [text for text in self._dialer.addresses_of(relay) if not is_relayed(text)]
         # What others are told is where it listens; the connection's other end is that too where it was dialled.

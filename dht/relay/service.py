@@ -89,7 +89,7 @@ class RelayService:
         """Serve one request of `peer`.
 
         Raises:
-            StreamClosed: It went away.
+            ConnectionError: It went away, or p2pd did.
             TimeoutError: It does not say what it wants.
         """
         try:
@@ -126,10 +126,11 @@ class RelayService:
 
     async def _connect(self, peer: str, request: Message, stream: Stream, rules: RelayRules) -> None:
         target = base58.encode(request.peer[:64])
-        refusal = await self._refusal(peer, target)
+        refusal = self._refusal(peer, target)
         if refusal is not None:
             await self._refuse(peer, stream, *refusal)
             return
+        # Counted before anything is waited for: whoever asks many times at once gets no more.
         for end in (peer, target):
             self._circuits[end] += 1
         self._open += 1
@@ -142,7 +143,7 @@ class RelayService:
                 if self._circuits[end] <= 0:
                     del self._circuits[end]
 
-    async def _refusal(self, peer: str, target: str) -> tuple[Status, str] | None:
+    def _refusal(self, peer: str, target: str) -> tuple[Status, str] | None:
         try:
             public_key_of(target)
         except ValueError as error:
@@ -154,26 +155,20 @@ class RelayService:
             return Status.RESOURCE_LIMIT_EXCEEDED, f"{self._open} circuits are open"
         if self._reserved.get(target, 0.0) < asyncio.get_running_loop().time():
             return Status.NO_RESERVATION, f"{target} has not asked for it"
-        if target not in await self._connected():
-            del self._reserved[target]
-            return Status.NO_RESERVATION, f"{target} is not connected"
         return None
 
     async def _carry(self, peer: str, target: str, stream: Stream, rules: RelayRules) -> None:
-        try:
-            other = await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)
-        except LinkError as error:
-            await self._refuse(peer, stream, Status.CONNECTION_FAILED, str(error))
+        if target not in await self._connected():
+            self._reserved.pop(target, None)
+            await self._refuse(peer, stream, Status.NO_RESERVATION, f"{target} is not connected")
             return
         try:
-            call = Message(StopKind.CONNECT, peer=base58.decode(peer), limit=_limit(rules))
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await send_message(other, encode_stop(call))
-                answer = decode_stop(await receive_message(other))
-            if answer.status != Status.OK:
-                why = f"{target} answers: {describe(answer.status)}"
-                await self._refuse(peer, stream, Status.CONNECTION_FAILED, why)
-                return
+            other = await self._call(peer, target, rules)
+        except (ConnectionError, Malformed, TimeoutError) as error:
+            why = str(error) or f"{target} does not answer within {ANSWER_SECONDS:.0f} s"
+            await self._refuse(peer, stream, Status.CONNECTION_FAILED, why)
+            return
+        try:
             await send_message(
                 stream, encode_hop(Message(Kind.STATUS, limit=_limit(rules), status=Status.OK))
             )
@@ -181,6 +176,27 @@ class RelayService:
             _log.info("the circuit from %s to %s has ended: %s", peer, target, why)
         finally:
             other.close()
+
+    async def _call(self, peer: str, target: str, rules: RelayRules) -> Stream:
+        """Open the half of a circuit that leads to `target`, which must agree.
+
+        Raises:
+            ConnectionError: It cannot be reached, or does not want `peer`.
+            Malformed: What it answers is no answer.
+            TimeoutError: It does not answer.
+        """
+        other = await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)
+        try:
+            call = Message(StopKind.CONNECT, peer=base58.decode(peer), limit=_limit(rules))
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await send_message(other, encode_stop(call))
+                answer = decode_stop(await receive_message(other))
+            if answer.status != Status.OK:
+                raise LinkError(f"{target} answers: {describe(answer.status)}")
+        except BaseException:
+            other.close()
+            raise
+        return other
 
     async def _pump_both(self, one: Stream, other: Stream, rules: RelayRules) -> str:
         pumps = [

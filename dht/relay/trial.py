@@ -7,13 +7,15 @@ a second p2pd with a key of its own plays the peer that wants to reach this one,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 import tempfile
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from equipoise.dht.address import Address
-from equipoise.dht.identity import load_or_create
+from equipoise.dht.identity import IdentityError, load_or_create
 from equipoise.dht.link import Link
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.state import PROTOCOL_VERSION
@@ -42,6 +44,24 @@ class Trial:
     reason: str
 
 
+@dataclass
+class _Transfer:
+    """The one under way.
+
+    Attributes:
+        peer: PeerID of whoever sends.
+        received: Bytes that have arrived.
+    """
+
+    peer: str
+    received: int = 0
+
+    @property
+    def passed(self) -> str:
+        """How much that is, in words."""
+        return f"{self.received} of {TRIAL_BYTES} bytes passed"
+
+
 class Trials:
     """Conducts trials, one at a time, and receives what they send."""
 
@@ -49,62 +69,75 @@ class Trials:
         """`folder` takes the other p2pd's key and socket for the while; `guard` is `P2pdOptions.guard`."""
         self._folder = folder
         self._guard = guard
-        self._expected = ""
-        self._received = 0
+        self._under_way: _Transfer | None = None
         self._lock = asyncio.Lock()
 
     async def conduct(self, address: Address) -> Trial:
         """Send `TRIAL_BYTES` to this peer at `address`, a relayed one."""
         async with self._lock:
-            folder = Path(tempfile.mkdtemp(prefix="trial-", dir=self._folder))
             try:
-                async with asyncio.timeout(TRIAL_SECONDS):
-                    return await self._conduct(address, folder)
-            except TimeoutError:
-                return Trial(False, TRIAL_SECONDS, f"{self._passed} within {TRIAL_SECONDS:.0f} s")
+                folder = Path(tempfile.mkdtemp(prefix="trial-", dir=self._folder))
+            except OSError as error:
+                return Trial(False, 0.0, f"it cannot be tried: {error}")
+            try:
+                return await self._conduct(address, folder)
+            except (OSError, IdentityError, P2pdError) as error:
+                return Trial(False, 0.0, f"it cannot be tried: {error}")
             finally:
-                self._expected = ""
+                self._under_way = None
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def receive(self, peer: str, relayed: bool, stream: Stream) -> None:
         """Take what the trial under way sends; anybody else's stream is closed."""
-        if peer != self._expected or not relayed:
+        transfer = self._under_way
+        if transfer is None or peer != transfer.peer or not relayed:
             return
         chunk = memoryview(bytearray(CHUNK_BYTES))
-        while self._received < TRIAL_BYTES:
-            self._received += await stream.receive_some(chunk)
-        await stream.send(b"\1")
-        # Closed by whoever tries, who has read the answer then.
-        await stream.wait_readable()
-
-    @property
-    def _passed(self) -> str:
-        return f"{self._received} of {TRIAL_BYTES} bytes passed"
+        async with asyncio.timeout(TRIAL_SECONDS):
+            while transfer.received < TRIAL_BYTES:
+                transfer.received += await stream.receive_some(chunk)
+            await stream.send(b"\1")
+            # Closed by whoever tries, who has read the answer then.
+            await stream.wait_readable()
 
     async def _conduct(self, address: Address, folder: Path) -> Trial:
         identity = load_or_create(folder)
         options = P2pdOptions(identity.path, folder / "c", listen=(), guard=self._guard)
-        try:
-            p2pd = await P2pd.start(options)
-        except P2pdError as error:
-            return Trial(False, 0.0, str(error))
-        link = Link(options.control)
+        transfer = self._under_way = _Transfer(identity.peer)
         loop = asyncio.get_running_loop()
         began = loop.time()
         try:
-            await link.attach({})
-            self._expected, self._received = identity.peer, 0
-            await link.connect(address.peer, address.encode_transport())
-            stream = await link.open_stream(address.peer, TRIAL_PROTOCOL)
-            began = loop.time()
-            await _push(stream)
+            async with asyncio.timeout(TRIAL_SECONDS), _attached(options) as link:
+                await link.connect(address.peer, address.encode_transport())
+                stream = await link.open_stream(address.peer, TRIAL_PROTOCOL)
+                began = loop.time()
+                await _push(stream)
+                seconds = loop.time() - began
         except ConnectionError as error:
-            return Trial(False, loop.time() - began, f"{self._passed}: {error}")
+            return Trial(False, loop.time() - began, f"{transfer.passed}: {error}")
+        except TimeoutError:
+            return Trial(False, TRIAL_SECONDS, f"{transfer.passed} within {TRIAL_SECONDS:.0f} s")
+        return Trial(True, seconds, f"1 MB passed in {seconds:.2f} s")
+
+
+@contextlib.asynccontextmanager
+async def _attached(options: P2pdOptions) -> AsyncIterator[Link]:
+    """A p2pd of its own for the while.
+
+    Raises:
+        P2pdError: It does not start.
+        LinkError: It does not answer.
+    """
+    p2pd = await P2pd.start(options)
+    try:
+        link = Link(options.control)
+        try:
+            await link.attach({})
+            yield link
         finally:
             await link.detach()
-            await p2pd.stop()
-        seconds = loop.time() - began
-        return Trial(True, seconds, f"1 MB passed in {seconds:.2f} s")
+    finally:
+        await p2pd.stop()
 
 
 async def _push(stream: Stream) -> None:

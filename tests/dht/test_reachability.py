@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from equipoise.dht.dialback import targets
@@ -51,6 +53,15 @@ def test_three_are_asked_and_the_silent_and_the_old_again() -> None:
     assert found.whom("dcba", TRUSTED_SECONDS + 3) == ["d", "c", "b"]
 
 
+def test_where_witnesses_have_direct_listeners_is_kept_while_they_are_believed() -> None:
+    found = Reachability()
+    found.hear("a", replace(NO, direct=5001), 0.0)
+    found.hear("b", NO, 0.0)
+    assert found.direct_ports == {"a": 5001}
+    found.whom("", TRUSTED_SECONDS + 1)
+    assert found.direct_ports == {}
+
+
 def test_one_in_client_mode_asks_nobody() -> None:
     found = Reachability("it was started in client mode")
     assert (found.verdict, found.reason) == ("private", "it was started in client mode")
@@ -68,6 +79,9 @@ def test_one_in_client_mode_asks_nobody() -> None:
         # A neighbour.
         (["192.168.1.2"], ["192.168.1.2", "192.168.9.9"], [("192.168.1.2", 4001), ("192.168.9.9", 4001)]),
         (["192.168.1.2"], ["44.0.0.99"], [("192.168.1.2", 4001)]),
+        # Neither the witness itself, nor what else it is connected to, nor any machine at all.
+        (["192.168.1.2"], ["127.0.0.1", "172.17.0.2", "0.0.0.0", "224.0.0.1"], [("192.168.1.2", 4001)]),
+        (["127.0.0.1"], ["127.0.0.2", "10.0.0.1"], [("127.0.0.1", 4001), ("127.0.0.2", 4001)]),
         # Seen through a relay only.
         ([], ["44.0.0.1"], []),
     ],

@@ -1,9 +1,8 @@
-"""Streams that p2pd hands over, of protocols that this daemon answers beside its channels."""
+"""Streams that p2pd hands over: one listener for each protocol that this daemon speaks."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 from collections import Counter
@@ -11,13 +10,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from equipoise.dht.link import Link, inbound_stream
-from equipoise.dht.streams import Stream, StreamClosed, receive_message
+from equipoise.dht.streams import Stream, receive_message
 
 PREFACE_SECONDS = 5.0
 """p2pd says at once who a stream is from."""
-
 PEERS_SHARE = 8
 """No peer takes more than an eighth of what is handled at once."""
+PAUSE_SECONDS = 0.5
+"""Without accepting, after the system had no descriptor left."""
 
 Handler = Callable[[str, bool, Stream], Awaitable[None]]
 """Given the PeerID of the other end (authenticated by libp2p), whether a relay lies between, and the stream, which is
@@ -45,7 +45,7 @@ class Inbound:
         self._listener.setblocking(False)
         self._listener.bind(str(self._path))
         self._listener.listen(self._most)
-        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+        self._resume(self._listener)
 
     async def attach(self, link: Link) -> None:
         """Have a (new) p2pd send streams here.
@@ -67,16 +67,32 @@ class Inbound:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        with contextlib.suppress(BlockingIOError):
-            connection, _ = self._listener.accept()
-            if len(self._tasks) >= self._most:
-                connection.close()
-                return
-            task = asyncio.get_running_loop().create_task(self._handle(Stream(connection)))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    def _resume(self, listener: socket.socket) -> None:
+        if listener is self._listener:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            connection, _ = listener.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # The listener stays readable: without a pause this would be called at every turn of the loop.
+            _log.warning("cannot accept streams of %s for now: %s", self._protocol, error.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(listener)
+            loop.call_later(PAUSE_SECONDS, self._resume, listener)
+            return
+        if len(self._tasks) >= self._most:
+            connection.close()
+            _log.info("a stream of %s is closed: %d are open, the maximum", self._protocol, self._most)
+            return
+        stream = Stream(connection)
+        task = asyncio.get_running_loop().create_task(self._handle(stream))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        # Here and not in the task, which may be cancelled before it begins.
+        task.add_done_callback(lambda _: stream.close())
 
     async def _handle(self, stream: Stream) -> None:
         try:
@@ -91,9 +107,7 @@ class Inbound:
                 self._per_peer[peer] -= 1
                 if not self._per_peer[peer]:
                     del self._per_peer[peer]
-        except (StreamClosed, TimeoutError, ValueError) as error:
-            _log.debug("a stream of %s: %s", self._protocol, error)
+        except (ConnectionError, TimeoutError, ValueError) as error:
+            _log.info("a stream of %s: %s", self._protocol, error)
         except Exception:
             _log.exception("the handler of a stream of %s failed", self._protocol)
-        finally:
-            stream.close()

@@ -1,0 +1,204 @@
+"""Finding and keeping relays while p2pd comes and goes, and trials of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from equipoise.dht.address import Address
+from equipoise.dht.identity import peer_of
+from equipoise.dht.link import LinkError
+from equipoise.dht.p2pd import P2pdError
+from equipoise.dht.reach import Reach, ReachOptions
+from equipoise.dht.relay import keeper, trial
+from equipoise.dht.relay.keeper import MAX_CANDIDATES, RelayKeeper
+from equipoise.dht.relay.messages import Kind, Limit, Message, Status, encode_hop
+from equipoise.dht.relay.trial import TRIAL_BYTES, Trial, Trials, _Transfer
+from equipoise.dht.streams import Stream, send_message
+
+RELAY, OWN, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2, 3))
+PASSED = Trial(True, 0.1, "1 MB passed in 0.10 s")
+
+
+class World:
+    """A keeper whose p2pd, connections and trials are made up."""
+
+    def __init__(self) -> None:
+        self.answer = Message(Kind.STATUS, status=Status.OK)
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.broken = False
+        self.ends: list[Stream] = []
+        self.keeper = RelayKeeper(self, self, OWN, self, lambda: (RELAY,))  # type: ignore[arg-type]
+        self.attached = True
+        self.connected = {RELAY}
+        self.paths: dict[str, tuple[str, ...]] = {}
+
+    async def reach(self, peer: str) -> None:
+        return None
+
+    async def refresh(self) -> None:
+        return None
+
+    def addresses_of(self, peer: str) -> tuple[str, ...]:
+        return (f"/ip4/44.0.0.1/tcp/4001/p2p/{peer}",)
+
+    async def open_stream(self, peer: str, protocol: str, seconds: float) -> Stream:
+        self.meanwhile()
+        if self.broken:
+            raise LinkError("p2pd is gone")
+        near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+        await send_message(far, encode_hop(self.answer))
+        self.ends.append(far)
+        return near
+
+    async def conduct(self, address: Address) -> Trial:
+        self.meanwhile()
+        return PASSED
+
+
+async def hold(world: World) -> None:
+    """Take a place at the relay."""
+    await world.keeper._tend()
+    assert list(world.keeper.held) == [RELAY]
+
+
+@pytest.fixture
+async def world(monkeypatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(keeper, "GAP_SECONDS", 0.0)
+    world = World()
+    yield world
+    for end in world.ends:
+        end.close()
+
+
+@pytest.mark.parametrize("broken", [True, False])
+async def test_a_p2pd_that_dies_while_a_place_is_renewed_takes_it_along(
+    world: World, monkeypatch, broken: bool
+) -> None:
+    await hold(world)
+    monkeypatch.setattr(keeper, "RENEW_SECONDS", -1.0)
+    monkeypatch.setattr(keeper, "WANTED", 0)
+    world.broken, world.meanwhile = broken, world.keeper.lose_all
+    await world.keeper._tend()
+    assert not world.keeper.held
+    assert not world.keeper.refused
+
+
+async def test_a_p2pd_that_dies_during_a_trial_takes_the_place_along(world: World) -> None:
+    world.meanwhile = world.keeper.lose_all
+    await world.keeper._tend()
+    assert not world.keeper.held
+    assert "started again" in world.keeper.reason
+
+
+async def test_a_place_that_is_not_renewed_is_given_up(world: World, monkeypatch) -> None:
+    await hold(world)
+    monkeypatch.setattr(keeper, "RENEW_SECONDS", -1.0)
+    world.answer = Message(Kind.STATUS, status=Status.RESERVATION_REFUSED)
+    await world.keeper._tend()
+    assert not world.keeper.held
+    assert "reservation refused" in world.keeper.reason
+
+
+@pytest.mark.parametrize(
+    ("limit", "why"), [(Limit(120, 0), "after 120 s"), (Limit(0, 131072), "after 131072 bytes")]
+)
+async def test_a_relay_that_says_it_cuts_is_believed(world: World, limit: Limit, why: str) -> None:
+    world.answer = Message(Kind.STATUS, limit=limit, status=Status.OK)
+    await world.keeper._tend()
+    assert not world.keeper.held
+    assert why in world.keeper.reason
+
+
+async def test_relays_that_are_gone_make_room_for_others(tmp_path: Path) -> None:
+    link = SimpleNamespace(attached=False)
+    reach = Reach(link, SimpleNamespace(refresh=None), OWN, tmp_path, ReachOptions())  # type: ignore[arg-type]
+    for number in range(MAX_CANDIDATES + 1):
+        reach.meet(f"relay {number}", True)
+        reach.meet("relay 0", True)
+    assert len(reach._offers) == MAX_CANDIDATES
+    assert "relay 0" in reach._offers
+    assert "relay 1" not in reach._offers
+    assert f"relay {MAX_CANDIDATES}" in reach._offers
+    reach.meet("relay 0", False)
+    assert "relay 0" not in reach._offers
+
+
+# ---- trials ----
+
+
+@pytest.fixture
+def trials(tmp_path: Path) -> Trials:
+    return Trials(tmp_path, "auto")
+
+
+async def receive(trials: Trials, peer: str, relayed: bool, size: int) -> Any:
+    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+    task = asyncio.create_task(trials.receive(peer, relayed, near))
+    await far.send(bytes(size))
+    far.close()
+    await asyncio.gather(task, return_exceptions=True)
+    near.close()
+    return task
+
+
+async def test_only_the_trial_under_way_counts(trials: Trials) -> None:
+    transfer = trials._under_way = _Transfer(OTHER)
+    await receive(trials, RELAY, True, 100)
+    await receive(trials, OTHER, False, 100)
+    assert transfer.received == 0
+    await receive(trials, OTHER, True, 100)
+    assert transfer.passed == f"100 of {TRIAL_BYTES} bytes passed"
+
+
+async def test_what_an_earlier_trial_sent_does_not_count_for_a_later_one(trials: Trials) -> None:
+    trials._under_way = _Transfer(OTHER)
+    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+    task = asyncio.create_task(trials.receive(OTHER, True, near))
+    await far.send(b"x")
+    later = trials._under_way = _Transfer(RELAY)
+    await far.send(bytes(1000))
+    far.close()
+    await asyncio.gather(task, return_exceptions=True)
+    near.close()
+    assert later.received == 0
+
+
+async def test_a_trial_that_rests_is_let_go(trials: Trials, monkeypatch) -> None:
+    monkeypatch.setattr(trial, "TRIAL_SECONDS", 0.05)
+    trials._under_way = _Transfer(OTHER)
+    near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
+    with pytest.raises(TimeoutError):
+        await trials.receive(OTHER, True, near)
+    for end in (near, far):
+        end.close()
+
+
+async def fail_to_start(options: object) -> None:
+    raise P2pdError("p2pd does not start: no memory")
+
+
+@pytest.mark.parametrize(
+    ("broken", "how"),
+    [
+        ("P2pd", SimpleNamespace(start=fail_to_start)),
+        ("load_or_create", lambda folder: folder.joinpath("x").open()),
+    ],
+)
+async def test_a_trial_that_cannot_begin_is_one_that_fails(trials: Trials, monkeypatch, broken, how) -> None:
+    monkeypatch.setattr(trial, broken, how)
+    found = await trials.conduct(Address("", OWN, "44.0.0.1", 1, True))
+    assert not found.passed
+    assert "it cannot be tried" in found.reason
+    assert not list(trials._folder.iterdir())
+
+
+async def test_a_folder_that_cannot_be_made_is_a_trial_that_fails(tmp_path: Path) -> None:
+    found = await Trials(tmp_path / "none", "auto").conduct(Address("", OWN, "44.0.0.1", 1, True))
+    assert "it cannot be tried" in found.reason
