@@ -386,11 +386,11 @@ class Run:
         """
         # Who only averages need not load it.
         from equipoise.peer.training.optimizer import Options, SwarmOptimizer
-        from equipoise.peer.training.recording import keep
+        from equipoise.peer.training.recording import Keeper
 
         optimizer = SwarmOptimizer(self, inner, Options(**options))
         if checkpoints is not None:
-            keep(optimizer, self, checkpoints)
+            optimizer.register_step_post_hook(Keeper(optimizer.member, self, checkpoints).after_step)
         return optimizer
 
     @property

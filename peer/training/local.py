@@ -30,6 +30,7 @@ from equipoise.peer.tensors import stepped_tensors
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
 from equipoise.peer.training.member import CATCH_UP_SECONDS, Member, Policy, Subject
 from equipoise.peer.training.ports import TrainingRun
+from equipoise.peer.training.recording import Checkpoints, Keeper
 from equipoise.peer.training.replica import Alone
 
 MAX_FRAGMENTS = 12
@@ -98,18 +99,29 @@ class DiLoCo:
         steps: Inner steps, as the group counts them.
     """
 
-    def __init__(self, run: TrainingRun, every: int, outer: Outer | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        run: TrainingRun,
+        every: int,
+        outer: Outer | None = None,
+        *,
+        checkpoints: Checkpoints | None = None,
+        **options: Any,
+    ) -> None:
         """Agree with the others on how.
 
         Args:
             run: Joined with what is trained, and used for nothing else.
             every: See `LocalOptions`.
             outer: Made anew for each fragment from this one; by default `Nesterov(lr=0.7, momentum=0.9)`.
+            checkpoints: Of what all have agreed on, a directory for each fragment; their epochs are outer steps. The
+                inner optimizer is not in it: it begins anew.
             **options: Other fields of `LocalOptions`.
 
         Raises:
             ValueError: An option is out of its range.
             Refused: Something trains with the run already, or those who are there have agreed on something else.
+            CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
         """
         self._options = LocalOptions(every=every, **options)
         outer = Nesterov() if outer is None else outer
@@ -128,6 +140,9 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.agree(type(self).__name__, outer)
         self._counted: weakref.ref[torch.optim.Optimizer] | None = None
+        self._keepers = [fragment.keep(checkpoints) for fragment in self._fragments] if checkpoints else []
+        if checkpoints:
+            self.steps = max(fragment.group_step for fragment in self._fragments)
 
     @property
     def epoch(self) -> int:
@@ -192,6 +207,8 @@ class DiLoCo:
             caught_up = fragment.tick(self.steps)
             if caught_up is not None:
                 self.steps = caught_up
+        for keeper in self._keepers:
+            keeper.after_step()
 
 
 class LocalSGD(DiLoCo):
@@ -247,6 +264,10 @@ class Fragment:
             }
         )
 
+    def keep(self, checkpoints: Checkpoints) -> Keeper:
+        """Start from a checkpoint, if that is wanted, and write others."""
+        return Keeper(self.member, self._run, checkpoints)
+
     def tick(self, step: int) -> int | None:
         """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""
         epoch = self.member.id.epoch
@@ -261,7 +282,7 @@ class Fragment:
         if self._is_due(step):
             self._exchange(step)
         followed = self.member.id.epoch != epoch and not self._gave
-        return self._group_step() if followed or self._caught_up else None
+        return self.group_step if followed or self._caught_up else None
 
     def _is_due(self, step: int) -> bool:
         regular = step % self._options.every == self._offset % self._options.every
@@ -286,7 +307,8 @@ class Fragment:
         if self.member.id == before:
             self._retry_at = step + max(self._options.every // RETRIES, 1)
 
-    def _group_step(self) -> int:
+    @property
+    def group_step(self) -> int:
         """The step at which a group that has made so many outer steps began the last one."""
         return max((self.member.id.epoch - 1) * self._options.every + self._offset, 0)
 

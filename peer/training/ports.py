@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal, Protocol, overload
 
 import torch
 
 from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.tensors import Gradients, Tensors
@@ -84,6 +85,18 @@ class TrainingRun(Protocol):
     name: str
     trained_by: str
     mean: dict[str, torch.Tensor]
+    terms: Mapping[str, str]
+
+    @property
+    def home(self) -> str:
+        """The daemon's home; empty where that is a temporary one."""
+
+    @property
+    def schema(self) -> Schema:
+        """What `step` exchanges."""
+
+    def before_leaving(self, finish: Callable[[], None], /) -> None:
+        """Have it called before the run is left."""
 
     @property
     def peer(self) -> str:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import torch
@@ -20,9 +19,7 @@ from equipoise.peer.home import CHECKPOINTS
 from equipoise.peer.training.checkpoint import CheckpointError, Subject
 from equipoise.peer.training.folder import Folder, Found, Read, folder_name
 from equipoise.peer.training.member import Member
-
-if TYPE_CHECKING:
-    from equipoise.peer.run import Run
+from equipoise.peer.training.ports import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -171,46 +168,44 @@ class Recorder:
         log.info("checkpoint of epoch %d: %s", state.epoch, path)
 
 
-class Trained(Protocol):
-    """What checkpoints are made of: a `SwarmOptimizer`, or what else has a `Member`."""
+class Keeper:
+    """Keeps the checkpoints of one replica: starts it from one, if that is wanted, and writes others.
 
-    member: Member
-
-    def register_step_post_hook(self, hook: Callable[..., None]) -> object:
-        """Have `hook` called after every step."""
-
-
-def keep(trained: Trained, run: Run, checkpoints: Checkpoints) -> Recorder:
-    """Start from a checkpoint, if that is wanted, and write others after steps and before the run is left.
-
-    Raises:
-        CheckpointError: The directory cannot be used, or what is there is damaged or of something else.
+    Attributes:
+        recorder: What writes; it knows what was written last, and why the last attempt failed.
+        found: What training started from; None if nothing.
     """
-    member = trained.member
-    recorder = checkpoints.open(run.home, subject_of(run))
-    try:
-        recorder.restore(member.limit, member.read)
-    except BaseException:
-        recorder.close()
-        raise
 
-    def after_step(*_: object) -> None:
-        if member.whole and recorder.due(member.id.epoch):
-            recorder.record(member.id, member.image())
+    def __init__(self, member: Member, run: TrainingRun, checkpoints: Checkpoints) -> None:
+        """Take the run's directory, and load the newest sound checkpoint.
 
-    def finish() -> None:
+        Raises:
+            CheckpointError: The directory cannot be used, or what is there is damaged or of something else.
+        """
+        self._member = member
+        self.recorder = checkpoints.open(run.home, subject_of(run))
         try:
-            if member.whole:
-                recorder.finish(member.id, member.image)
+            self.found = self.recorder.restore(member.limit, member.read)
+        except BaseException:
+            self.recorder.close()
+            raise
+        run.before_leaving(self._finish)
+
+    def after_step(self, *_: object) -> None:
+        """Write a checkpoint if one is due; called between steps."""
+        member = self._member
+        if member.whole and self.recorder.due(member.id.epoch):
+            self.recorder.record(member.id, member.image())
+
+    def _finish(self) -> None:
+        try:
+            if self._member.whole:  # Not so where an update was interrupted.
+                self.recorder.finish(self._member.id, self._member.image)
         finally:
-            recorder.close()
-
-    trained.register_step_post_hook(after_step)
-    run.before_leaving(finish)
-    return recorder
+            self.recorder.close()
 
 
-def subject_of(run: Run) -> Subject:
+def subject_of(run: TrainingRun) -> Subject:
     """Whose state the run's checkpoints hold: its terms, and its model."""
     schema = run.schema
     layout = blake3(msgspec.json.encode(schema)).hexdigest()

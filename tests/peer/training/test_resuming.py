@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.peer.training import SwarmOptimizer
+from equipoise.peer.training import DiLoCo, SwarmOptimizer
 from equipoise.peer.training.checkpoint import IMAGE_FILE, CheckpointError, Damaged, Misfit, read_manifest
 from equipoise.peer.training.recording import Checkpoints
 from fakes.training import FakeSwarm, Killed
-from oracles.training import batch_of, network
+from oracles.training import batch_of, loss_of, network
 
 SAMPLES = 8
 PEERS = 2
@@ -186,3 +187,40 @@ def test_a_state_in_the_middle_of_an_update_is_not_written(tmp_path: Path) -> No
     swarm.peer("peer0", work)
     swarm.run()
     assert not list((tmp_path / "text").glob("epoch-*"))
+
+
+def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
+    """Two peers that exchange every four of their steps; returns what they came to."""
+    fake, made = FakeSwarm(), []
+
+    def work(peer: int) -> None:
+        model = network()
+        run = fake.join(f"peer{peer}", "text", model)
+        checkpoints = Checkpoints(every=2, directory=folder / f"peer{peer}", resume=True)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        local = DiLoCo(run, every=4, fragments=fragments, checkpoints=checkpoints, clock=fake.clock)
+        made.append(local)
+        with local:
+            while local.steps < steps:
+                fake.compute(0.5)
+                inner.zero_grad()
+                loss_of(model, batch_of(peer, local.steps, SAMPLES)).backward()
+                inner.step()
+        for one in [run, *(fragment._run for fragment in local._fragments)]:
+            one.leave()
+
+    for peer in range(PEERS):
+        fake.peer(f"peer{peer}", partial(work, peer))
+    fake.run()
+    return made
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_local_steps_go_on_from_what_all_agreed_on(tmp_path: Path, fragments: int) -> None:
+    first = train_locally(tmp_path, 8, fragments)
+    agreed = [member.id for member in first[0].members]
+    begun: list[DiLoCo] = train_locally(tmp_path, 0, fragments)
+    assert [[member.id for member in one.members] for one in begun] == [agreed, agreed]
+    again = train_locally(tmp_path, 16, fragments)
+    assert [member.id for member in again[0].members] == [member.id for member in again[1].members]
+    assert again[0].epoch == 4
