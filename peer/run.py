@@ -139,8 +139,8 @@ class Run:
             terms: What must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to
                 64 and 256 characters of printable ASCII. Nothing acts on them.
             buffers: Whether the module's persistent floating-point buffers, as the statistics of BatchNorm, travel
-                behind the gradients, as they are when `step` is called, and are overwritten by their weighted mean.
-                Integer ones, as counters, never do.
+                behind the gradients, as they are when `step` is called, and are overwritten by their weighted mean when
+                its outcome is collected. Integer ones, as counters, never do.
 
         Raises:
             Refused: Those who are there have something else; says which thing, here and there. Or the run has

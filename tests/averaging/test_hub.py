@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from equipoise.averaging.aio.averager import Averager
 from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
 from fakes.memory import FakeIdentity, Net
 
 
@@ -96,6 +98,68 @@ async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(clu
         torch.testing.assert_close(
             results[name].double(), expected_mean(values, outcome), atol=1e-5, rtol=1e-5
         )
+
+
+async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, Averager]:
+    """Peers that join one after the other and have heard of each other what they need."""
+    runs = {}
+    for name, spec in specs.items():
+        cluster.add(name)
+        runs[name] = await cluster.hubs[name].join(spec)
+        await cluster.net.acquainted(spec.name, list(runs))
+    return runs
+
+
+async def test_those_who_differ_say_how_and_the_later_one_objects(cluster: Cluster) -> None:
+    small, large = (spec_of(1000, terms={"target batch size": size}) for size in ("2048", "4096"))
+    runs = await compare(cluster, {"first": large, "second": small})
+    objection = await runs["second"].objection(10.0)
+    assert objection == "a peer that is there has another spec: target batch size: here 2048, there 4096"
+    assert await runs["first"].objection(10.0) == ""
+    assert runs["first"].difference("second") == "target batch size: here 4096, there 2048"
+    for run in runs.values():
+        assert isinstance(run.state, NoPeers)
+        assert "target batch size" in run.state.reason
+        assert run.status().reason == run.state.reason
+    outcome = await runs["first"].average(torch.zeros(1000), torch.zeros(1000), 1.0, 0.05)
+    assert "1 peer of this name has another spec: target batch size: here 4096" in outcome.reason
+
+
+async def test_a_tensor_that_differs_is_named_to_both(cluster: Cluster) -> None:
+    runs = await compare(cluster, {"one": spec_of(1000), "two": spec_of(1001)})
+    for run in runs.values():
+        await run.objection(10.0)
+    assert "'w' float32 [1000] here, 'w' float32 [1001] there" in runs["one"].reason
+    assert "'w' float32 [1001] here, 'w' float32 [1000] there" in runs["two"].reason
+
+
+async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
+    await compare(cluster, {"dead": spec_of(1000)})
+    cluster.net.kill("dead")
+    cluster.add("late")
+    late = await cluster.hubs["late"].join(spec_of(1001))
+    assert await late.objection(10.0) == ""
+    assert late.reason == "1 peer of this name has another spec: how it differs has not been said"
+
+
+async def test_states_are_told_to_the_group_and_signed(cluster: Cluster) -> None:
+    held = {"one": StateId(3, "a" * 64), "two": StateId(3, "a" * 64), "new": None}
+    spec = spec_of(1000)
+    runs = {}
+    for name in held:
+        cluster.add(name)
+        runs[name] = await cluster.hubs[name].join(spec)
+    await cluster.net.acquainted(spec.name, list(held))
+    outcomes = await asyncio.gather(
+        *(
+            runs[name].average(torch.ones(1000), torch.zeros(1000), 1.0 if state else 0.0, 20.0, state)
+            for name, state in held.items()
+        )
+    )
+    for outcome in outcomes:
+        assert outcome.ok, outcome.reason
+        assert outcome.states == {name: state for name, state in held.items() if state is not None}
+        assert outcome.state == StateId(3, "a" * 64)
 
 
 async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:

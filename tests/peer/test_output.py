@@ -22,6 +22,17 @@ def test_each_peer_has_a_line_that_says_how_it_is_reached(capsys: pytest.Capture
     assert "\x1b" not in reached
 
 
+def test_a_peer_with_other_options_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+    said = "target batch size: here 4096, there 2048"
+    row = PeerRow(
+        "digits/step", "12D3KooWabcdefghijkl", False, True, 7, True, 0.0, 0.0, False, "direct", "", said
+    )
+    print_peers([row])
+    printed = capsys.readouterr().out
+    assert "other options" in printed
+    assert f"digits/step: other options: {said}" in " ".join(printed.split())
+
+
 def test_no_peers_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     print_peers([])
     assert capsys.readouterr().out == "no peers: no script takes part in a run\n"
