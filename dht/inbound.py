@@ -85,7 +85,7 @@ class Inbound:
             return
         if len(self._tasks) >= self._most:
             connection.close()
-            _log.info("a stream of %s is closed: %d are open, the maximum", self._protocol, self._most)
+            _log.debug("a stream of %s is closed: %d are open, the maximum", self._protocol, self._most)
             return
         stream = Stream(connection)
         task = asyncio.get_running_loop().create_task(self._handle(stream))
@@ -108,6 +108,6 @@ class Inbound:
                 if not self._per_peer[peer]:
                     del self._per_peer[peer]
         except (ConnectionError, TimeoutError, ValueError) as error:
-            _log.info("a stream of %s: %s", self._protocol, error)
+            _log.debug("a stream of %s: %s", self._protocol, error)
         except Exception:
             _log.exception("the handler of a stream of %s failed", self._protocol)

@@ -61,8 +61,8 @@ class P2pdOptions:
         """Return p2pd's command line.
 
         Without libp2p's own DHT: our records tell addresses, and its dials of dead peers would feed the backoff
-        that `dialer` avoids. Without its relay service, AutoNAT and hole punching: `relay` and `dialback` do better
-        than the first two, and the third wants four peers that see one public address before it begins.
+        that `dialer` avoids. Without its relay service, AutoNAT and hole punching: `relay`, `dialback` and `punch` do
+        better; its own punching wants four peers that see one public address before it begins.
         """
         flags = [
             f"-listen=/unix{self.control}",

@@ -180,7 +180,7 @@ class Swarm:
         if peer == self.peer:
             return self._reach.status()
         if self.direct.punched(peer):
-            return ReachStatus("direct", "hole punched: both have dialled at once")
+            return ReachStatus("direct", "hole punched through both NATs")
         said = self._protocol.ledger.newest(peer)
         failure = self._dialer.failures.get(peer)
         if failure is not None and peer not in self._dialer.connected:

@@ -59,7 +59,11 @@ class Parking:
             return None
         # One task at a time may wait for its bytes.
         watch.cancel()
-        await asyncio.wait({watch})
+        try:
+            await asyncio.wait({watch})
+        except asyncio.CancelledError:
+            channel.close()
+            raise
         return None if channel.closed else channel
 
     async def stop(self) -> None:

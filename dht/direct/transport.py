@@ -202,8 +202,6 @@ class DirectTransport:
         raise ConnectionError(f"cannot open a direct channel to {peer}: {'; '.join(failures)}")
 
     async def _dial(self, admitted: Admitted, host: str, port: int) -> PlainStream:
-        if self._layer == "plain" and not is_loopback(host):
-            raise Refused("plain", "channels without encryption are for loopback addresses only")
         return await self._claim(await connect(host, port), admitted, (host, port))
 
     async def punch(
@@ -244,6 +242,8 @@ class DirectTransport:
         own = fingerprint_of(self._presence.certificate.der)
         preface = Preface(self._layer, self._peer, admitted.credential.peer, own)
         try:
+            if self._layer == "plain" and not is_loopback(address[0]):
+                raise Refused("plain", "channels without encryption are for loopback addresses only")
             tune(connection)
             await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
             return await self._secure(connection, admitted, preface, dialler=True)

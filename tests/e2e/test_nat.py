@@ -84,6 +84,7 @@ def average(fleet: Fleet, rounds: int) -> None:
         fleet.check(dict(enumerate(outcomes)), 1e-6)
 
 
+@pytest.mark.parametrize("network", [{"symmetric": [1, 2]}, {"nat": [1, 2]}], indirect=True)
 def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, start: Start) -> None:
     public = start(network.hosts[0], args=["--relay"])
     address = public_address(public, network.hosts[0])

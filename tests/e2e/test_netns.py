@@ -17,9 +17,9 @@ import socket, sys
 with socket.create_server((sys.argv[1], 7000)) as server:
     print("up", flush=True)
     while True:
-        channel, (host, _) = server.accept()
+        channel, (host, port) = server.accept()
         with channel:
-            channel.sendall(host.encode().ljust(16))
+            channel.sendall(f"{host:16}{port:6}".encode())
             channel.sendall(bytes(int(sys.argv[2])))
 """
 
@@ -27,12 +27,22 @@ DIAL = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 7000), timeout=float(sys.argv[2])) as channel:
     seen = channel.makefile("rb").read()
-print(seen[:16].decode().strip(), len(seen) - 16)
+print(seen[:16].decode().strip(), len(seen) - 22)
+"""
+
+MAPPED = """
+import socket, sys
+for host in sys.argv[1:]:
+    with socket.socket() as channel:
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        channel.bind(("", 7001))
+        channel.connect((host, 7000))
+        print(channel.makefile("rb").read()[16:22].decode())
 """
 
 
 class Listener:
-    """A process on `host` that tells whoever connects its address, and sends `size` bytes."""
+    """A process on `host` that tells whoever connects where it comes from, and sends `size` bytes."""
 
     def __init__(self, host: Host, size: int = 0) -> None:
         command = host.command([sys.executable, "-c", LISTEN, host.address, str(size)])
@@ -84,6 +94,17 @@ def test_a_host_behind_a_nat_dials_out_and_cannot_be_dialled() -> None:
             assert dial(neighbour, inside.public, 0.5) == "lost"
             network.forward(inside, 7000)
             assert dial(neighbour, inside.public) == f"{neighbour.public} 0"
+
+
+@pytest.mark.parametrize("kind", ["nat", "symmetric"])
+def test_a_nat_keeps_ports_or_draws_one_for_every_connection(kind: str) -> None:
+    with Network(hosts=3, **{kind: [2]}) as network:
+        first, second, inside = network.hosts
+        with Listener(first), Listener(second):
+            command = inside.command([sys.executable, "-c", MAPPED, first.address, second.address])
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    # Two ports out of tens of thousands are the same by chance once in a thousand years of tests.
+    assert (set(done.stdout.split()) == {"7001"}) == (kind == "nat")
 
 
 @pytest.mark.parametrize(("nat", "shaped"), [([], 0), ([], 1), ([1], 0), ([1], 1)])
