@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from blake3 import blake3
@@ -176,7 +177,7 @@ class World:
         self._begin_training()
         for index in range(self.scenario.newcomers):
             name = f"new{index}"
-            self.at(2.0 + index * self.random.random(), lambda name=name: self._come(name))
+            self.at(2.0 + index * self.random.random(), partial(self._come, name))
         while len(self.results) < self.scenario.newcomers:
             self.now, _, what = heapq.heappop(self._queue)
             what()
@@ -220,11 +221,11 @@ class World:
         ends = self.now + least + self.random.random() * (most - least)
         for donor in self.donors.values():
             skew = self.random.random() * self.scenario.skew
-            self.at(ends + skew, lambda donor=donor, epoch=epoch: donor.step(epoch))
+            self.at(ends + skew, partial(donor.step, epoch))
             for look in range(self.scenario.looks):
                 at = ends + skew + least * look / self.scenario.looks
                 self.at(at, donor.look)
-            self.at(ends - 0.02, lambda donor=donor, epoch=epoch: donor.reach(epoch - 1))
+            self.at(ends - 0.02, partial(donor.reach, epoch - 1))
         self.at(ends, lambda: self._step(epoch + 1))
 
     def _come(self, name: str) -> None:
@@ -308,7 +309,7 @@ class SimDonor:
         self.alive = False
         for newcomer in self._world.newcomers.values():
             notice = self._world.now + self._world.random.random() * NOTICE_SECONDS
-            self._world.at(notice, lambda newcomer=newcomer: newcomer.lose(self._name))
+            self._world.at(notice, partial(newcomer.lose, self._name))
 
     def tell(self, event: DonorEvent) -> None:
         """Hand an event to the machine, and do what it says."""
@@ -402,9 +403,7 @@ class SimNewcomer:
                     self._send(to, message)
                 case Allocate(image):
                     self._image, self._chunks = image, {}
-                    self._world.at(
-                        self._world.now + 0.01, lambda size=image.size: self.tell(MemoryReady(size))
-                    )
+                    self._world.at(self._world.now + 0.01, partial(self.tell, MemoryReady(image.size)))
                 case Finish() | Fail():
                     took = self._world.now - self._began
                     self._world.results[self._name] = Result(took, action, self._chunks)

@@ -152,14 +152,14 @@ class Poll:
 
     def wish(self, now: float) -> bool:
         """Choose the epochs to ask for; returns whether they are others than before."""
-        epochs = sorted(e for peer in self._voters if (e := self._answers[peer].epoch) is not None)
-        if not epochs or not self._settled(now):
+        if not self._answers or not self._settled(now):
             return False
+        epochs = sorted(e for answer in self._answers.values() if (e := answer.epoch) is not None)
         # Of most: one liar must not make all the others wait for an epoch that never comes.
-        present = epochs[len(epochs) // 2]
+        present = epochs[len(epochs) // 2] if epochs else 0
         before = self.wanted
         if not before:
-            self._wish_for(present + 1, now)
+            self._wish_for(present + 1 if epochs else self._at_least, now)
         elif self._missed(before[0]):
             # Who stood in different epochs may agree on the next; who differ in one and the same will hardly.
             if self._differ(before[0]) or self._margin == MAX_MARGIN:
@@ -168,7 +168,7 @@ class Poll:
                 self._rest = min(2 * self._rest, MAX_REST_SECONDS)
             self._margin = min(2 * self._margin, MAX_MARGIN)
             self._wish_for(present + self._margin, now)
-        elif now >= self._wished_at + SLOW_SECONDS and self._at_least <= present < before[0]:
+        elif epochs and now >= self._wished_at + SLOW_SECONDS and self._at_least <= present < before[0]:
             self.wanted = (before[0], present)
         return self.wanted != before
 
@@ -221,7 +221,8 @@ class Poll:
             own = [offer for offer in answer.offers if offer.state.epoch == epoch]
             tally.update(own)
             coming += not own and (epoch in answer.noted or answer.epoch is None or answer.epoch <= epoch)
-        return coming + max(tally.values(), default=0) <= len(self._voters) // 2
+        voters = len(self._voters)
+        return voters > 0 and coming + max(tally.values(), default=0) <= voters // 2
 
     def _stuck(self, peer: str, epoch: int, now: float) -> bool:
         """Whether a peer has stood still while others went on to `epoch`."""

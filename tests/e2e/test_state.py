@@ -1,0 +1,122 @@
+"""State for newcomers among real daemons: from several at once, one killed meanwhile, while rounds go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from e2e.swarm import DaemonProcess, Swarm, eventually
+from equipoise.averaging.state import StateId
+from equipoise.peer import Client, DaemonLost, Outcome, Run, connect
+
+pytestmark = pytest.mark.timeout(240)
+
+VALUES = 10_000_000
+"""Parameters of the model; with the two moments of AdamW its image has 12 bytes of each."""
+
+STATE = StateId(41, "41" * 32)
+
+STEP_VALUES = 100_000
+"""Of the rounds that go on meanwhile."""
+
+
+@pytest.fixture
+def swarm(tmp_path: Path) -> Iterator[Swarm]:
+    swarm = Swarm(tmp_path)
+    yield swarm
+    left = swarm.close()
+    assert not left, f"these processes outlived their daemons: {left}"
+
+
+class Donor(threading.Thread):
+    """A trainer that steps without pause until it is told to stop, or its daemon dies.
+
+    Attributes:
+        outcomes: What its rounds came to.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(daemon=True)
+        self.outcomes: list[Outcome] = []
+        self._run = run
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while not self._ended.is_set():
+                self._run.accumulate([torch.ones(STEP_VALUES)], weight=1)
+                self.outcomes.append(self._run.step(timeout=20.0, state=STATE))
+        except DaemonLost:
+            return
+
+    def stop(self) -> None:
+        self._ended.set()
+        self.join(30.0)
+
+
+def join(daemons: list[DaemonProcess]) -> list[tuple[Client, Run]]:
+    clients = [connect(daemon.home) for daemon in daemons]
+    runs = [client.join("big", [torch.zeros(STEP_VALUES)], codec="fp32") for client in clients]
+    for run in runs:
+        eventually(lambda run=run: getattr(run.state, "peers", 0) == len(runs) - 1, "the other peers", 60.0)
+    return list(zip(clients, runs, strict=True))
+
+
+def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on(swarm: Swarm) -> None:
+    daemons = swarm.daemons(4, args=["--listen", "/ip4/127.0.0.1/tcp/0"])
+    image = np.random.default_rng(1).bytes(12 * VALUES)
+    *donors, (newcomer, fetching) = join(daemons)
+    trainers = [Donor(run) for _, run in donors]
+    for trainer in trainers:
+        trainer.start()
+    for _, run in donors:
+        run.offer(STATE, image)
+    eventually(lambda: all(trainer.outcomes for trainer in trainers), "a first round")
+
+    pending = fetching.fetch(at_least=STATE.epoch, limit=2 * len(image), timeout=60.0, wait=False)
+    eventually(lambda: pending.done() or "from 3 peers" in newcomer.status().runs[0].transfer, "three donors")
+    daemons[1].kill()
+    cut = not pending.done()
+    rounds = [len(trainer.outcomes) for trainer in trainers]
+    fetched = pending.result()
+    survivors = [trainers[0], trainers[2]]
+    eventually(
+        lambda: all(
+            any(outcome.ok for outcome in trainer.outcomes[before:])
+            for trainer, before in zip(survivors, (rounds[0], rounds[2]), strict=True)
+        ),
+        "rounds of those that are left",
+        60.0,
+    )
+    for trainer in trainers:
+        trainer.stop()
+
+    assert fetched.ok, fetched.reason
+    assert fetched.state == STATE
+    assert fetched.image == image
+    assert cut, "the download was over before the kill; a larger image would not be"
+    assert len(fetched.sources) >= 2
+    print(f"{len(image) / 1e6 / fetched.seconds:.0f} MB/s; {fetched.reason}; {fetched.sources}")
+
+
+def test_status_tells_who_fetches_and_who_serves(swarm: Swarm) -> None:
+    daemons = swarm.daemons(2, args=["--listen", "/ip4/127.0.0.1/tcp/0"])
+    (donor, run), (newcomer, fetching) = join(daemons)
+    run.accumulate([torch.ones(STEP_VALUES)], weight=1)
+    pending = fetching.fetch(at_least=3, limit=1000, timeout=60.0, wait=False)
+
+    eventually(lambda: run.progress().wanted, "the wish")
+    assert "want the state of epoch 3" in daemons[0].cli("status").stdout
+    assert "fetching a state" in daemons[1].cli("status").stdout
+    assert "peers want" in donor.status().runs[0].transfer
+    run.offer(StateId(3, "3" * 64), b"image")
+
+    fetched = pending.result()
+    assert fetched.ok, fetched.reason
+    assert fetched.image == b"image"
+    assert newcomer.status().runs[0].transfer == ""
