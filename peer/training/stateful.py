@@ -1,8 +1,8 @@
 """The swarm's state for `torch.distributed.checkpoint`: `dcp.save({"swarm": SwarmState(opt)}, checkpoint_id=folder)`.
 
 What is saved are the tensors of an image (see `equipoise.peer.training.image`) under their paths there, so that other
-tools find `model/...` and `optimizer/state/...`, and what holds them together, as text. Loading checks all of it against
-the model, as with an image from another peer, before anything changes. `Checkpoints` need none of this.
+tools find `model/...` and `optimizer/state/...`, and what holds them together, as text. Loading checks all of it
+against the model, as with an image from another peer, before anything changes. `Checkpoints` need none of this.
 """
 
 from __future__ import annotations
