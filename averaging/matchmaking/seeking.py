@@ -48,6 +48,7 @@ class Seeking:
 
     _join: Join | None
     _asked: str | None
+    _asked_at: float
     _parked: bool
     _short: bool
     _retried: bool

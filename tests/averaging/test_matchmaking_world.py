@@ -53,10 +53,12 @@ def check_safety(world: World, group_size: int) -> None:
         assert rounds == sorted(set(rounds))
 
 
-def convener_of(world: World, name: str) -> str | None:
+def convener_of(world: World, name: str) -> str:
     """Who convenes the peer's next round as it sees it."""
     standing = world.peers[name].machine._standing
-    return standing.roster.convener(name, standing.round, world.now)
+    convener = standing.roster.convener(name, standing.round, world.now)
+    assert convener is not None
+    return convener
 
 
 def everyone_formed(world: World, peers: list[str], since: float) -> bool:
