@@ -22,7 +22,8 @@ MIRRORS = 2
 MIRROR_SECONDS = 2.0
 """For an answer: a connection and a round trip. Half of `machine.MEASURE_SECONDS`."""
 AGAIN_SECONDS = 0.1
-"""After a refusal: the other side, or its router, has not heard of this one yet."""
+"""After a refusal: the other side, or its router, has not heard of this one yet. Each pause is twice as long as the one
+before: a member that names somebody else's address has few packets sent there."""
 MAX_ARRIVED = 4
 """Connections that came from outside and were not asked for yet; the oldest goes."""
 
@@ -75,14 +76,16 @@ class SharedPort:
             OSError: It cannot come about.
         """
         self._listen(place[0])
+        pause = AGAIN_SECONDS
         while True:
             self._arrival.clear()
             connection = self._arrived.pop(place[0], None) or await self._dial(place)
             if connection is not None:
                 return connection
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(AGAIN_SECONDS):
+                async with asyncio.timeout(pause):
                     await self._arrival.wait()
+            pause *= 2
 
     def close(self) -> None:
         """Close what is held open; idempotent."""

@@ -11,7 +11,8 @@ WANTED_SECONDS = 600.0
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
 """A punch that failed is tried again after so long, each time twice as long: the other side may not have been in the
-round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few messages."""
+round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few messages. After
+one that went well it is the former: routers there may be that let connections begin and not last."""
 PATIENCE_SECONDS = 2.0
 """From first meeting a peer to punching: one may dial the other, which is simpler, and the other side learns a moment
 later that both are in one round."""
@@ -73,7 +74,7 @@ class Wishes:
         if wish is not None:
             wish.under_way, wish.failure = False, failure
             wish.delay = min(2 * wish.delay or FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS) if failure else 0.0
-            wish.retry = now + wish.delay
+            wish.retry = now + (wish.delay or FIRST_RETRY_SECONDS)
 
     def refusal(self, peer: str, now: float) -> str:
         """Return why this peer takes no part in a punch that `peer` begins; empty if it does."""

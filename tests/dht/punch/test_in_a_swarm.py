@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from equipoise.dht.punch import machine
+from equipoise.dht.punch import machine, wishes
 from equipoise.dht.punch.messages import PUNCH_PROTOCOL, End, decode
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.relay.service import RelayRules
@@ -49,7 +49,8 @@ async def trio(members, until) -> Trio:
     return Trio(relay, first, second)
 
 
-async def test_members_of_a_round_get_a_hole_for_the_next(trio: Trio, until) -> None:
+async def test_members_of_a_round_get_a_hole_for_the_next(trio: Trio, until, monkeypatch) -> None:
+    monkeypatch.setattr(wishes, "FIRST_RETRY_SECONDS", 0.1)
     accepted: asyncio.Queue = asyncio.Queue()
 
     async def serve(channel) -> None:

@@ -46,7 +46,8 @@ def test_a_failure_is_remembered_longer_each_time_until_one_succeeds() -> None:
     wishes.began("a")
     wishes.ended("a", "", now)
     assert wishes.failure("a") == ""
-    assert due(wishes, now) == ["a"]
+    assert due(wishes, now) == []
+    assert due(wishes, now + FIRST_RETRY_SECONDS) == ["a"]
 
 
 def test_so_many_at_once_those_met_last_first() -> None:
