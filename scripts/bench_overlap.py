@@ -1,0 +1,151 @@
+"""What a step of training costs where averaging goes on meanwhile, on links on which a round takes less than a step.
+
+Peers train the same transformer in three ways, in turns: without averaging, waiting for each step's round, and with
+`delay=True`, which applies a round's mean a step later. Each peer has a network namespace and a link of its own (root).
+
+    scripts/bench_overlap.py                     # 2 peers, links of 200 Mbit/s
+    scripts/bench_overlap.py --mbit 0 --json     # on loopback, which needs no root
+
+Times are medians, in ms, of the slowest peer; `x` is against training without averaging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bench_load import Bystanders, end_cleanly_when_terminated
+from bench_overlap_peer import DELAYED, WAITING, WITHOUT, Times, Work
+from train_text import Broken, heard
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from e2e.netns import Network, available
+from equipoise.peer.demo.processes import Family
+
+PEER = Path(__file__).with_name("bench_overlap_peer.py")
+START_SECONDS, WORK_SECONDS, END_SECONDS = 60.0, 1800.0, 15.0
+
+
+@contextlib.contextmanager
+def places(peers: int, mbit: float) -> Iterator[list[tuple[str, Callable[[list[str]], list[str]]]]]:
+    """Each peer's address, and what makes a command line run there."""
+    if not mbit:
+        yield [("127.0.0.1", lambda words: words)] * peers
+        return
+    with Network(hosts=peers) as network:
+        for host in network.hosts:
+            network.shape(host, mbit)
+        yield [(host.address, host.command) for host in network.hosts]
+
+
+def measure(work: Work, mbit: float) -> list[Times]:
+    """Let all peers do their work; what each of them measured.
+
+    Raises:
+        Broken: A process has failed.
+    """
+    with contextlib.ExitStack() as stack:
+        hosts = stack.enter_context(places(work.peers, mbit))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-overlap-")))
+        family = stack.enter_context(Family(folder))
+        join: list[str] = []
+        for index, (address, placed) in enumerate(hosts):
+            words = [sys.executable, "-c", "from equipoise.peer.cli import main; main()", "daemon"]
+            words += ["--home", str(folder / f"peer{index}"), "--listen", f"/ip4/{address}/tcp/0"]
+            words += ["--direct-listen", f"/ip4/{address}/tcp/0"] if mbit else []
+            daemon = family.start(f"daemon {index}", placed([*words, *join]))
+            first = heard(family, [daemon], "/", START_SECONDS)[daemon]
+            join = join or ["--join", first]
+        told = msgspec.json.encode(work).decode()
+        trainers = [
+            family.start(f"trainer {i}", [sys.executable, str(PEER), str(folder / f"peer{i}"), str(i), told])
+            for i in range(work.peers)
+        ]
+        lines = heard(family, trainers, "{", WORK_SECONDS)
+        for trainer in trainers:
+            trainer.reap(END_SECONDS)
+    return [msgspec.json.decode(line, type=Times) for line in lines.values()]
+
+
+def summary(found: Sequence[Times]) -> list[dict[str, Any]]:
+    """One entry for each way of training."""
+    steps = {
+        way: max(statistics.median(one.steps[way]) for one in found) for way in (WITHOUT, WAITING, DELAYED)
+    }
+    rows = []
+    for way, seconds in steps.items():
+        rounds = [value for one in found for value in one.rounds[way]]
+        rows.append(
+            {
+                "way": way,
+                "step_ms": 1e3 * seconds,
+                "x": seconds / steps[WITHOUT],
+                "round_ms": 1e3 * statistics.median(rounds) if rounds else None,
+            }
+        )
+    return rows
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default = Work()
+    parser.add_argument(
+        "--mbit", type=float, default=200.0, help="rate of each link, 0: loopback (%(default)s)"
+    )
+    for name, what in (
+        ("peers", "number of peers"),
+        ("steps", "steps timed in each turn"),
+        ("turns", "turns of the three ways"),
+        ("width", "of the transformer: what a round sends grows with its square"),
+        ("samples", "windows of 64 characters in a batch: what a step computes"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=int, default=getattr(default, name), help=f"{what} (%(default)s)"
+        )
+    parser.add_argument("--codec", default=default.codec, help="how values travel (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    options = parser.parse_args(arguments)
+    if options.mbit and available():
+        parser.error(f"--mbit: {available()}; --mbit 0 needs none of that")
+    return options
+
+
+def main() -> int:
+    options = parse()
+    end_cleanly_when_terminated()
+    work = Work(**{name: getattr(options, name) for name in Work.__struct_fields__})
+    bystanders = Bystanders()
+    try:
+        found = measure(work, options.mbit)
+    except Broken as failure:
+        print(f"error: {failure}", file=sys.stderr)
+        return 1
+    rows, others = summary(found), bystanders.cores()
+    if options.json:
+        print(
+            json.dumps(
+                {"values": found[0].values, "mbit": options.mbit, "others_cores": others, "ways": rows}
+            )
+        )
+        return 0
+    links = f"links of {options.mbit:g} Mbit/s" if options.mbit else "loopback"
+    print(f"{work.peers} peers, {found[0].values:,} values, {links}; others kept {others:.2f} cores busy")
+    for row in rows:
+        rounds = "" if row["round_ms"] is None else f", a round {row['round_ms']:.0f} ms"
+        print(f"{row['way']:8} {row['step_ms']:6.0f} ms a step, {row['x']:.2f}x{rounds}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+"""A training script of the end-to-end tests, as a user would write it: `python learner.py HOME TASK`.
+
+It says, one line of JSON each, which of its batches went into which update, and what it came to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from e2e.swarm import eventually
+from equipoise.peer import Client, Run, connect
+from equipoise.peer.training import SwarmOptimizer
+from equipoise.peer.training.recording import Checkpoints
+from oracles.training import MakeOptimizer, batch_of, loss_of, network
+
+MEET_SECONDS = 60.0
+"""The others start their interpreters meanwhile."""
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+}
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What a learner does.
+
+    Attributes:
+        index: Which peer it is: its batches are its own.
+        peers: How many peers must have joined before it begins.
+        samples: In a batch of its own.
+        target: Samples of an update.
+        runs: By codec, one after another: the epoch at which the run ends.
+        hidden: Width of the network.
+        optimizer: One of `OPTIMIZERS`.
+        clip: Largest norm of the averaged gradient.
+        patience: Seconds without others after which it trains alone.
+        delay: Whether it goes on while a round does.
+        checkpoints: Epochs from one checkpoint to the next; 0: none.
+        resume: Whether it goes on from the newest one.
+        save: Folder for the parameters that it ends with, `CODEC-INDEX.safetensors` each; empty: not saved.
+    """
+
+    index: int
+    runs: dict[str, int]
+    peers: int = 1
+    samples: int = 8
+    target: float = 32
+    hidden: int = 32
+    optimizer: str = "adamw"
+    clip: float | None = None
+    patience: float = 30.0
+    delay: bool = False
+    checkpoints: int = 0
+    resume: bool = False
+    save: str = ""
+
+
+class Updated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The epoch has changed.
+
+    Attributes:
+        run: The run's name.
+        epoch: The epoch now.
+        before: The epoch before.
+        lineage: Of the state now.
+        batches: Numbers of its own batches that are in the mean that was applied; empty if it did not count.
+        contributors: Number of those with samples in that mean; 0 if the update was made alone.
+        at: When, on the system's steady clock, which all processes share.
+    """
+
+    run: str
+    epoch: int
+    before: int
+    lineage: str
+    batches: tuple[int, ...]
+    contributors: int
+    at: float
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """It has come to its last update of one run.
+
+    Attributes:
+        run: The run's name.
+        epoch: The epoch that it ends with.
+        lineage: Of the state it ends with.
+        digest: SHA-256 in hex of its parameters.
+        loss: Of its last batch.
+    """
+
+    run: str
+    epoch: int
+    lineage: str
+    digest: str
+    loss: float
+
+
+Report = Updated | Ended
+
+
+def learn(peer: Client, task: Task, codec: str, updates: int) -> None:
+    """Train one run to its end."""
+    name = f"learn-{codec}"
+    model = network(task.hidden)
+    with peer.join(name, model, codec=codec) as run:
+        optimizer = run.optimizer(
+            OPTIMIZERS[task.optimizer](model.parameters()),
+            target_batch_size=task.target,
+            batch_size=task.samples,
+            clip=task.clip,
+            patience=task.patience,
+            delay=task.delay,
+            checkpoints=Checkpoints(every=task.checkpoints, resume=task.resume) if task.checkpoints else None,
+        )
+        meet(peer, name, task.peers - 1)
+        loss = train(peer, run, optimizer, task, updates)
+        if task.save:
+            save_file(model.state_dict(), Path(task.save) / f"{codec}-{task.index}.safetensors")
+        say(
+            Ended(
+                run=name,
+                epoch=optimizer.epoch,
+                lineage=optimizer.id.lineage,
+                digest=digest(model),
+                loss=loss,
+            )
+        )
+
+
+def train(peer: Client, run: Run, optimizer: SwarmOptimizer, task: Task, updates: int) -> float:
+    """Make all updates; returns the last batch's loss."""
+    pending: list[int] = []
+    number = 0
+    model = run.source
+    assert isinstance(model, nn.Module)
+    while optimizer.epoch < updates:
+        optimizer.zero_grad()
+        loss = loss_of(model, batch_of(task.index, number, task.samples))
+        loss.backward()
+        pending.append(number)
+        number += 1
+        before = optimizer.epoch
+        optimizer.step()
+        if optimizer.epoch != before:
+            weights = optimizer.last.contributors if optimizer.last is not None else {}
+            count = round(weights.get(peer.peer_id, 0.0) / task.samples)
+            say(
+                Updated(
+                    run=run.name,
+                    epoch=optimizer.epoch,
+                    before=before,
+                    lineage=optimizer.id.lineage,
+                    batches=tuple(pending[-count:]) if count else (),
+                    contributors=sum(weight >= 1 for weight in weights.values()),
+                    at=time.monotonic(),
+                )
+            )
+            if count:
+                pending.clear()
+    return float(loss.detach())
+
+
+def meet(peer: Client, run: str, others: int) -> None:
+    """Wait until so many others have joined."""
+    eventually(
+        lambda: len({row.peer for row in peer.peers() if row.run == run and not row.me}) >= others,
+        f"{others} others in {run}",
+        MEET_SECONDS,
+    )
+
+
+def digest(model: nn.Module) -> str:
+    """SHA-256 in hex of all parameters."""
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def say(report: Report) -> None:
+    print(msgspec.json.encode(report).decode(), flush=True)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")  # What it decides, and why.
+    torch.set_num_threads(1)
+    task = msgspec.json.decode(sys.argv[2], type=Task)
+    with connect(sys.argv[1]) as peer:
+        for codec, updates in task.runs.items():
+            learn(peer, task, codec, updates)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Training scripts as processes of an end-to-end test, and what they have said."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from e2e.learner import Ended, Report, Task, Updated
+from e2e.swarm import ChildProcess, DaemonProcess, Swarm
+
+SCRIPT = Path(__file__).with_name("learner.py")
+
+LISTEN = ("--listen", "/ip4/127.0.0.1/tcp/0")
+
+_decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
+
+
+class Learner:
+    """One started training script on the daemon of its peer."""
+
+    def __init__(self, swarm: Swarm, daemon: DaemonProcess, task: Task) -> None:
+        self.task = task
+        words = [str(SCRIPT), str(daemon.home), msgspec.json.encode(task).decode()]
+        self.process = ChildProcess(
+            [sys.executable, *words], swarm.folder / f"learner{len(swarm.processes)}", swarm.env
+        )
+        swarm.processes.append(self.process)
+        self.process.spawn()
+
+    @property
+    def reports(self) -> list[Report]:
+        """All that it has said so far."""
+        lines = self.process.output.splitlines(keepends=True)
+        return [_decoder.decode(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+
+    @property
+    def updates(self) -> list[Updated]:
+        """The updates that it has made so far."""
+        return [report for report in self.reports if isinstance(report, Updated)]
+
+    @property
+    def reached(self) -> int:
+        """The epoch that it has come to."""
+        return self.updates[-1].epoch if self.updates else 0
+
+    @property
+    def ended(self) -> list[Ended]:
+        """What it came to, of each of its runs."""
+        return [report for report in self.reports if isinstance(report, Ended)]
+
+    def finish(self, seconds: float) -> list[Ended]:
+        """Wait for its end, which must be a good one, and return what it came to."""
+        status = self.process.wait(seconds)
+        assert status == 0, self.process.errors[-4000:]
+        return self.ended
+
+
+def daemons(swarm: Swarm, count: int) -> list[DaemonProcess]:
+    """`count` daemons that only this machine can reach."""
+    return swarm.daemons(count, args=LISTEN)
+
+
+def start(swarm: Swarm, places: list[DaemonProcess], first: int = 0, **task: Any) -> list[Learner]:
+    """A learner on each daemon, alike but for its index, which counts from `first`."""
+    peers = task.pop("peers", len(places))
+    return [
+        Learner(swarm, daemon, Task(index=index, peers=peers, **task))
+        for index, daemon in enumerate(places, first)
+    ]
+
+
+def shared(learners: Sequence[Learner]) -> dict[int, set[str]]:
+    """The epochs that all of them have reached in the group, and which lineages they had then."""
+    told = [{one.epoch: one.lineage for one in learner.updates if one.contributors} for learner in learners]
+    common = set.intersection(*(set(one) for one in told))
+    return {epoch: {one[epoch] for one in told} for epoch in sorted(common)}
