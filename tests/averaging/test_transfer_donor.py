@@ -1,0 +1,205 @@
+"""A donor's parts of a transfer: what it holds, what it asks of its trainer, and whom it serves when."""
+
+from __future__ import annotations
+
+import pytest
+
+from equipoise.averaging.transfer import donor as donors
+from equipoise.averaging.transfer import messages, serving
+from equipoise.averaging.transfer.donor import Donor
+from equipoise.averaging.transfer.events import (
+    AskReceived,
+    BodySent,
+    DonorEvent,
+    EpochReached,
+    Release,
+    Send,
+    SendBody,
+    SnapshotReady,
+    SnapshotTaken,
+    Woke,
+)
+from equipoise.averaging.transfer.messages import (
+    Answer,
+    AskChunks,
+    AskDigests,
+    Chunk,
+    Finished,
+    Gone,
+    Offer,
+    Refusal,
+)
+from equipoise.averaging.transfer.serving import Serving
+from fakes.transfer import RUN, TICKET, answer, ask, offer_of
+
+# ---- donors ----
+
+
+class Giver:
+    """A donor machine with a clock, and what it said."""
+
+    def __init__(self, epoch: int | None = 6) -> None:
+        self.now = 0.0
+        self.machine = Donor()
+        if epoch is not None:
+            self.tell(EpochReached(epoch))
+
+    def tell(self, event: DonorEvent) -> list[object]:
+        actions = self.machine.handle(event, self.now)
+        return [action.message if isinstance(action, Send | SendBody) else action for action in actions]
+
+    def ask(self, message: messages.ToDonor, peer: str = "new") -> list[object]:
+        return self.tell(AskReceived(peer, message))
+
+    def offer(self, offer: Offer) -> list[object]:
+        self.tell(SnapshotTaken(offer.state))
+        return self.tell(SnapshotReady(offer.state, offer.image))
+
+
+def test_a_wish_is_shown_to_the_trainer_until_it_is_fulfilled() -> None:
+    giver = Giver(epoch=6)
+    assert giver.ask(ask(7, wanted=(7,))) == [answer(6, noted=(7,))]
+    assert giver.machine.wanted == 7
+    giver.tell(EpochReached(7))
+    assert giver.machine.wanted == 7
+    assert giver.offer(offer_of(7)) == [answer(7, offer_of(7))]
+    assert giver.machine.wanted is None
+
+
+def test_a_wish_that_comes_too_late_is_told_at_once() -> None:
+    giver = Giver(epoch=9)
+    assert giver.ask(ask(7, wanted=(8,))) == [answer(9)]
+    assert giver.machine.wanted is None
+
+
+def test_a_wish_that_the_trainer_misses_is_told() -> None:
+    giver = Giver(epoch=6)
+    giver.ask(ask(7, wanted=(7,)))
+    assert giver.tell(EpochReached(8)) == [answer(8)]
+    assert giver.machine.wanted is None
+
+
+def test_what_is_downloaded_is_held_beside_the_newest_and_no_more() -> None:
+    giver = Giver()
+    giver.offer(offer_of(1))
+    giver.ask(ask(0))
+    giver.ask(AskDigests(RUN, TICKET, offer_of(1).image.digest))
+    giver.offer(offer_of(2))
+    assert giver.offer(offer_of(3)) == [Release(offer_of(2).image)]
+    assert not any(
+        isinstance(one, Gone) for one in giver.ask(AskChunks(RUN, TICKET, offer_of(1).image.digest, (0,)))
+    )
+    assert giver.ask(Finished(RUN, TICKET)) == [Release(offer_of(1).image)]
+
+
+def test_who_is_silent_is_forgotten_and_what_was_held_for_it_goes() -> None:
+    giver = Giver()
+    giver.offer(offer_of(1))
+    giver.ask(ask(0))
+    giver.ask(AskDigests(RUN, TICKET, offer_of(1).image.digest))
+    giver.offer(offer_of(2))
+    giver.now += donors.ASKER_SECONDS
+    assert giver.tell(Woke()) == [Release(offer_of(1).image)]
+    assert not giver.machine.serves("new")
+
+
+def test_nothing_is_served_to_whom_has_not_asked() -> None:
+    giver = Giver()
+    giver.offer(offer_of(1))
+    digest = offer_of(1).image.digest
+    for message in (AskDigests(RUN, TICKET, digest), AskChunks(RUN, TICKET, digest, (0,))):
+        (gone,) = giver.ask(message)
+        assert isinstance(gone, Gone)
+    giver.ask(ask(0))
+    (gone,) = giver.ask(AskChunks(RUN, b"another.", digest, (0,)))
+    assert isinstance(gone, Gone)
+    (gone,) = giver.ask(AskChunks(RUN, TICKET, b"x" * 32, (0,)))
+    assert isinstance(gone, Gone)
+
+
+def test_one_newcomer_is_not_served_for_ever() -> None:
+    giver = Giver()
+    giver.offer(offer_of(1, chunks=2))
+    giver.ask(ask(0))
+    digest = offer_of(1).image.digest
+    served = 0
+    for _ in range(100):
+        for one in giver.ask(AskChunks(RUN, TICKET, digest, (0, 1))):
+            served += isinstance(one, Chunk)
+        while any(isinstance(one, Chunk) for one in giver.tell(BodySent("new", False))):
+            served += 1
+    assert served <= donors.MAX_SERVINGS * 3
+
+
+def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
+    giver = Giver()
+    for index in range(donors.MAX_ASKERS):
+        assert isinstance(giver.ask(ask(), f"new{index}")[0], Answer)
+    (refusal,) = giver.ask(ask(), "one more")
+    assert isinstance(refusal, Refusal)
+    assert "served already" in refusal.reason
+
+
+def test_trainers_are_not_asked_for_snapshots_without_end() -> None:
+    giver = Giver(epoch=0)
+    for epoch in range(1, donors.MAX_SNAPSHOTS + 1):
+        giver.ask(ask(epoch, wanted=(epoch,)))
+        assert giver.machine.wanted == epoch
+        giver.offer(offer_of(epoch))
+    giver.ask(ask(50, wanted=(50,)))
+    assert giver.machine.wanted is None
+    giver.now += donors.SNAPSHOTS_SECONDS
+    giver.ask(ask(50, wanted=(50,)))
+    assert giver.machine.wanted == 50
+
+
+# ---- in which order they are served ----
+
+
+def chunk(index: int) -> Chunk:
+    return Chunk(RUN, TICKET, b"d" * 32, index)
+
+
+def test_newcomers_take_turns() -> None:
+    line = Serving()
+    line.add("a", [chunk(i) for i in range(3)])
+    line.add("b", [chunk(i) for i in range(3)])
+    order = []
+    while (served := line.next(0.0)) is not None:
+        order.append(served[0])
+        line.sent(served[0], False, 0.0)
+    assert order in (["a", "b"] * 3, ["b", "a"] * 3)
+
+
+def test_during_rounds_a_donor_pauses_after_each_body() -> None:
+    line = Serving()
+    line.add("a", [chunk(i) for i in range(4)])
+    assert line.next(0.0) is not None
+    line.sent("a", True, 0.1)
+    assert line.next(0.1) is None
+    assert line.deadline(0.1) == pytest.approx(0.1 + serving.PAUSE_FACTOR * 0.1)
+    assert line.next(0.41) is not None
+    assert line.next(0.41) is None, "one at a time"
+    line.sent("a", True, 5.0)
+    assert line.deadline(5.0) == 5.0 + serving.MAX_PAUSE_SECONDS
+
+
+def test_one_that_does_not_read_takes_nobody_elses_turn_for_long() -> None:
+    line = Serving()
+    line.add("stopped", [chunk(i) for i in range(4)])
+    assert line.next(0.0) == ("stopped", chunk(0))
+    assert line.next(0.0) == ("stopped", chunk(1))
+    line.add("b", [chunk(0)])
+    assert line.next(0.0) is None
+    assert line.next(line.deadline(0.0)) == ("b", chunk(0))
+
+
+def test_one_can_ask_for_no_more_than_fits_the_queue() -> None:
+    line = Serving()
+    for _ in range(10):
+        line.add("a", [chunk(i) for i in range(100)])
+    count = 0
+    while (served := line.next(0.0)) is not None:
+        count += 1
+        line.sent(served[0], False, 0.0)
+    assert count == serving.MAX_QUEUED
