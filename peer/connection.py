@@ -41,6 +41,7 @@ from equipoise.peer.messages import (
     StatusIs,
     StopDaemon,
     StopFetch,
+    TellStatus,
     Welcome,
     decode_request,
     encode,
@@ -215,6 +216,10 @@ class Connection:
         await self._session(request.run).report_accumulated(request.weight)
         return Done()
 
+    async def _tell(self, request: TellStatus) -> ReplyBody:
+        self._session(request.run).tell(request.topic, request.line)
+        return Done()
+
     async def _state(self, request: AskState) -> ReplyBody:
         return StateIs(self._session(request.run).state)
 
@@ -275,6 +280,7 @@ _HANDLERS: dict[type, Handler] = {
     AgreeRun: Connection._agree,
     StartRound: Connection._round,
     ReportAccumulated: Connection._report,
+    TellStatus: Connection._tell,
     AskState: Connection._state,
     AskProgress: Connection._progress,
     OfferState: Connection._offer,

@@ -24,6 +24,9 @@ CONTROL_VERSION = 2
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
 
+TOPICS = ("training", "checkpoints")
+"""What a training script says something about."""
+
 MAX_TEXT = 4096
 """Longest reason or error that is sent; longer ones are cut."""
 
@@ -120,6 +123,20 @@ class ReportAccumulated(msgspec.Struct, frozen=True, tag=True):
 
     run: str
     weight: float
+
+
+class TellStatus(msgspec.Struct, frozen=True, tag=True):
+    """A line of the training script for `status`; it replaces the last one on that topic.
+
+    Attributes:
+        run: Name of the run.
+        topic: One of `TOPICS`.
+        line: What is longer than `MAX_TEXT` is cut.
+    """
+
+    run: str
+    topic: str
+    line: str
 
 
 class AskState(msgspec.Struct, frozen=True, tag=True):
@@ -239,6 +256,7 @@ RequestBody = (
     | AgreeRun
     | StartRound
     | ReportAccumulated
+    | TellStatus
     | AskState
     | AskProgress
     | OfferState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.link import Link
 from equipoise.peer.messages import ReplyBody, RoundEnded
+
+MAX_TIMEOUT = 86_400.0
+"""A day; a longer wait is a mistake in the unit."""
 
 GRACE = 0.8
 """Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
@@ -76,3 +80,17 @@ class PendingRound:
             return error
         self._settle(outcome)
         return outcome
+
+
+def check_timeout(timeout: float) -> float:
+    """A timeout in seconds that a round may have.
+
+    Raises:
+        ValueError: It is none.
+    """
+    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
+    if not valid or not 0 < timeout <= MAX_TIMEOUT:
+        raise ValueError(
+            f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout!r}"
+        )
+    return float(timeout)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -38,8 +37,9 @@ from equipoise.peer.messages import (
     ReportAccumulated,
     StartRound,
     StateIs,
+    TellStatus,
 )
-from equipoise.peer.pending import PendingRound
+from equipoise.peer.pending import PendingRound, check_timeout
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.specs import tensor_rows
 from equipoise.peer.tensors import Gradients, Tensors, named_gradients
@@ -47,9 +47,6 @@ from equipoise.peer.tensors import Gradients, Tensors, named_gradients
 if TYPE_CHECKING:
     from equipoise.peer.training.optimizer import SwarmOptimizer
     from equipoise.peer.training.recording import Checkpoints
-
-MAX_TIMEOUT = 86_400.0
-"""A day; a longer wait is a mistake in the unit."""
 
 SHORTEST_TIMEOUT = 0.001
 """What a round is given at least, where preparing its contribution took all of the caller's timeout."""
@@ -185,7 +182,7 @@ class Run:
             RoundPending: A round of this run has not been collected.
             DaemonLost: The daemon has gone; the tensors are untouched.
         """
-        deadline = time.monotonic() + _check_timeout(timeout)
+        deadline = time.monotonic() + check_timeout(timeout)
         weight = check_weight(weight)
         with self._lock:
             self._require_idle()
@@ -249,7 +246,7 @@ class Run:
             RoundPending: A round of this run has not been collected.
             DaemonLost: The daemon has gone; what was accumulated is kept.
         """
-        deadline = time.monotonic() + _check_timeout(timeout)
+        deadline = time.monotonic() + check_timeout(timeout)
         with self._lock:
             self._require_idle()
             self._stepping = True
@@ -339,7 +336,7 @@ class Run:
             Refused: The limit is more than there can be; a download is going on (when its result is asked for).
             DaemonLost: The daemon has gone.
         """
-        deadline = time.monotonic() + _check_timeout(timeout)
+        deadline = time.monotonic() + check_timeout(timeout)
         memory = SharedImage.reserve(limit)
         try:
             request = FetchState(self.name, at_least, limit, timeout)
@@ -392,6 +389,11 @@ class Run:
         if checkpoints is not None:
             optimizer.register_step_post_hook(Keeper(optimizer.member, self, checkpoints).after_step)
         return optimizer
+
+    def tell(self, topic: str, line: str) -> None:
+        """Have the daemon's `status` show a line on `training` or `checkpoints`, in place of the last one on that."""
+        with contextlib.suppress(DaemonLost):  # The next call that matters will say so.
+            self._link.start(TellStatus(self.name, topic, line))
 
     @property
     def schema(self) -> Schema:
@@ -488,12 +490,3 @@ class Run:
         if self._accumulated is not None:
             contributed.merge(self._accumulated)
         self._accumulated = contributed
-
-
-def _check_timeout(timeout: float) -> float:
-    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
-    if not valid or not 0 < timeout <= MAX_TIMEOUT:
-        raise ValueError(
-            f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout!r}"
-        )
-    return float(timeout)

@@ -16,7 +16,7 @@ from equipoise.averaging.spec import RunSpec, Terms
 from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
 from equipoise.peer.memory import Region
-from equipoise.peer.messages import TensorRow
+from equipoise.peer.messages import MAX_TEXT, TOPICS, TensorRow
 from equipoise.peer.ports import Averager, Hub, Swarm, Transfer
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP
 from equipoise.peer.specs import agreed_spec
@@ -63,6 +63,7 @@ class Session:
         self._region: Region | None = region
         self._averagers: dict[str, Averager] = {}
         self._purpose = AVERAGE
+        self._told: dict[str, str] = {}
         self._joining = asyncio.Lock()
         self._round: asyncio.Task[Outcome] | None = None
         self._leaving: asyncio.Task[None] | None = None
@@ -147,6 +148,16 @@ class Session:
         if self._reporting is None:
             self._report(averager, None)
 
+    def tell(self, topic: str, line: str) -> None:
+        """Have `status` show a line of the client.
+
+        Raises:
+            Refused: The topic is not known.
+        """
+        if topic not in TOPICS:
+            raise Refused(f"expected a line on {' or '.join(TOPICS)}, got one on {topic[:64]!r}")
+        self._told[topic] = line[:MAX_TEXT]
+
     def _report(self, averager: Averager, before: float | None) -> None:
         """Publish at once, then whatever has become of it, at most once in `REPORT_SECONDS`."""
         self._reporting = None
@@ -214,6 +225,7 @@ class Session:
                 for purpose in self._averagers
                 if (line := self._hub.transfer(self._specs[purpose].name).standing)
             ),
+            told=dict(self._told),
             last=history[-1] if history else None,
         )
 

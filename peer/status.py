@@ -26,6 +26,7 @@ class RunStatus(msgspec.Struct, frozen=True):
         rounds_failed: Rounds that did not.
         accumulated: Weight accumulated towards the next step.
         transfer: Which state is being fetched or served, and why, in one line; empty if none is.
+        told: What the training script says of itself, by topic: `training`, `checkpoints`; one line each.
         last: What the last round came to.
     """
 
@@ -42,6 +43,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     rounds_failed: int
     accumulated: float
     transfer: str = ""
+    told: dict[str, str] = {}
     last: Outcome | None = None
 
 

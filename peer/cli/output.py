@@ -62,8 +62,9 @@ def print_status(status: Status) -> None:
             _table(("run", "state", "why", "round", "ok", "values", "codec", "last"), map(_run, status.runs))
         )
         for run in status.runs:
-            if run.transfer:
-                _line(console, run.name, run.transfer)
+            for line in (run.transfer, *(f"{topic}: {told}" for topic, told in sorted(run.told.items()))):
+                if line:
+                    _line(console, run.name, line)
     else:
         _line(console, "runs", "none: a training script joins them")
 

@@ -305,6 +305,7 @@ class Member:
         if self.reason != self._told:
             self._told = self.reason
             log.info("run %s: %s", self._run.name, self.reason)
+            self._run.tell("training", self.reason)
 
     def _meet(self, wait: bool) -> None:
         if self.in_step and self._pending is None:

@@ -87,6 +87,9 @@ class TrainingRun(Protocol):
     mean: dict[str, torch.Tensor]
     terms: Mapping[str, str]
 
+    def tell(self, topic: str, line: str, /) -> None:
+        """Have the daemon's `status` show a line on `training` or `checkpoints`."""
+
     @property
     def home(self) -> str:
         """The daemon's home; empty where that is a temporary one."""

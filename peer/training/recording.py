@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -73,12 +74,14 @@ class Recorder:
         resume: Whether training is to start from the newest sound one.
         recorded: The state that was written last; None before.
         failure: Why the last attempt to write did not succeed; empty if it did.
+        tell: Called with a line about each attempt; from the thread that writes.
     """
 
     def __init__(self, folder: Folder, every: int, resume: bool) -> None:
         self.resume = resume
         self.recorded: StateId | None = None
         self.failure = ""
+        self.tell: Callable[[str], None] = lambda line: None
         self._folder = folder
         self._every = every
         self._last = 0
@@ -98,18 +101,17 @@ class Recorder:
         found = self._folder.load(limit, read) if self.resume else None
         furthest = self._folder.furthest
         if not self.resume and furthest is not None:
-            log.warning(
-                "training starts anew, though %s holds a checkpoint of epoch %d; "
+            self._say(
+                logging.WARNING,
+                f"training starts anew, though {self.path} holds a checkpoint of epoch {furthest}; "
                 "`equipoise launch --resume` would go on from it",
-                self.path,
-                furthest,
             )
         if found is not None:
             self.recorded = found.manifest.state
             self._last = found.manifest.state.epoch
-            log.info("resumed from %s, epoch %d: %s", found.path, self._last, found.reason)
+            self._say(logging.INFO, f"resumed from {found.path}, epoch {self._last}: {found.reason}")
         elif self.resume:
-            log.info("nothing to resume from in %s: training starts anew", self.path)
+            self._say(logging.INFO, f"nothing to resume from in {self.path}: training starts anew")
         return found
 
     def due(self, epoch: int) -> bool:
@@ -117,12 +119,10 @@ class Recorder:
         if epoch // self._every == self._last // self._every:
             return False
         if self._thread is not None and self._thread.is_alive():
-            log.warning(
-                "no checkpoint of epoch %d: the one of epoch %d is still being written; "
-                "a faster disk or a larger `every` than %d would help",
-                epoch,
-                self._last,
-                self._every,
+            self._say(
+                logging.WARNING,
+                f"no checkpoint of epoch {epoch}: the one of epoch {self._last} is still being written; "
+                f"a faster disk or a larger `every` than {self._every} would help",
             )
             self._last = epoch
             return False
@@ -162,10 +162,14 @@ class Recorder:
         except Exception as error:
             # Training goes on without: whoever watches it reads the log or the status, and the next one is tried.
             self.failure = f"the checkpoint of epoch {state.epoch} could not be written: {error}"
-            log.error("%s", self.failure)
+            self._say(logging.ERROR, self.failure)
             return
         self.recorded, self.failure = state, ""
-        log.info("checkpoint of epoch %d: %s", state.epoch, path)
+        self._say(logging.INFO, f"epoch {state.epoch} is at {path}")
+
+    def _say(self, level: int, line: str) -> None:
+        log.log(level, "%s", line)
+        self.tell(line)
 
 
 class Keeper:
@@ -184,6 +188,7 @@ class Keeper:
         """
         self._member = member
         self.recorder = checkpoints.open(run.home, subject_of(run))
+        self.recorder.tell = partial(run.tell, "checkpoints")
         try:
             self.found = self.recorder.restore(member.limit, member.read)
         except BaseException:

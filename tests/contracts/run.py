@@ -320,6 +320,20 @@ class RunContract:
         with pytest.raises(DaemonLost, match="connect again"):
             peer.status()
 
+    def test_what_a_script_tells_is_in_the_status(self, peers: Peers) -> None:
+        (client,) = peers(1)
+        run = client.join("digits", [torch.zeros(2)])
+        run.tell("training", "first")
+        run.tell("checkpoints", "epoch 10 is on the disk")
+        run.tell("training", "in step " * 1000)
+
+        (found,) = client.status().runs
+
+        assert found.told == {
+            "checkpoints": "epoch 10 is on the disk",
+            "training": ("in step " * 1000)[:4096],
+        }
+
     def test_status_peers_and_rounds(self, peers: Peers) -> None:
         clients = peers(2)
         runs = join_all(clients, [[torch.zeros(2)], [torch.ones(2)]])
