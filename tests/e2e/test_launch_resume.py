@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -113,10 +114,18 @@ def test_all_are_killed_and_go_on_from_their_checkpoints(swarm: Swarm) -> None:
     assert min(began) >= reached - EVERY - 1  # That one more was being written.
     assert all(len(lineages) == 1 for lineages in shared(again).values())
     assert all("resumed from" in peer.process.errors for peer in again)
+    told = json.loads(eventually(lambda: status(swarm, homes[0]), "the status"))["runs"][0]["told"]
+    assert told["checkpoints"].startswith(("resumed from", "epoch "))
+    assert told["training"]
     for peer in again:
         peer.kill()
 
     check_mistakes(swarm, homes[0])
+
+
+def status(swarm: Swarm, home: Path) -> str:
+    asked = swarm.command("status", "--json", "--home", str(home))
+    return asked.output if asked.wait(60) == 0 else ""
 
 
 def check_mistakes(swarm: Swarm, home: Path) -> None:

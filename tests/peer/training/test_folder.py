@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -207,3 +210,49 @@ def test_every_run_has_a_folder_of_its_own() -> None:
         assert "/" not in folder
         assert not folder.startswith(".")
         assert len(folder.encode()) <= MAX_FOLDER_CHARS + 17
+
+
+class Crash(BaseException):
+    """The process has gone."""
+
+
+def die_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the `moment`-th call on that changes the disk, nothing changes it any more."""
+    calls = itertools.count()
+
+    def mortal(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) >= moment:
+                raise Crash
+            return real(*args, **kwargs)
+
+        return call
+
+    for place, name in ((Path, "mkdir"), (Path, "rename"), (Path, "open"), (os, "fsync"), (shutil, "rmtree")):
+        monkeypatch.setattr(place, name, mortal(getattr(place, name)))
+
+
+def test_a_crash_at_any_moment_leaves_the_newest_whole_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survived: list[int] = []
+    for moment in itertools.count():
+        shutil.rmtree(path, ignore_errors=True)
+        with Folder(path, OWN, keep=1) as folder:
+            write(folder, 10)
+            with monkeypatch.context() as patched:
+                die_at(moment, patched)
+                try:
+                    write(folder, 20)
+                    break
+                except Crash:
+                    pass
+        with Folder(path, OWN, keep=1) as folder:
+            survived.append(load(folder)[0])
+            write(folder, 30)
+            assert epochs(folder) == [30]
+            assert not list(path.glob(PARTIAL + "*"))
+    assert survived[0] == 10
+    assert survived[-1] == 20
+    assert survived == sorted(survived)
+    assert len(survived) >= 8
