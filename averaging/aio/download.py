@@ -23,6 +23,7 @@ from equipoise.averaging.transfer.events import (
     MemoryRefused,
     PeerLost,
     PeersSeen,
+    ProtocolBroken,
     Send,
     Withdrew,
     Woke,
@@ -119,17 +120,23 @@ class Download:
         Raises:
             FrameRefused: It has another size than it should have, or more comes than was asked for.
         """
+        if message.ticket != self._ticket:
+            return self._mesh.scratch(size)  # Of an earlier download, which was over before it came.
         self._due[peer] -= 1
         if self._due[peer] < 0:
-            raise FrameRefused(f"more comes from {peer} than it was asked for")
+            raise self._broken(peer, "it sends more than it was asked for")
         if self._image is None or not self._machine.expects(peer, message):
             return self._mesh.scratch(size)
         expected = self._image.chunks * DIGEST_BYTES
         if isinstance(message, Chunk):
             expected = self._image.length(message.chunk)
         if size != expected:
-            raise FrameRefused(f"expected {expected} bytes of a {type(message).__name__}, got {size}")
+            raise self._broken(peer, f"expected {expected} bytes of a {type(message).__name__}, got {size}")
         return self._mesh.pool.take(size)
+
+    def _broken(self, peer: str, reason: str) -> FrameRefused:
+        self._tell(ProtocolBroken(peer, reason))
+        return FrameRefused(reason)
 
     def frame(self, peer: str, message: ToNewcomer, body: memoryview) -> None:
         """A frame has come from a donor."""

@@ -154,6 +154,14 @@ class ChunkReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class ProtocolBroken:
+    """A donor has sent what no donor sends: of a wrong size, or more than it was asked for."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Withdrew:
     """The image is not wanted any more."""
 
@@ -168,6 +176,7 @@ FetchEvent = (
     | MemoryRefused
     | DigestsReceived
     | ChunkReceived
+    | ProtocolBroken
     | Withdrew
     | Woke
 )

@@ -25,6 +25,7 @@ from equipoise.averaging.transfer.events import (
     MemoryRefused,
     PeerLost,
     PeersSeen,
+    ProtocolBroken,
     Send,
     Withdrew,
 )
@@ -138,6 +139,8 @@ class Fetch:
                 self._memory = size
             case MemoryRefused(reason) | Withdrew(reason):
                 return self._fail(reason)
+            case ProtocolBroken(peer, reason):
+                self._bar(peer, reason)
             case DigestsReceived():
                 self._on_digests(event)
             case ChunkReceived():

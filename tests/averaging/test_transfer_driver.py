@@ -154,6 +154,21 @@ async def test_peers_of_another_spec_are_neither_asked_nor_answered(cluster: Clu
     assert "no other peer of this run is known" in outcome.reason
 
 
+async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(cluster: Cluster) -> None:
+    *donors, newcomer = await cluster.add("a", "b", "new")
+    for donor in donors:
+        await donor.offer(STATE, memoryview(IMAGE))
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(7, LIMIT, 20.0, memory.room))
+    await until(lambda: memory.image)
+    newcomer.withdraw("cancelled")
+    assert not (await fetching).ok
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
+    assert outcome.ok, outcome.reason
+    assert set(outcome.sources) == {"a", "b"}
+    assert memory.image == IMAGE
+
+
 async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:
     (newcomer,) = await cluster.add("new")
     fetching = asyncio.create_task(newcomer.fetch(0, LIMIT, 20.0, Memory().room))
