@@ -24,9 +24,9 @@ from equipoise.averaging.matchmaking.standing import Standing
 REPLY_SECONDS = 2.0
 """An answer that takes longer does not come: the same bound by which a stalled member of a round is noticed."""
 
-OVERDUE_SECONDS = 1.9
-"""Silence beyond the promised word after which a convener has stopped: busy cores have held up a live one for a second,
-and the promise with this must stay below the 2.5 s in which a group goes on without one that stopped."""
+OVERDUE_SECONDS = 1.7
+"""Silence beyond the promised word after which a convener has stopped: busy cores have held up a live one for a second;
+promise, this and a round must fit the 2.5 s in which a group is done without one that stopped."""
 
 SHORT_SECONDS = 2.0
 """A join that makes no group for so long was perhaps put where nobody else goes: views differ by a look or two."""
