@@ -211,13 +211,13 @@ def test_one_behind_a_nat_is_reachable_within_five_seconds(network: Network, sta
     hidden = start(network.hosts[1], [public_address(relay, network.hosts[0])])
     up = time.monotonic()
     relayed = eventually(lambda: _relayed(hidden), "its relayed address")
-    seconds = time.monotonic() - began
-    print(f"reachable {seconds:.1f} s after its process began, {time.monotonic() - up:.1f} s after it was up")
+    seconds = time.monotonic() - up
+    print(f"reachable {seconds:.1f} s after it was up, {time.monotonic() - began:.1f} s after its process began")
 
     stranger = start(network.hosts[3], [relayed])
     status = eventually(lambda: _joined(stranger), "another to join through it")
     assert status["bootstrap"][0]["address"] == relayed
-    assert seconds < 15.0, "5 s on a machine of its own"
+    assert seconds < 12.0, "2 s on a machine of its own, which takes 2 s to start it"
 
 
 def test_one_whose_router_forwards_its_port_is_dialled_there(network: Network, start: Start) -> None:
