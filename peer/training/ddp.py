@@ -75,10 +75,10 @@ class Machine:
         """Say who talks to the swarm.
 
         Args:
-            run: On rank 0, joined with `dict(model.module.named_parameters())`; on others None.
+            run: On rank 0, joined with `model.module`; on others None.
             model: What the hook is registered with.
-            batch_size: Samples of one rank between two exchanges, with those of passes in `model.no_sync()`; all ranks have
-                as many.
+            batch_size: Samples of one rank between two exchanges, with those of passes in `model.no_sync()`; all ranks
+                have as many.
             timeout: Seconds for one round.
             group: DDP's process group; None: the default one.
 

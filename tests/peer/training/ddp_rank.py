@@ -60,7 +60,7 @@ def exchange_in_backward(rank: int, folder: Path, fails: int = 0, breaks: int = 
     ddp = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=True)
     fake, left = FakeSwarm(), {}
     fake.fails = lambda number, peer: number == fails and peer == "machine"
-    run = fake.join("machine", "text", named(model)) if rank == 0 else None
+    run = fake.join("machine", "text", model) if rank == 0 else None
     machine = Machine(run, ddp, batch_size=SAMPLES)
     calls: list[int] = []
 
@@ -86,7 +86,7 @@ def exchange_in_backward(rank: int, folder: Path, fails: int = 0, breaks: int = 
                     one.sub_(0.1 * left[f"{step} {name}"])
 
     def other() -> None:
-        run = fake.join("other", "text", named(Branched()))
+        run = fake.join("other", "text", Branched())
         for step in range(STEPS):
             fake.compute(0.5)
             gradients = {name: others_gradient(name, step, one) for name, one in named(Branched()).items()}
