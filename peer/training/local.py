@@ -191,7 +191,7 @@ class DiLoCo:
         _unwatch(self)
         if error is None:
             for fragment in self._fragments:
-                fragment.member.collect()
+                fragment.finish()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer of this process has made a step."""
@@ -273,7 +273,7 @@ class Fragment:
         epoch = self.member.id.epoch
         self._gave = self._gave and self.member.pending
         self._caught_up = False
-        if self.member.in_step and self.member.pending and step >= self.sent_at + self._options.delay:
+        if self.member.in_step and self.member.pending and self._may_collect(step):
             self._collect(step)
         if not self.member.in_step:
             self.member.find_group(CATCH_UP_SECONDS if step == 1 else 0.0)
@@ -281,8 +281,24 @@ class Fragment:
             self.member.serve()
         if self._is_due(step):
             self._exchange(step)
-        followed = self.member.id.epoch != epoch and not self._gave
-        return self.group_step if followed or self._caught_up else None
+        return self._place(step) if self.member.id.epoch != epoch or self._caught_up else None
+
+    def _place(self, step: int) -> int | None:
+        """Which step of the group's this is, as an outer step has just told; None if it is as this peer counts."""
+        if self._caught_up or not self._gave:
+            return self.group_step
+        # It gave at the step at which all did, but it may have taken that for one of another round.
+        periods, rest = divmod(self.group_step - self.sent_at, self._options.every)
+        return step + periods * self._options.every if periods and not rest else None
+
+    def _may_collect(self, step: int) -> bool:
+        """At its step, alike on all peers; a round that this peer only attends goes on without it, meanwhile."""
+        return step >= self.sent_at + self._options.delay if self._gave else self.member.round_done
+
+    def finish(self) -> None:
+        """Apply what an exchange that goes on comes to."""
+        if self._gave:
+            self.member.collect()
 
     def _is_due(self, step: int) -> bool:
         regular = step % self._options.every == self._offset % self._options.every
@@ -290,13 +306,13 @@ class Fragment:
 
     def _exchange(self, step: int) -> None:
         self.sent_at, self._retry_at = step, None
-        self.member.find_group()
+        self.member.find_group(0.0)  # Other fragments' rounds must not be missed for this one's.
         if self._caught_up:
             return
         before = self.member.id
         self.member.drop()
         self.member.accumulate(self._differences(), self._options.weight)
-        self._gave = True
+        self._gave = self.member.in_step
         self.member.meet(wait=self._options.delay == 0)
         if self.member.id == before and not self.member.pending:
             self._retry_at = step + max(self._options.every // RETRIES, 1)

@@ -122,7 +122,8 @@ class FakeSwarm:
     def _due(self, actor: Actor) -> float:
         if actor.killed:
             return self.now
-        events = [run.ready_at for members in self.runs.values() for run in members.values()]
+        runs = [run for members in self.runs.values() for run in members.values()]
+        events = [run.waits_since + self.gather_seconds if run.waiting else run.ready_at for run in runs]
         if actor.until():
             return self.now
         # What it waits for may come about when a round or a download ends: look again then.
