@@ -20,8 +20,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from e2e.swarm import eventually
-from equipoise.peer import Client, Run, connect
-from equipoise.peer.training import SwarmOptimizer
+from equipoise.peer import Client, Idle, Run, connect
+from equipoise.peer.training import DiLoCo, StateId, SwarmOptimizer
 from equipoise.peer.training.recording import Checkpoints
 from oracles.training import MakeOptimizer, batch_of, loss_of, network
 
@@ -46,6 +46,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         hidden: Width of the network.
         optimizer: One of `OPTIMIZERS`.
         clip: Largest norm of the averaged gradient.
+        every: Steps of its own between two exchanges, as DiLoCo makes them; 0: target batches.
         patience: Seconds without others after which it trains alone.
         delay: Whether it goes on while a round does.
         checkpoints: Epochs from one checkpoint to the next; 0: none.
@@ -61,6 +62,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int = 32
     optimizer: str = "adamw"
     clip: float | None = None
+    every: int = 0
     patience: float = 30.0
     delay: bool = False
     checkpoints: int = 0
@@ -125,19 +127,39 @@ def learn(peer: Client, task: Task, codec: str, updates: int) -> None:
             delay=task.delay,
             checkpoints=Checkpoints(every=task.checkpoints, resume=task.resume) if task.checkpoints else None,
         )
-        meet(peer, name, task.peers - 1)
+        meet(run, task.peers - 1)
         loss = train(peer, run, optimizer, task, updates)
-        if task.save:
-            save_file(model.state_dict(), Path(task.save) / f"{codec}-{task.index}.safetensors")
-        say(
-            Ended(
-                run=name,
-                epoch=optimizer.epoch,
-                lineage=optimizer.id.lineage,
-                digest=digest(model),
-                loss=loss,
-            )
+        end(task, codec, model, optimizer.id, loss)
+
+
+def learn_locally(peer: Client, task: Task, codec: str, steps: int) -> None:
+    """Train one run to its end with DiLoCo."""
+    name = f"learn-{codec}"
+    model = network(task.hidden)
+    optimizer = OPTIMIZERS[task.optimizer](model.parameters())
+    with peer.join(name, model, codec=codec) as run, DiLoCo(run, every=task.every) as group:
+        meet(run, task.peers - 1)
+        for number in range(steps):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch_of(task.index, number, task.samples))
+            loss.backward()
+            optimizer.step()
+        end(task, codec, model, group.member.id, float(loss.detach()))
+
+
+def end(task: Task, codec: str, model: nn.Module, state: StateId, loss: float) -> None:
+    """Save the parameters, if asked to, and say what it came to."""
+    if task.save:
+        save_file(model.state_dict(), Path(task.save) / f"{codec}-{task.index}.safetensors")
+    say(
+        Ended(
+            run=f"learn-{codec}",
+            epoch=state.epoch,
+            lineage=state.lineage,
+            digest=digest(model),
+            loss=loss,
         )
+    )
 
 
 def train(peer: Client, run: Run, optimizer: SwarmOptimizer, task: Task, updates: int) -> float:
@@ -173,13 +195,9 @@ def train(peer: Client, run: Run, optimizer: SwarmOptimizer, task: Task, updates
     return float(loss.detach())
 
 
-def meet(peer: Client, run: str, others: int) -> None:
-    """Wait until so many others have joined."""
-    eventually(
-        lambda: len({row.peer for row in peer.peers() if row.run == run and not row.me}) >= others,
-        f"{others} others in {run}",
-        MEET_SECONDS,
-    )
+def meet(run: Run, others: int) -> None:
+    """Wait until so many others have joined on the same terms."""
+    eventually(lambda: others == 0 or run.state == Idle(peers=others), f"{others} others", MEET_SECONDS)
 
 
 def digest(model: nn.Module) -> str:
@@ -197,7 +215,7 @@ def main() -> None:
     task = msgspec.json.decode(sys.argv[2], type=Task)
     with connect(sys.argv[1]) as peer:
         for codec, updates in task.runs.items():
-            learn(peer, task, codec, updates)
+            (learn_locally if task.every else learn)(peer, task, codec, updates)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from e2e.learner import OPTIMIZERS
 from e2e.learners import LISTEN, Learner, daemons, shared, start
 from e2e.swarm import Swarm, eventually
-from oracles.training import batch_of, difference, network, train_whole
+from oracles.training import Nesterov, batch_of, difference, network, train_diloco, train_whole
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -51,6 +51,25 @@ def test_four_peers_train_as_one_process_with_all_their_samples(swarm: Swarm, tm
         print(f"{codec}: off by {off:.2g} after {updates} updates")
         if codec == "fp32":
             assert off <= 1e-5
+
+
+def test_diloco_is_what_its_paper_says(swarm: Swarm, tmp_path: Path) -> None:
+    workers, every, steps = 2, 5, 20
+    learners = start(
+        swarm,
+        daemons(swarm, workers),
+        runs={"fp32": steps},
+        every=every,
+        samples=SAMPLES,
+        save=str(tmp_path),
+    )
+    ends = [end for learner in learners for end in learner.finish(120)]
+    assert {end.epoch for end in ends} == {steps // every}
+    assert len({end.lineage for end in ends}) == len({end.digest for end in ends}) == 1
+    model = network()
+    batches = [[batch_of(worker, number, SAMPLES) for number in range(steps)] for worker in range(workers)]
+    train_diloco(model, OPTIMIZERS["adamw"], batches, every, Nesterov())
+    assert difference(load_file(tmp_path / "fp32-0.safetensors"), dict(model.state_dict())) <= 1e-5
 
 
 def test_a_peer_trains_alone_until_others_come_and_they_take_over_its_state(swarm: Swarm) -> None:
