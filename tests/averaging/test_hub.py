@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 
 import pytest
@@ -160,6 +161,27 @@ async def test_states_are_told_to_the_group_and_signed(cluster: Cluster) -> None
         assert outcome.ok, outcome.reason
         assert outcome.states == {name: state for name, state in held.items() if state is not None}
         assert outcome.state == StateId(3, "a" * 64)
+
+
+async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster) -> None:
+    weights = {"one": 1.0, "two": 1.0, "three": 1.0}
+    for name in weights:
+        cluster.add(name)
+    spec = spec_of(1000)
+    runs = {name: await cluster.hubs[name].join(spec) for name in weights}
+    await cluster.net.acquainted(spec.name, list(weights))
+
+    async def together() -> list[Outcome]:
+        calls = [run.average(torch.ones(1000), torch.zeros(1000), 1.0, 20.0) for run in runs.values()]
+        return await asyncio.gather(*calls)
+
+    for cut in itertools.combinations(weights, 2):
+        assert all(outcome.ok for outcome in await together())
+        for channel in list(cluster.net.transports[cut[0]].channels):
+            if channel.peer == cut[1]:
+                channel.close()
+        outcomes = await together()
+        assert [len(outcome.group) for outcome in outcomes] == [3, 3, 3], cut
 
 
 async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:
