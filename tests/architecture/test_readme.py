@@ -6,6 +6,7 @@ of the first daemon. A block after the comment `<!-- elsewhere: ... -->` is run 
 
 from __future__ import annotations
 
+import difflib
 import re
 import shlex
 import sys
@@ -21,7 +22,10 @@ BLOCK = re.compile(
     r"(?P<elsewhere><!-- elsewhere: [^>]*-->\n)?^```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S
 )
 
-KNOWN_KINDS = {"console", "python", "toml"}
+KNOWN_KINDS = {"console", "diff", "python", "toml"}
+
+MAX_CHANGED_LINES = 6
+"""What training together may take, of lines of a loop of plain PyTorch; indentation aside."""
 
 
 def blocks(kind: str) -> list[str]:
@@ -47,22 +51,26 @@ def test_every_block_is_of_a_kind_that_is_run() -> None:
 
 def test_every_command_is_one_that_the_story_runs() -> None:
     told = [words[:2] for words in commands()]
-    verbs = ["daemon", "daemon", "launch", "daemon", "daemon", "status", "peers", "rounds", "stop"]
+    verbs = ["daemon", "daemon", "launch", "launch", "daemon", "daemon", "status", "peers", "rounds", "stop"]
     assert [words[1] for words in told] == verbs
     assert {words[0] for words in told} == {"equipoise"}
 
 
 @pytest.mark.timeout(240)
 def test_the_story(swarm: Swarm) -> None:
-    _, join, launch, _, _, *looks = commands()
+    _, join, launch, resume, _, _, *looks = commands()
     first = swarm.daemon("first")
     second = swarm.daemon("second", join=told(join[3:], first))
-    (swarm.folder / "train.py").write_text(script("train.py"))
-    trainers = [launched(swarm, told(launch, first), f"trainer{index}") for index in range(2)]
-
-    for trainer in trainers:
-        assert trainer.wait(120) == 0, trainer.errors
-        assert trainer.output.count("round ") >= 3
+    for name, command in (
+        ("train.py", launch),
+        ("local.py", with_script(launch, "local.py")),
+        ("train.py", resume),
+    ):
+        (swarm.folder / name).write_text(script(name))
+        trainers = [launched(swarm, told(command, first), f"trainer{index}") for index in range(2)]
+        for trainer in trainers:
+            assert trainer.wait(120) == 0, trainer.errors
+            assert name == "local.py" or "epoch 5: " in trainer.output
     for words in looks[:-1]:
         done = second.cli(*words[1:])
         assert done.returncode == 0, done.stderr
@@ -76,7 +84,7 @@ def test_the_story(swarm: Swarm) -> None:
 def test_the_doors_of_a_daemon(swarm: Swarm) -> None:
     doors, relay = [
         [re.sub(r"/tcp/\d+$", "/tcp/0", word) for word in words[2:]]  # Another test may have taken the ports.
-        for words in commands()[3:5]
+        for words in commands()[4:6]
     ]
     assert swarm.daemon("doors", args=doors).json("status")["swarm"]["direct"]["listening"]
     settings = {one["key"]: one for one in swarm.daemon("relay", args=relay).json("status")["settings"]}
@@ -104,6 +112,28 @@ def test_the_configuration(swarm: Swarm) -> None:
     settings = {setting["key"]: setting for setting in second.json("status")["settings"]}
     assert settings["name"]["value"] == "gpu-box"
     assert "config.toml" in settings["name"]["origin"]
+
+
+def test_training_together_takes_few_changes() -> None:
+    source = (ROOT / "scripts" / "text_loops.py").read_text()
+    plain, together = [
+        [
+            line.strip()
+            for line in re.findall(rf"^def {name}\(.*?(?=^def |\Z)", source, re.M | re.S)[0].splitlines()[2:]
+        ]
+        for name in ("plain", "target_batch")
+    ]
+    changed = [line for line in difflib.ndiff(plain, together) if line[:2] in ("+ ", "- ")]
+    imported = ["+ from equipoise.peer import connect"]
+    assert imported[0][2:] in source.splitlines()
+    (shown,) = blocks("diff")
+    marked = [f"{line[0]} {line[1:].strip()}" for line in shown.splitlines() if line[0] in "+-"]
+    assert sorted(marked) == sorted(imported + changed)
+    assert len(marked) <= MAX_CHANGED_LINES
+
+
+def with_script(words: list[str], name: str) -> list[str]:
+    return [*words[: words.index("python") + 1], name]
 
 
 def told(words: list[str], first: DaemonProcess) -> list[str]:
