@@ -14,14 +14,12 @@ import msgspec
 import psutil
 import pytest
 
-from e2e.swarm import ChildProcess, Swarm, eventually
-from equipoise.peer.training.checkpoint import IMAGE_FILE, MANIFEST_FILE
+from e2e.swarm import Swarm, eventually
+from equipoise.peer.training.checkpoint import IMAGE_FILE
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 EVERY = 4
-
-RUN = "resumed"
 
 SCRIPT = """
 import json, logging, sys, time
@@ -98,6 +96,12 @@ def shared(peers: Sequence[Peer]) -> dict[int, set[str]]:
     return {epoch: {one[epoch] for one in states} for epoch in set.intersection(*map(set, states))}
 
 
+def damage_newest(home: Path) -> None:
+    """Truncate the checkpoint that got furthest."""
+    newest = max((home / "checkpoints" / "resumed").glob("epoch-*"))
+    os.truncate(newest / IMAGE_FILE, 1000)
+
+
 def test_all_are_killed_and_go_on_from_their_checkpoints(swarm: Swarm) -> None:
     homes = [swarm.folder / "first", swarm.folder / "second"]
     moment = 2 * EVERY + random.Random(0).randrange(EVERY)
@@ -107,43 +111,26 @@ def test_all_are_killed_and_go_on_from_their_checkpoints(swarm: Swarm) -> None:
         peer.kill()
     reached = max(max(peer.states) for peer in peers)
 
+    damage_newest(homes[1])
     again = start(swarm, homes, resume=True)
     eventually(lambda: max(shared(again), default=0) >= reached + 3, "all to go on together", 90)
     began = [min(peer.states) for peer in again]
     print(f"killed at epoch {reached}, resumed from {began}")
-    assert min(began) >= reached - EVERY - 1  # That one more was being written.
+    assert began[0] >= reached - EVERY - 1  # That one more was being written.
+    assert began[0] - 2 * EVERY <= began[1] <= began[0]  # One of them may have written one more.
     assert all(len(lineages) == 1 for lineages in shared(again).values())
-    assert all("resumed from" in peer.process.errors for peer in again)
+    assert "is truncated: state.safetensors has 1000 bytes of" in again[1].process.errors
     told = json.loads(eventually(lambda: status(swarm, homes[0]), "the status"))["runs"][0]["told"]
     assert told["checkpoints"].startswith(("resumed from", "epoch "))
     assert told["training"]
     for peer in again:
         peer.kill()
 
-    check_mistakes(swarm, homes[0])
+    wider = Peer(swarm, homes[0], width=17, resume=True)
+    assert wider.process.wait(60) == 1
+    assert "was written with another model: '4 tensors," in wider.process.errors.strip().splitlines()[-1]
 
 
 def status(swarm: Swarm, home: Path) -> str:
     asked = swarm.command("status", "--json", "--home", str(home))
     return asked.output if asked.wait(60) == 0 else ""
-
-
-def check_mistakes(swarm: Swarm, home: Path) -> None:
-    """Another model, and checkpoints that are all truncated, are refused in one line each."""
-    folder = home / "checkpoints" / RUN
-    wide = Peer(swarm, home, width=17, resume=True)
-    assert wide.process.wait(60) == 1
-    assert_told(wide.process, "was written with another model: '4 tensors,")
-    for image in folder.glob(f"epoch-*/{IMAGE_FILE}"):
-        os.truncate(image, 1000)
-    for manifest in list(folder.glob(f"epoch-*/{MANIFEST_FILE}"))[1:]:
-        manifest.unlink()
-    truncated = Peer(swarm, home, resume=True)
-    assert truncated.process.wait(60) == 1
-    assert_told(truncated.process, "to start anew")
-
-
-def assert_told(process: ChildProcess, what: str) -> None:
-    last = process.errors.strip().splitlines()[-1]
-    assert what in process.errors, process.errors[-2000:]
-    assert what in last
