@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter as Counts
 from typing import Any
 
 import pytest
@@ -218,9 +219,9 @@ def test_peers_that_come_fail_and_die_at_random_end_alike(seed: int) -> None:
         trainers.append(trainer.begin(at=chance.choice([0.0, 0.0, chance.uniform(0, 15)])))
     fake.peer("reaper", lambda: (fake.compute(chance.uniform(3, 20)), fake.kill("peer4"))[0])
     fake.run()
-    living = trainers[:4]
-    most = max(trainer.opt.epoch for trainer in living)
-    together = [trainer for trainer in living if trainer.opt.epoch == most]
-    assert most == 50
-    assert len(together) >= 2, [(trainer.opt.epoch, trainer.opt.reason) for trainer in living]
-    assert_alike(together)
+    ended = [trainer for trainer in trainers[:4] if trainer.opt.epoch == 50]
+    # The last to come to the end may find that the others have left, and have to make the last steps alone.
+    ids = Counts(trainer.opt.id for trainer in ended)
+    most, heads = ids.most_common(1)[0]
+    assert heads >= 2, [(trainer.opt.epoch, trainer.opt.reason) for trainer in trainers]
+    assert_alike(trainer for trainer in ended if trainer.opt.id == most)
