@@ -206,7 +206,8 @@ def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
                 inner.zero_grad()
                 loss_of(model, batch_of(peer, local.steps, SAMPLES)).backward()
                 inner.step()
-        for one in [run, *(fragment._run for fragment in local._fragments)]:
+        runs: list[Any] = [run, *(fragment._run for fragment in local._fragments)]
+        for one in runs:
             one.leave()
 
     for peer in range(PEERS):

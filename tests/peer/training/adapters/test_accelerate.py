@@ -11,6 +11,7 @@ from torch import nn
 pytest.importorskip("accelerate", reason="needs the extra `adapters`")
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 
 from equipoise.peer.training import SwarmOptimizer
 from equipoise.peer.training.adapters.accelerate import step_with_swarm
@@ -78,6 +79,34 @@ def test_two_loops_stay_alike_and_the_learning_rate_follows_the_swarm(accumulate
     assert not torch.equal(
         first.flat(), torch.cat([one.detach().flatten() for one in network().parameters()])
     )
+
+
+def test_a_loss_scaler_steps_the_swarm_with_gradients_that_are_not_scaled() -> None:
+    fake, model = FakeSwarm(), network()
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accelerator = Accelerator(cpu=True)
+    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
+    plain = network()
+
+    def work() -> None:
+        run = fake.join("peer0", "text", model)
+        options: dict[str, Any] = {"target_batch_size": BATCH, "patience": 0, "clock": fake.clock}
+        swarm = step_with_swarm(accelerator, run, optimizer, batch_size=BATCH, **options)
+        scaler.scale(loss_of(model, batch_of(0, 0, BATCH))).backward()
+        optimizer.step()
+        assert swarm.epoch == 1
+        next(model.parameters()).grad = torch.full_like(next(model.parameters()), torch.inf)
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        assert swarm.epoch == 1
+
+    fake.peer("peer0", work)
+    fake.run()
+    loss_of(plain, batch_of(0, 0, BATCH)).backward()
+    for one, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert expected.grad is not None
+        torch.testing.assert_close(one, expected - expected.grad)
 
 
 @pytest.mark.parametrize(
