@@ -29,7 +29,7 @@ class Local:
         self.swarm, self.index, self.count, self.seconds = swarm, index, steps, seconds
         self.method: Callable[..., DiLoCo] = DiLoCo
         self.options = {"every": EVERY, "clock": swarm.clock, **options}
-        self.model = network()
+        self.model: Any = network()
         self.trained: DiLoCo
         self.seen: list[tuple[int, int, str]] = []
         self.until_epoch = 10**9

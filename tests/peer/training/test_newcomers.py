@@ -49,8 +49,8 @@ def test_a_late_joiner_takes_the_groups_state_while_the_others_go_on(fake: FakeS
     assert epochs[0] > 5
     # Nobody stepped less often for it: an epoch of half a second and a round.
     assert fake.now < 40 * 0.62 + 1
-    assert "peer3" in early[0].opt.last.contributors
-    assert early[0].opt.last.contributors["peer3"] == SAMPLES
+    assert "peer3" in early[0].last.contributors
+    assert early[0].last.contributors["peer3"] == SAMPLES
 
 
 def test_users_state_comes_along(fake: FakeSwarm) -> None:
@@ -101,8 +101,8 @@ def test_alone_it_trains_on_and_says_so(fake: FakeSwarm) -> None:
     trainer = Trainer(fake, 0, 5, target_batch_size=SAMPLES).begin()
     fake.run()
     assert trainer.opt.reason == "it trains alone: no other peer of this run is known"
-    assert not trainer.opt.last.ok
-    assert trainer.opt.last.reason == trainer.opt.reason
+    assert not trainer.last.ok
+    assert trainer.last.reason == trainer.opt.reason
     assert fake.now >= 10.0, "it looked for company first"
     assert any("looks for one for 10 s" in reason for _, reason in trainer.seen)
 
@@ -135,7 +135,7 @@ def test_one_that_trained_alone_is_joined_by_others_who_take_its_state(fake: Fak
     second = Trainer(fake, 1, 60, patience=1.0, target_batch_size=2 * SAMPLES).begin(at=10.0)
     fake.run()
     assert_alike([first, second])
-    assert first.opt.last.contributors == {"peer0": SAMPLES, "peer1": SAMPLES}
+    assert first.last.contributors == {"peer0": SAMPLES, "peer1": SAMPLES}
 
 
 def test_whoever_is_left_goes_on_alone_when_the_others_have_gone(fake: FakeSwarm) -> None:
@@ -217,7 +217,12 @@ def test_peers_that_come_fail_and_die_at_random_end_alike(seed: int) -> None:
         if chance.random() < 0.5:
             trainer.model = network(seed=index)
         trainers.append(trainer.begin(at=chance.choice([0.0, 0.0, chance.uniform(0, 15)])))
-    fake.peer("reaper", lambda: (fake.compute(chance.uniform(3, 20)), fake.kill("peer4"))[0])
+
+    def reap() -> None:
+        fake.compute(chance.uniform(3, 20))
+        fake.kill("peer4")
+
+    fake.peer("reaper", reap)
     fake.run()
     ended = [trainer for trainer in trainers[:4] if trainer.opt.epoch == 50]
     # The last to come to the end may find that the others have left, and have to make the last steps alone.

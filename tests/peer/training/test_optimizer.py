@@ -46,13 +46,13 @@ def test_a_slow_peer_contributes_what_it_has_and_the_quick_make_more(fake: FakeS
     fake.run()
     assert_alike([*quick, slow])
     assert slow.calls == 6
-    assert quick[0].opt.last.contributors["peer3"] == SAMPLES
-    assert quick[0].opt.last.contributors["peer0"] == 2 * SAMPLES
+    assert quick[0].last.contributors["peer3"] == SAMPLES
+    assert quick[0].last.contributors["peer0"] == 2 * SAMPLES
 
 
 def test_peers_as_fast_as_each_other_make_the_target_and_no_more(fake: FakeSwarm) -> None:
     trainers = trained(fake, epochs=4)
-    assert trainers[0].opt.last.contributors == {trainer.name: SAMPLES for trainer in trainers}
+    assert trainers[0].last.contributors == {trainer.name: SAMPLES for trainer in trainers}
     assert {trainer.calls for trainer in trainers} == {4}
 
 
@@ -95,7 +95,7 @@ def test_a_micro_batch_that_is_not_finite_is_dropped(fake: FakeSwarm) -> None:
         def backward(self) -> None:
             super().backward()
             if self.index == 0 and self.calls == 2:
-                next(self.model.parameters()).grad.view(-1)[0] = torch.inf
+                next(iter(self.model.parameters())).grad.view(-1)[0] = torch.inf
 
     trainers = [Bursting(fake, index, 5).begin() for index in range(4)]
     fake.run()
@@ -266,7 +266,8 @@ def test_a_closure_is_called_once_before_the_gradients_are_taken(fake: FakeSwarm
 
 
 def test_misuse_is_refused_with_one_line(fake: FakeSwarm) -> None:
-    model, other = network(), network()
+    model: Any = network()
+    other = network()
     run = fake.join("peer0", "text", model)
     with pytest.raises(TypeError, match=r"expected a torch\.optim\.Optimizer, got Sequential"):
         run.optimizer(model, target_batch_size=1)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
+from equipoise.averaging.outcome import Outcome
 from equipoise.peer.training import SwarmOptimizer
 from fakes.training import FakeRun, FakeSwarm
 from oracles.training import batch_of, loss_of, network
@@ -33,7 +33,7 @@ class Trainer:
             **options,
         }
         self.make: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] = adamw
-        self.model: nn.Module = network()
+        self.model: Any = network()
         self.run: FakeRun
         self.opt: SwarmOptimizer
         self.calls = 0
@@ -64,6 +64,12 @@ class Trainer:
 
     def backward(self) -> None:
         loss_of(self.model, batch_of(self.index, self.calls, SAMPLES)).backward()
+
+    @property
+    def last(self) -> Outcome:
+        """The last outcome."""
+        assert self.opt.last is not None, "it has met nobody"
+        return self.opt.last
 
     def named(self) -> dict[str, torch.Tensor]:
         return {name: one.detach() for name, one in self.model.named_parameters()}
