@@ -20,6 +20,8 @@ from equipoise.averaging.transfer.events import (
     BodySent,
     DonorEvent,
     EpochReached,
+    FetchBegan,
+    FetchEnded,
     PeerLost,
     Release,
     Send,
@@ -143,6 +145,7 @@ class Transfer:
         request = Request(self._spec.name, self._spec.hash, Download.ticket(), at_least, limit)
         download = self._download = Download(request, self._mesh, timeout, room)
         looking = asyncio.create_task(self._look_regularly(download))
+        self._tell(FetchBegan())
         try:
             outcome = await asyncio.shield(download.outcome)
         except asyncio.CancelledError:
@@ -150,6 +153,7 @@ class Transfer:
             raise
         finally:
             self._download = None
+            self._tell(FetchEnded())
             looking.cancel()
         log.info("run %s: %s", self._spec.name, _told(outcome))
         return outcome

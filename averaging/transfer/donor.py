@@ -17,6 +17,8 @@ from equipoise.averaging.transfer.events import (
     DonorAction,
     DonorEvent,
     EpochReached,
+    FetchBegan,
+    FetchEnded,
     PeerLost,
     Release,
     Send,
@@ -82,6 +84,7 @@ class Donor:
         self._serving = Serving()
         self._epoch: int | None = None
         self._taking: int | None = None
+        self._fetching = False
         self._taken: deque[float] = deque(maxlen=MAX_SNAPSHOTS)
         self._now = 0.0
 
@@ -90,7 +93,7 @@ class Donor:
         """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
         read = {asker.reading for asker in self._askers.values()}
         full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
-        if full or self._worn(self._now):
+        if full or self._fetching or self._worn(self._now):
             return None
         wishes = [
             epoch
@@ -131,6 +134,10 @@ class Donor:
                 self._serving.drop(peer)
             case EpochReached(epoch):
                 actions += self._on_epoch(epoch)
+            case FetchBegan():
+                self._fetching = True
+            case FetchEnded():
+                self._fetching = False
             case SnapshotTaken(state):
                 self._taking = state.epoch
                 self._taken.append(now)
@@ -223,14 +230,14 @@ class Donor:
     def _answer(self, peer: str, asker: _Asker) -> DonorAction:
         ask = asker.ask
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
+        willing = not self._fetching and not self._worn(self._now)
         noted = tuple(
-            epoch
-            for epoch in ask.wanted
-            if epoch == self._taking or (self._awaits(ask, epoch) and not self._worn(self._now))
+            epoch for epoch in ask.wanted if epoch == self._taking or (willing and self._awaits(ask, epoch))
         )
         if offers:
             asker.told = offers[-1].image.digest
-        return Send(peer, Answer(ask.run, ask.ticket, self._epoch, noted, offers))
+        epoch = None if self._fetching else self._epoch
+        return Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers))
 
     def _awaits(self, ask: Ask, epoch: int) -> bool:
         """Whether the trainer may still take a snapshot of `epoch`, and that is of use to who asks."""

@@ -54,6 +54,16 @@ class EpochReached:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchBegan:
+    """This peer fetches a state itself: its own is of use to nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """It fetches none any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotTaken:
     """The trainer has handed a snapshot over; its digest is being computed."""
 
@@ -81,7 +91,17 @@ class BodySent:
     busy: bool
 
 
-DonorEvent = AskReceived | PeerLost | Woke | EpochReached | SnapshotTaken | SnapshotReady | BodySent
+DonorEvent = (
+    AskReceived
+    | PeerLost
+    | Woke
+    | EpochReached
+    | FetchBegan
+    | FetchEnded
+    | SnapshotTaken
+    | SnapshotReady
+    | BodySent
+)
 
 
 @dataclass(frozen=True, slots=True)

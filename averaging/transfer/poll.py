@@ -32,6 +32,9 @@ trainer hangs. (Whose daemon has died is not in the directory any more by then.)
 STUCK_EPOCHS = 2
 """Who steps slowly is behind a liar by one at once, and may be honest."""
 
+LAG_EPOCHS = 8
+"""Who steps with the group is behind what a newcomer asks for by an epoch or a few; who is further, is one itself."""
+
 SLOW_SECONDS = 2.0
 """A step that takes longer than that is worth asking for the epoch before it."""
 
@@ -154,7 +157,7 @@ class Poll:
         """Choose the epochs to ask for; returns whether they are others than before."""
         if not self._answers or not self._settled(now):
             return False
-        epochs = sorted(e for answer in self._answers.values() if (e := answer.epoch) is not None)
+        epochs = sorted(e for peer in self._voters if (e := self._answers[peer].epoch) is not None)
         # Of most: one liar must not make all the others wait for an epoch that never comes.
         present = epochs[len(epochs) // 2] if epochs else 0
         before = self.wanted
@@ -187,7 +190,9 @@ class Poll:
         if not self._answers:
             return f"none of {_peers(len(self.peers))} has answered"
         if not self._voters:
-            return f"{len(self._answers)} of {_peers(len(self.peers))} answered, and none holds a state"
+            return (
+                f"{len(self._answers)} of {_peers(len(self.peers))} answered, and none holds a state of use"
+            )
         offering = f"{self._offering} of {_peers(len(self._voters))} with a state"
         if self._offering:
             return f"{offering} offer one, and they do not agree"
@@ -196,7 +201,8 @@ class Poll:
 
     @property
     def _voters(self) -> list[str]:
-        return [peer for peer, one in self._answers.items() if one.epoch is not None or one.offers]
+        """Those who hold a state that is of use, or soon will be: newcomers at their first epoch have no say."""
+        return [peer for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)]
 
     @property
     def _offering(self) -> int:
@@ -208,6 +214,9 @@ class Poll:
             peer in self._answers or peer in self._silent or now >= since + seconds
             for peer, since in self.peers.items()
         )
+
+    def _keeps_up(self, epoch: int | None) -> bool:
+        return epoch is not None and epoch + LAG_EPOCHS >= self._at_least
 
     def _useful(self, offer: Offer) -> bool:
         return offer.state.epoch >= self._at_least

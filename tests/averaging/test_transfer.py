@@ -199,6 +199,16 @@ def test_who_has_no_state_or_cannot_be_reached_is_not_waited_for() -> None:
     assert newcomer.allocated
 
 
+def test_other_newcomers_have_no_say() -> None:
+    newcomer = Newcomer("veteran", "new", "newer", at_least=908)
+    newcomer.hear("new", answer(0))
+    newcomer.hear("newer", answer(None))
+    newcomer.hear("veteran", answer(907))
+    assert newcomer.asked(Ask)[-1][1].wanted == (908,)
+    newcomer.hear("veteran", answer(908, offer_of(908)))
+    assert newcomer.allocated
+
+
 def test_of_two_who_differ_neither_is_believed() -> None:
     newcomer = Newcomer("a", "b")
     newcomer.hear("a", answer(5, offer_of(5)))

@@ -12,6 +12,8 @@ from equipoise.averaging.transfer.events import (
     BodySent,
     DonorEvent,
     EpochReached,
+    FetchBegan,
+    FetchEnded,
     Release,
     Send,
     SendBody,
@@ -64,6 +66,14 @@ def test_a_wish_is_shown_to_the_trainer_until_it_is_fulfilled() -> None:
     assert giver.machine.wanted == 7
     assert giver.offer(offer_of(7)) == [answer(7, offer_of(7))]
     assert giver.machine.wanted is None
+
+
+def test_one_that_fetches_itself_has_no_state_to_speak_of() -> None:
+    giver = Giver(epoch=6)
+    giver.tell(FetchBegan())
+    assert giver.ask(ask(7)) == [answer(None)]
+    giver.tell(FetchEnded())
+    assert giver.ask(ask(7)) == [answer(6)]
 
 
 def test_a_wish_that_comes_too_late_is_told_at_once() -> None:
