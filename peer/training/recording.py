@@ -30,7 +30,8 @@ class Checkpoints:
     """When checkpoints are written, how many are kept, where, and whether training starts from one.
 
     Attributes:
-        every: Epochs from one checkpoint to the next; one is written at the end too.
+        every: Epochs from one checkpoint to the next. One is written at the end too, when the run is left: after Ctrl-C,
+            say, but not after a SIGTERM that the script does not handle, which ends Python at once.
         keep: How many are kept.
         directory: Where each run has a directory, of one peer alone; by default `checkpoints` in the home.
         resume: Whether to start from the newest sound one; by default what `equipoise launch --resume` says.
@@ -137,7 +138,7 @@ class Recorder:
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("the checkpoint before is still being written; ask `due` first")
         self._last = state.epoch
-        self._thread = threading.Thread(target=self._write, args=(state, image), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(state, lambda: image), name="checkpoint")
         self._thread.start()
 
     def settle(self) -> None:
@@ -149,16 +150,16 @@ class Recorder:
         """Write this state too, unless it is on the disk, and wait for it; `image` copies it."""
         self.settle()
         if state != self.recorded:
-            self._write(state, image())
+            self._write(state, image)
 
     def close(self) -> None:
         """Leave the directory to others; idempotent."""
         self.settle()
         self._folder.close()
 
-    def _write(self, state: StateId, image: torch.Tensor) -> None:
+    def _write(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
         try:
-            path = self._folder.write(state, image)
+            path = self._folder.write(state, image())
         except Exception as error:
             # Training goes on without: whoever watches it reads the log or the status, and the next one is tried.
             self.failure = f"the checkpoint of epoch {state.epoch} could not be written: {error}"

@@ -34,7 +34,7 @@ def step_with_swarm(
         optimizer: A prepared optimizer.
         scheduler: A prepared scheduler; it then follows the swarm's epochs, and stepping it in the loop does nothing.
         batch_size: Samples in one backward pass; gradient accumulation is counted in.
-        **options: Fields of `equipoise.peer.training.Options`; `target_batch_size` is required.
+        **options: Fields of `equipoise.peer.training.Options`, and `checkpoints`; `target_batch_size` is required.
 
     Returns:
         What steps now, inside `optimizer`: its `epoch`, `reason`, `last`.

@@ -39,8 +39,8 @@ class SwarmCallback(Callback):  # type: ignore[misc]
             target_batch_size: Samples, of all peers together, that make an update.
             batch_size: Samples in one batch; `accumulate_grad_batches` is counted in.
             epochs: The swarm's epoch at which training stops; None leaves the end to the Trainer.
-            **options: Other fields of `equipoise.peer.training.Options`. `clip` and `scheduler` come from the Trainer
-                unless they are given.
+            **options: Other fields of `equipoise.peer.training.Options`, and `checkpoints`. `clip` and `scheduler` come
+                from the Trainer unless they are given.
         """
         self.optimizer: SwarmOptimizer | None = None
         self._run = run

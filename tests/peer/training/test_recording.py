@@ -16,6 +16,7 @@ from equipoise.peer.training.checkpoint import CheckpointError, Subject, read_ma
 from equipoise.peer.training.folder import Folder
 from equipoise.peer.training.image import Image
 from equipoise.peer.training.recording import Checkpoints, Recorder
+from equipoise.peer.training.tensorfile import ImageError
 
 OWN = Subject("digits", {"model": "one"})
 
@@ -106,6 +107,19 @@ def test_a_failure_is_told_and_the_next_is_tried(
     assert not recorder.failure
     assert recorder.recorded == state(20)
     recorder.close()
+
+
+def test_a_last_state_that_cannot_be_copied_is_told_too(tmp_path: Path) -> None:
+    told: list[str] = []
+    recorder = opened(tmp_path)
+    recorder.tell = told.append
+
+    def image() -> torch.Tensor:
+        raise ImageError("'extra' is a set")
+
+    recorder.finish(state(3), image)
+    recorder.close()
+    assert told == ["the checkpoint of epoch 3 could not be written: 'extra' is a set"]
 
 
 def test_training_does_not_wait_for_a_slow_disk(
