@@ -30,8 +30,8 @@ class Checkpoints:
     """When checkpoints are written, how many are kept, where, and whether training starts from one.
 
     Attributes:
-        every: Epochs from one checkpoint to the next. One is written at the end too, when the run is left: after Ctrl-C,
-            say, but not after a SIGTERM that the script does not handle, which ends Python at once.
+        every: Epochs from one checkpoint to the next. One is written at the end too, when the run is left: after
+            Ctrl-C, say, but not after a SIGTERM that the script does not handle, which ends Python at once.
         keep: How many are kept.
         directory: Where each run has a directory, of one peer alone; by default `checkpoints` in the home.
         resume: Whether to start from the newest sound one; by default what `equipoise launch --resume` says.
@@ -86,6 +86,7 @@ class Recorder:
         self._folder = folder
         self._every = every
         self._last = 0
+        self._late = -1
         self._thread: threading.Thread | None = None
 
     @property
@@ -116,18 +117,19 @@ class Recorder:
         return found
 
     def due(self, epoch: int) -> bool:
-        """Whether the state of this epoch should be recorded; False too while the one before is being written."""
+        """Whether the state of this epoch should be recorded; not while an earlier one is being written, but after."""
         if epoch // self._every == self._last // self._every:
             return False
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        if self._late != self._last:
+            self._late = self._last
             self._say(
                 logging.WARNING,
-                f"no checkpoint of epoch {epoch}: the one of epoch {self._last} is still being written; "
+                f"the checkpoint of epoch {epoch} is late: the one of epoch {self._last} is still being written; "
                 f"a faster disk or a larger `every` than {self._every} would help",
             )
-            self._last = epoch
-            return False
-        return True
+        return False
 
     def record(self, state: StateId, image: torch.Tensor) -> None:
         """Write this state's image from a thread; nobody may change it afterwards.
