@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
@@ -109,7 +110,10 @@ class Reach:
             for peer, port in self._verdict.direct_ports.items()
             for host in direct_hosts(paths.get(peer, ()))
         ]
-        return sorted(found, key=lambda place: ":" in place[0])  # NATs are of IPv4.
+        # Neighbours see what is on this side of the router only; NATs are of IPv4.
+        return sorted(
+            found, key=lambda place: (not ipaddress.ip_address(place[0]).is_global, ":" in place[0])
+        )
 
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""

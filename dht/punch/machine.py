@@ -28,7 +28,7 @@ from equipoise.dht.punch.messages import (
     Offer,
     Probe,
 )
-from equipoise.dht.punch.places import Place, Places, targets
+from equipoise.dht.punch.places import Place, Places, obstacle, targets
 
 MEASURE_SECONDS = 4.0
 """To ask public peers where this one's connections come from."""
@@ -233,11 +233,16 @@ class Punch:
         return []
 
     def _offer(self, places: Places) -> list[Action]:
-        return [Say(Offer(places.outside, places.inside))]
+        return [Say(Offer(places.outside, places.inside, places.steady))]
 
     def _compare(self) -> list[Action]:
         """Give up unless the other side has named a place that is worth trying."""
-        return [] if self._targets() else self._finish("the two have no kind of address in common")
+        if self._targets():
+            return []
+        return self._finish(self._obstacle() or "the two have no kind of address in common")
+
+    def _obstacle(self) -> str:
+        return obstacle(self._own, self._theirs) if self._own and self._theirs else ""
 
     def _targets(self) -> tuple[Place, ...]:
         return targets(self._own, self._theirs) if self._own and self._theirs else ()
@@ -254,7 +259,8 @@ class Punch:
         if self.tries < MAX_TRIES:
             return self._probe(now)
         sought = " or ".join(f"{host} port {port}" for host, port in self._targets())
-        return self._finish(f"{self._missed or f'nobody answered at {sought}'}, in {self.tries} tries")
+        failures = f"{self._missed or f'nobody answered at {sought}'}, in {self.tries} tries"
+        return self._finish("; ".join(filter(None, (failures, self._obstacle()))))
 
     def _finish(self, reason: str, tell: bool = True) -> list[Action]:
         self.finished, self.deadline = True, float("inf")

@@ -33,11 +33,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 
     outside: _Place
     inside: Annotated[tuple[_Place, ...], msgspec.Meta(max_length=MAX_INSIDE)] = ()
+    steady: bool = True
 
     @property
     def places(self) -> Places:
         """The same as a value."""
-        return Places(self.outside, self.inside)
+        return Places(self.outside, self.inside, self.steady)
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):

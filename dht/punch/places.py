@@ -20,10 +20,12 @@ class Places:
     Attributes:
         outside: As public peers see them: its router's.
         inside: As its own machine and its neighbours see them.
+        steady: Whether its router, as far as is known, gives every destination the same port.
     """
 
     outside: Place
     inside: tuple[Place, ...] = ()
+    steady: bool = True
 
 
 class NoPlace(Exception):
@@ -38,30 +40,38 @@ def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Places:
         inside: That port's own addresses.
 
     Raises:
-        NoPlace: They have said nothing, or each another place.
+        NoPlace: They have said nothing.
     """
     seen = list(dict.fromkeys(seen))
     # A neighbour sees what is inside, which helps nobody beyond the router.
     outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
     if not outside:
         raise NoPlace("no public peer has told where its connections come from")
-    if len(outside) > 1:
-        ports = " and ".join(f"{host} port {port}" for host, port in outside[:2])
-        raise NoPlace(f"its router gives every destination another port ({ports})")
-    return Places(outside[0], tuple(dict.fromkeys(inside))[:MAX_INSIDE])
+    return Places(outside[0], tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=len(outside) == 1)
 
 
 def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
     """Return where the other peer may be found, the likeliest first; empty if it names nothing worth a packet.
 
     Behind one router (one public address), it is sought inside too. Addresses that nobody outside could have are
-    tried only where this peer's own is such a one.
+    tried only where this peer's own is such a one. One side's port must be known; from the other, a router that looks
+    at addresses only lets a connection in whatever its port (RFC 5382, section 4.3).
     """
-    found = [theirs.outside] if _alike(own.outside, theirs.outside) else []
+    found = []
+    if (own.steady or theirs.steady) and _alike(own.outside, theirs.outside):
+        found = [theirs.outside]
     if own.outside[0] == theirs.outside[0]:
         near = theirs.inside[:MAX_INSIDE]
         found = [place for place in near if any(_alike(one, place) for one in own.inside)] + found
     return tuple(place for place in dict.fromkeys(found) if place not in (own.outside, *own.inside))
+
+
+def obstacle(own: Places, theirs: Places) -> str:
+    """Return in words what is known to stand between the two; empty if nothing is."""
+    unsteady = [whose for whose, one in (("this", own), ("the other", theirs)) if not one.steady]
+    if not unsteady:
+        return ""
+    return f"{' and '.join(unsteady)} side's router gives every destination another port"
 
 
 def _alike(own: Place, theirs: Place) -> bool:

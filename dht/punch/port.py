@@ -57,7 +57,7 @@ class SharedPort:
         The connections to them stay open, and with them the router's mapping.
 
         Raises:
-            NoPlace: They do not answer, or each tells another place.
+            NoPlace: None answers.
             OSError: No port can be had.
         """
         # The first one takes the port; all are of its kind of address.

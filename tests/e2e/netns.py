@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -94,14 +94,23 @@ class Host:
 class Network:
     """A switch and its hosts, from `__enter__` to `__exit__`."""
 
-    def __init__(self, hosts: int, nat: Collection[int] = (), symmetric: Collection[int] = ()) -> None:
-        nat = {*nat, *symmetric}
+    def __init__(
+        self,
+        hosts: int,
+        nat: Collection[int] = (),
+        symmetric: Collection[int] = (),
+        neighbours: Mapping[int, int] | None = None,
+    ) -> None:
+        """`neighbours` of hosts behind a NAT share its router: an index of `nat` for each."""
+        neighbours = neighbours or {}
+        nat = {*nat, *symmetric, *neighbours}
         if not 1 <= hosts <= MAX_HOSTS or not set(nat) <= set(range(hosts)):
             raise ValueError(f"expected 1 to {MAX_HOSTS} hosts and their indices, got {hosts} and {nat}")
         self._prefix = f"eq{os.getpid()}-{next(_serials)}"
         self._count = hosts
         self._nat = frozenset(nat)
         self._symmetric = frozenset(symmetric)
+        self._neighbours = dict(neighbours)
         self._namespaces: list[str] = []
         self._lost: set[tuple[str, str]] = set()
         self.hosts: tuple[Host, ...] = ()
@@ -204,17 +213,29 @@ class Network:
         return Host(namespace, address, address, port, self._switch, port)
 
     def _host_behind_nat(self, index: int) -> Host:
-        public, port, inside = f"{PUBLIC}.{index + 1}", f"port{index}", f"192.168.{index + 1}"
-        router, namespace = self._namespace(f"router{index}"), self._namespace(f"host{index}")
-        self._plug(port, router, public)
-        _ip(router, "link", "add", "inside", "type", "veth", "peer", "name", "eth0", "netns", namespace)
-        _configure(router, "inside", f"{inside}.1")
-        _configure(namespace, "eth0", f"{inside}.2")
-        _ip(namespace, "route", "add", "default", "via", f"{inside}.1")
+        home = self._neighbours.get(index, index)
+        public, port, network = f"{PUBLIC}.{home + 1}", f"port{home}", f"192.168.{home + 1}"
+        router = f"{self._prefix}-router{home}" if home != index else self._router(index, public, network)
+        namespace, socket, address = (
+            self._namespace(f"host{index}"),
+            f"inside{index}",
+            f"{network}.{index + 2}",
+        )
+        _ip(router, "link", "add", socket, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _ip(router, "link", "set", socket, "master", "inside", "up")
+        _configure(namespace, "eth0", address)
+        _ip(namespace, "route", "add", "default", "via", f"{network}.1")
+        return Host(namespace, address, public, port, router, socket)
+
+    def _router(self, index: int, public: str, network: str) -> str:
+        router = self._namespace(f"router{index}")
+        self._plug(f"port{index}", router, public)
+        _ip(router, "link", "add", "inside", "type", "bridge")
+        _configure(router, "inside", f"{network}.1")
         _run("ip", "netns", "exec", router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
         ports = "random,fully-random" if index in self._symmetric else ""
         _nft(router, _NAT_RULES.format(ports=ports))
-        return Host(namespace, f"{inside}.2", public, port, router, "inside")
+        return router
 
     def _plug(self, port: str, namespace: str, address: str) -> None:
         _ip(self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", namespace)

@@ -102,7 +102,12 @@ def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, star
     assert reach(public)["relaying"]["bytes"] < 3.0e6
 
 
-@pytest.mark.parametrize("network", [{"nat": [1, 2]}], indirect=True)
+@pytest.mark.parametrize(
+    "network",
+    [{"nat": [1, 2]}, {"symmetric": [1], "neighbours": {2: 1}}],
+    indirect=True,
+    ids=["a NAT each", "one NAT, where neighbours find each other inside"],
+)
 def test_two_behind_nats_punch_a_hole_and_leave_the_relay_alone(network: Network, start: Start) -> None:
     relay = start(network.hosts[0], args=["--relay"])
     hidden = [start(host, [public_address(relay, network.hosts[0])]) for host in network.hosts[1:3]]
@@ -212,7 +217,9 @@ def test_one_behind_a_nat_is_reachable_within_five_seconds(network: Network, sta
     up = time.monotonic()
     relayed = eventually(lambda: _relayed(hidden), "its relayed address")
     seconds = time.monotonic() - up
-    print(f"reachable {seconds:.1f} s after it was up, {time.monotonic() - began:.1f} s after its process began")
+    print(
+        f"reachable {seconds:.1f} s after it was up, {time.monotonic() - began:.1f} s after its process began"
+    )
 
     stranger = start(network.hosts[3], [relayed])
     status = eventually(lambda: _joined(stranger), "another to join through it")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -142,6 +143,15 @@ def test_who_have_no_kind_of_address_in_common_do_not_try() -> None:
     meeting = Meeting(always, (0.1, 0.1), (PLACES[0], Places(("2001:4860::1", 5002))))
     assert "no kind of address in common" in meeting.run()[0]
     assert meeting.tried == ([], [])
+
+
+def test_what_a_router_does_is_told() -> None:
+    drawn = replace(PLACES[0], steady=False)
+    meeting = Meeting(never, (0.05, 0.05), (drawn, PLACES[1]))
+    assert meeting.run()[0].endswith("tries; this side's router gives every destination another port")
+    both = Meeting(never, (0.05, 0.05), (drawn, replace(PLACES[1], steady=False)))
+    assert "this and the other side's router" in both.run()[1]
+    assert both.tried == ([], [])
 
 
 def begun() -> Punch:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -20,7 +22,7 @@ from equipoise.dht.punch.messages import (
     decode,
     encode,
 )
-from equipoise.dht.punch.places import MAX_INSIDE, NoPlace, Places, judge, targets
+from equipoise.dht.punch.places import MAX_INSIDE, NoPlace, Places, judge, obstacle, targets
 
 HOME = ("192.168.1.2", 5001)
 ROUTER = ("44.0.0.1", 5001)
@@ -34,7 +36,7 @@ def places(host: str, *inside: str, port: int = 5002) -> Places:
     "message",
     [
         Offer(ROUTER, (HOME,)),
-        Offer(("2001:4860::1", 65535)),
+        Offer(("2001:4860::1", 65535), (), False),
         Probe(1),
         Echo(MAX_TRIES),
         Go(2),
@@ -83,8 +85,22 @@ def test_public_peers_that_agree_are_believed() -> None:
 
 
 def test_a_router_that_draws_ports_is_found_out() -> None:
-    with pytest.raises(NoPlace, match=r"another port \(44.0.0.1 port 5001 and 44.0.0.1 port 777\)"):
-        judge([ROUTER, ("44.0.0.1", 777)], [HOME])
+    drawn = judge([ROUTER, ("44.0.0.1", 777)], [HOME])
+    assert drawn == Places(ROUTER, (HOME,), steady=False)
+    other = places("44.0.0.2")
+    # One port at least must be known, except among neighbours.
+    assert targets(drawn, other) == (other.outside,)
+    assert targets(other, drawn) == (drawn.outside,)
+    assert targets(drawn, replace(other, steady=False)) == ()
+    neighbour = replace(places("44.0.0.1", "192.168.1.7"), steady=False)
+    assert targets(drawn, neighbour) == neighbour.inside
+    why = "side's router gives every destination another port"
+    assert obstacle(drawn, neighbour) == f"this and the other {why}"
+    assert obstacle(drawn, other) == f"this {why}"
+    assert obstacle(other, other) == ""
+
+
+def test_where_no_public_peer_answers_nothing_is_known() -> None:
     with pytest.raises(NoPlace, match="no public peer"):
         judge([], [HOME])
 
