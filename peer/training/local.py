@@ -11,6 +11,7 @@ optimizer's moments stay each peer's own.
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 import time
 import weakref
@@ -25,13 +26,16 @@ from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.outer import Average, Nesterov, Outer
+from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import stepped_tensors
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
 from equipoise.peer.training.member import CATCH_UP_SECONDS, Member, Policy, Subject
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.recording import Checkpoints, Keeper
-from equipoise.peer.training.replica import Alone
+from equipoise.peer.training.replica import ATTENDANCE, Alone
+
+log = logging.getLogger(__name__)
 
 MAX_FRAGMENTS = 12
 """Each is a run, and a daemon takes 16 of one script."""
@@ -207,6 +211,8 @@ class DiLoCo:
             caught_up = fragment.tick(self.steps)
             if caught_up is not None:
                 self.steps = caught_up
+            if fragment.diverged:
+                optimizer.state.clear()  # What it remembers is no better.
         for keeper in self._keepers:
             keeper.after_step()
 
@@ -225,6 +231,7 @@ class Fragment:
     Attributes:
         member: This peer's part in the fragment's training.
         sent_at: The step at which the last exchange began.
+        diverged: Whether it has just found that local steps led to NaN or Inf, and given them up.
     """
 
     def __init__(
@@ -243,8 +250,8 @@ class Fragment:
         self._agreed = {name: one.detach().to(torch.float32, copy=True) for name, one in local.items()}
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
-        self._gave = self._caught_up = False
-        model = AgreedPart(self._agreed, self._return_to_agreed)
+        self.diverged = self._gave = self._caught_up = False
+        model = AgreedPart(self._agreed, self._follow_agreed)
         parts: dict[str, Part] = {"outer": UserPart(outer), "model": model}
         subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
         policy = Policy(options.alone, options.patience, options.timeout, options.clock)
@@ -272,7 +279,7 @@ class Fragment:
         """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""
         epoch = self.member.id.epoch
         self._gave = self._gave and self.member.pending
-        self._caught_up = False
+        self._caught_up = self.diverged = False
         if self.member.in_step and self.member.pending and self._may_collect(step):
             self._collect(step)
         if not self.member.in_step:
@@ -311,11 +318,20 @@ class Fragment:
             return
         before = self.member.id
         self.member.drop()
-        self.member.accumulate(self._differences(), self._options.weight)
+        self._contribute()
         self._gave = self.member.in_step
         self.member.meet(wait=self._options.delay == 0)
         if self.member.id == before and not self.member.pending:
             self._retry_at = step + max(self._options.every // RETRIES, 1)
+
+    def _contribute(self) -> None:
+        try:
+            self.member.accumulate(self._differences(), self._options.weight)
+        except SchemaError as error:
+            log.warning("its local steps have led nowhere, and are given up: %s", error)
+            self.diverged = True
+            self._return_to_agreed()
+            self.member.accumulate(dict.fromkeys(self._local), ATTENDANCE)
 
     def _collect(self, step: int) -> None:
         before = self.member.id
@@ -345,9 +361,12 @@ class Fragment:
                 torch.lerp(agreed, local.float(), self._options.merge) if self._options.merge else agreed
             )
 
+    def _follow_agreed(self) -> None:
+        self._caught_up = True
+        self._return_to_agreed()
+
     @torch.no_grad()
     def _return_to_agreed(self) -> None:
-        self._caught_up = True
         for name, agreed in self._agreed.items():
             self._local[name].copy_(agreed)
 

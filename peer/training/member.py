@@ -14,6 +14,7 @@ import torch
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
+from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import Gradients, named_gradients
 from equipoise.peer.training import replica as machine
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
@@ -343,8 +344,11 @@ class Member:
     def _offer(self, wanted: int | None) -> None:
         if wanted is None or self._offered >= wanted or self.id.epoch < wanted or self._replica.claim is None:
             return
-        self._run.offer(self.id, self.image().numpy().data)
         self._offered = self.id.epoch
+        try:
+            self._run.offer(self.id, self.image().numpy().data)
+        except Refused as error:  # Others may have the memory for it.
+            log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
     def _stop_fetching(self) -> None:
         fetching, self._fetch = self._fetch, None
@@ -354,14 +358,15 @@ class Member:
     def _look_for_image(self) -> None:
         if self._fetch is None or not self._fetch.done():
             return
-        fetched, self._fetch = self._fetch.result(), None
-        event: machine.Event = machine.FetchFailed(fetched.reason)
-        if fetched.ok and fetched.image is not None:
-            try:
+        fetching, self._fetch = self._fetch, None
+        try:
+            fetched = fetching.result()
+            event: machine.Event = machine.FetchFailed(fetched.reason)
+            if fetched.ok and fetched.image is not None:
                 self._image = self._subject.state.read(_bytes(fetched.image))
                 event = machine.ImageFetched(self._image.id)
-            except ImageError as error:
-                event = machine.FetchFailed(str(error))
+        except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
+            event = machine.FetchFailed(str(error))
         self._do(self._replica.handle(event, self._policy.clock()))
         self._image = None
         if self.in_step:

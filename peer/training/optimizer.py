@@ -133,7 +133,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if self.scheduler is not None:
             parts["scheduler"] = UserPart(self.scheduler)
         parts |= {"optimizer": OptimizerPart(inner, parameters), "model": model}
-        run.agree(terms_of(inner, options, _frozen(source) if is_module else {}), options.buffers)
+        frozen = _frozen(source) if is_module else {}
+        run.agree(terms_of(inner, options, self.scheduler, frozen), options.buffers)
         subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
         policy = Policy(options.alone, options.patience, options.timeout, options.clock)
         self.member = Member(run, subject, policy)
@@ -296,7 +297,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
 
 def terms_of(
-    inner: torch.optim.Optimizer, options: Options, frozen: Mapping[str, torch.Tensor]
+    inner: torch.optim.Optimizer,
+    options: Options,
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    frozen: Mapping[str, torch.Tensor],
 ) -> dict[str, str]:
     """What all peers must have alike, as terms of the run."""
     terms = {
@@ -304,7 +308,7 @@ def terms_of(
         "hyperparameters": hyperparameters(inner),
         "target batch size": f"{options.target_batch_size:g}",
         "clip": "none" if options.clip is None else f"{options.clip:g}",
-        "scheduler": "set" if options.scheduler else "none",
+        "scheduler": "none" if scheduler is None else type(scheduler).__name__,
         "buffers": "averaged" if options.buffers else "each peer's own",
     }
     if frozen:

@@ -254,7 +254,7 @@ class FakeRun(Run):
         swarm = self.accumulated + sum(run.reported for run in self.others() if not run.left)
         return SimpleNamespace(local=self.accumulated, swarm=swarm, wanted=max(wanted, default=None))
 
-    def offer(self, state: StateId, image: memoryview) -> None:
+    def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
         self.offered, self.offers = (state, bytes(image)), self.offers + 1
 
     def fetch(self, at_least: int, limit: int, timeout: float = 600.0, wait: bool = True) -> Any:

@@ -192,6 +192,23 @@ def test_alone_it_makes_outer_steps_by_itself_or_waits(fake: FakeSwarm) -> None:
     assert waits.trained.reason.startswith("it waits")
 
 
+def test_one_whose_local_steps_diverge_gives_them_up(fake: FakeSwarm) -> None:
+    peers = [Local(fake, index, 3 * EVERY) for index in range(3)]
+    for peer in peers:
+        peer.begin()
+
+    def break_it() -> None:
+        fake.compute(0.5 * EVERY + 0.3)
+        with torch.no_grad():
+            peers[1].model[0].weight.fill_(torch.nan)
+
+    fake.peer("sun", break_it)
+    fake.run()
+    assert all(peer.images() == peers[0].images() for peer in peers)
+    assert all(torch.isfinite(value).all() for value in peers[1].named().values())
+    assert peers[0].trained.epoch == 3
+
+
 def test_hooks_are_gone_after_the_context(fake: FakeSwarm) -> None:
     peer = Local(fake, 0, 2)
     peer.begin()
