@@ -141,7 +141,7 @@ class Run:
 
         Raises:
             Refused: Those who are there have something else; says which thing, here and there. Or the run has
-                accumulated or stepped already.
+                accumulated or stepped already. Or its codec is int8, which would ruin buffers.
             SpecError: A term is too long or not printable.
             SchemaError: There are no buffers to speak of, since the run was not joined with a module.
             DaemonLost: The daemon has gone.

@@ -10,6 +10,11 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.messages import JoinRun, TensorRow
 from equipoise.peer.purposes import AVERAGE, STEP, swarm_name
 
+BUFFER_CODECS = ("fp32", "fp16", "bf16")
+"""How buffers may travel. A statistic moves by small steps beside much larger ones, which int8 rounds away every time:
+a running variance over four decades, 300 steps, is then off by 2.5 times its value at the median, and by 2 % at most
+with bf16."""
+
 MAX_DIMENSIONS = 64
 """torch itself stops at 64 dimensions."""
 
@@ -42,8 +47,14 @@ def agreed_spec(spec: RunSpec, terms: Terms, buffers: Sequence[TensorRow]) -> Ru
 
     Raises:
         SpecError: A term, or the number of values, is out of its range.
-        Refused: A buffer's description is not valid.
+        Refused: A buffer's description is not valid, or the codec is too coarse for buffers.
     """
+    kind = spec.codec.partition(":")[0]
+    if buffers and kind not in BUFFER_CODECS:
+        raise Refused(
+            f"buffers do not travel as {kind}, which rounds the small steps of statistics away",
+            f"join with codec {' or '.join(BUFFER_CODECS)}, or leave the buffers out",
+        )
     return RunSpec.create(
         spec.name,
         _schema([*tensor_rows(spec.schema), *buffers]),

@@ -116,6 +116,15 @@ class SteppingContract:
         with pytest.raises(Refused, match="was left"):
             run.agree({})
 
+    def test_buffers_do_not_travel_in_a_codec_that_would_ruin_them(self, peers: Peers) -> None:
+        (peer,) = peers(1)
+        run = peer.join("digits", torch.nn.BatchNorm1d(2), **{**OPTIONS, "codec": "int8"})
+        with pytest.raises(
+            Refused, match=r"buffers do not travel as int8, .*; join with codec fp32 or fp16 or bf16"
+        ):
+            run.agree({}, buffers=True)
+        run.agree({})
+
     def test_whoever_comes_with_other_terms_hears_which_and_turns_nobody_away(self, peers: Peers) -> None:
         runs = join_all(peers(2), [[torch.zeros(1)] for _ in range(2)])
         runs[0].agree({"target batch size": "4096", "clip": "1.0"})
