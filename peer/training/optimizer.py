@@ -59,7 +59,7 @@ class Options:
             none.
         scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
         buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
-            not, each peer has its own. Counters stay each peer's own in both cases.
+            not, each peer has its own. Counters stay each peer's own in both cases. Not with the codec int8.
         extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
         delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
             this peer has as much again as it gave. Gradients are then up to one step old.
