@@ -96,7 +96,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose steps are the swarm's; made by `Run.optimizer`.
 
     `param_groups`, `state`, `zero_grad` and `state_dict` are the wrapped optimizer's, so that schedulers, GradScaler
-    and frameworks take it for one.
+    and frameworks take it for one. All peers of the run must fit into one group: those of different groups would take
+    different steps, and all but the largest of them resynchronise.
 
     Attributes:
         inner: The optimizer that makes the steps.
@@ -125,6 +126,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         source = run.source
         is_module = isinstance(source, torch.nn.Module)
         self._sparse = sparse_gradients(source) if isinstance(source, torch.nn.Module) else frozenset()
+        if isinstance(inner, torch.optim.SparseAdam):
+            self._sparse = frozenset(parameters)
         buffers = (
             persistent_buffers(source) if options.buffers and isinstance(source, torch.nn.Module) else {}
         )
