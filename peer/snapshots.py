@@ -16,7 +16,7 @@ MAX_TIMEOUT = 86_400.0
 
 
 async def offer_snapshot(transfer: Transfer, state: StateId, image: SharedImage) -> None:
-    """Serve an image in place of the one before; returns once its digest is known.
+    """Serve an image in place of the one before; returns at once, unless that is still being digested.
 
     Raises:
         Refused: It cannot be mapped.

@@ -106,7 +106,10 @@ class Transfer:
         self._tell(EpochReached(epoch))
 
     async def offer(self, state: StateId, image: memoryview) -> None:
-        """Serve a snapshot; it takes the place of the one before.
+        """Serve a snapshot, once its digest is known; it takes the place of the one before.
+
+        Returns at once, unless the digest of the one before is still being computed: so a trainer that offers too often
+        waits, and no images queue.
 
         Args:
             state: What it is a snapshot of.
@@ -117,14 +120,9 @@ class Transfer:
         """
         if not 0 < len(image) <= MAX_IMAGE_BYTES:
             raise ValueError(f"expected an image of 1 to {MAX_IMAGE_BYTES} bytes, got {len(image)}")
-        async with self._offering:
-            self._tell(SnapshotTaken(state))
-            digests = await self._loop.run_in_executor(None, digests_of, image)
-            if self._left:
-                return
-            name = ImageId.of(len(image), digests)
-            self._held[name.digest] = _Held(image, digests)
-            self._tell(SnapshotReady(state, name))
+        await self._offering.acquire()
+        self._tell(SnapshotTaken(state))
+        self._spawn(self._digest(state, image))
 
     async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
         """Download a snapshot of epoch `at_least` or later from all who have it.
@@ -205,6 +203,16 @@ class Transfer:
             self._download.lost(peer, reason, connected)
 
     # ---- as a donor ----
+
+    async def _digest(self, state: StateId, image: memoryview) -> None:
+        try:
+            digests = await self._loop.run_in_executor(None, digests_of, image)
+        finally:
+            self._offering.release()
+        if not self._left:
+            name = ImageId.of(len(image), digests)
+            self._held[name.digest] = _Held(image, digests)
+            self._tell(SnapshotReady(state, name))
 
     async def _on_ask(self, peer: str, ask: Ask) -> None:
         found = next((one for one in await self._mates() if one.peer == peer), None)

@@ -69,6 +69,7 @@ async def test_an_image_comes_from_all_who_have_it(cluster: Cluster) -> None:
     *donors, newcomer = await cluster.add("a", "b", "c", "new")
     for donor in donors:
         await donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: all(donor._held for donor in donors))
     memory = Memory()
     outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
     assert outcome.ok, outcome.reason
@@ -113,6 +114,7 @@ async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(clu
     liar, honest, other, newcomer = await cluster.add("a", "b", "c", "new")
     for donor in (liar, honest, other):
         await donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: liar._held)
     (held,) = liar._held.values()
     liar._held[next(iter(liar._held))] = type(held)(memoryview(bytes(len(IMAGE))), held.digests)
     memory = Memory()
