@@ -25,6 +25,10 @@ from equipoise.peer.training.tensorfile import ImageError
 CATCH_UP_SECONDS = 5.0
 """Longest time that a step of the training loop waits to find the group's state; then the loop has its turn."""
 
+ATTEND_SECONDS = 60.0
+"""For a round to be attended, which comes when the others have made their batch. A group takes one whose time is half
+over for a reason to begin: of one that waits for a slow swarm's next round that must not be true."""
+
 POLL_SECONDS = 0.05
 """Between two looks whether a snapshot has come, while waiting for a round."""
 
@@ -264,12 +268,21 @@ class Member:
     def _attend(self) -> None:
         """Take part in a round with nothing, to learn which state the group holds, or what its mean is."""
         self._run.take()
-        if self._replica.attendance:
-            self._run.accumulate(dict.fromkeys(self._subject.tensors), self._replica.attendance)
-        self._start()
+        weight = self._replica.attendance(self._others_give())
+        if weight:
+            self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
+        self._start(ATTEND_SECONDS)
 
-    def _start(self) -> None:
-        self._pending = self._run.step(self._policy.timeout, wait=False, state=self._replica.claim)
+    def _others_give(self) -> bool:
+        state = self._run.state
+        return (
+            isinstance(state, Idle)
+            and state.peers > 1
+            and self._run.progress().swarm > machine.MEETING_WEIGHT
+        )
+
+    def _start(self, seconds: float) -> None:
+        self._pending = self._run.step(seconds, wait=False, state=self._replica.claim)
 
     def _move_accumulated(self) -> None:
         """Into the run what fits the group's state; out of it what does not."""
@@ -310,7 +323,7 @@ class Member:
 
     def _meet(self, wait: bool) -> None:
         if self.in_step and self._pending is None:
-            self._start()
+            self._start(self._policy.timeout)
             if wait:
                 self.collect()
 

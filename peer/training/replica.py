@@ -214,14 +214,18 @@ class Replica:
         """What to say in a round: nothing while astray, so that those who know better are not outvoted."""
         return None if self.phase is Phase.ASTRAY else self.state
 
-    @property
-    def attendance(self) -> float:
+    def attendance(self, others_give: bool = False) -> float:
         """The weight with which to take part where there is nothing to give: none, if the others are a group without.
 
         Beside a single peer that gives, one of those who do not makes the second contributor; were it all of them, they
-        would be groups by themselves.
+        would be groups by themselves, or each with the first peer that comes to a round of several.
+
+        Args:
+            others_give: Whether several others are known, and some have accumulated something: they have begun.
         """
-        return ATTENDANCE if self.phase is not Phase.ASTRAY or self._stands_in else 0.0
+        if self.phase is Phase.ASTRAY:
+            return ATTENDANCE if self._stands_in else 0.0
+        return 0.0 if others_give and not self._failures else ATTENDANCE
 
     @property
     def contributes(self) -> bool:

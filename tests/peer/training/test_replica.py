@@ -82,7 +82,14 @@ def test_it_begins_by_meeting_with_nothing_to_give() -> None:
     machine = Replica("a", START, 0.0)
     assert machine.claim == START
     assert not machine.contributes
-    assert machine.attendance == ATTENDANCE
+    assert machine.attendance() == ATTENDANCE
+
+
+def test_to_a_group_that_has_begun_it_comes_without_weight_unless_that_fails() -> None:
+    machine = Replica("a", START, 0.0)
+    assert machine.attendance(others_give=True) == 0.0
+    machine.handle(RoundFailed("too few"), 60.0)
+    assert machine.attendance(others_give=True) == ATTENDANCE
 
 
 def test_in_step_it_applies_each_mean_and_follows_the_lineage() -> None:
@@ -181,13 +188,13 @@ def test_one_of_those_with_nothing_stands_in_beside_a_single_giver() -> None:
     )
     for machine in (first, second):
         machine.handle(event, 1.0)
-    assert (first.attendance, second.attendance) == (ATTENDANCE, 0.0)
+    assert (first.attendance(), second.attendance()) == (ATTENDANCE, 0.0)
     second.handle(RoundFailed("a has gone"), 2.0)
-    assert second.attendance == ATTENDANCE
+    assert second.attendance() == ATTENDANCE
 
 
 def test_beside_several_givers_it_observes() -> None:
-    assert astray(state_at(5)).attendance == 0.0
+    assert astray(state_at(5)).attendance() == 0.0
 
 
 def test_where_nobody_knows_it_holds_on_for_a_while_and_then_claims_its_own_state() -> None:
@@ -323,7 +330,7 @@ def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) ->
 
 
 def _round(group: list[Peer], now: int, chance: random.Random, calm: bool) -> None:
-    weights = {p.name: 8.0 if p.machine.contributes else p.machine.attendance for p in group}
+    weights = {p.name: 8.0 if p.machine.contributes else p.machine.attendance() for p in group}
     contributors = {name: weight for name, weight in weights.items() if weight > 0}
     if len(contributors) < 2:
         for peer in group:
