@@ -326,12 +326,12 @@ def _pairs(tree: Mapping[Any, Any], path: str) -> list[tuple[str | int, Any]]:
     return sorted(tree.items(), key=lambda item: (isinstance(item[0], str), item[0]))
 
 
-def _join(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Tree:
+def _join(plain: Any, tensors: dict[str, torch.Tensor]) -> Tree:
     if not isinstance(plain, dict):
         return plain
     ((kind, content),) = plain.items()
     if kind == "tensor":
-        return tensors[content]
+        return tensors.pop(content)  # Once only: a small image must not become a large state.
     if kind == "dict":
         return {key: _join(value, tensors) for key, value in content}
     values = [_join(value, tensors) for value in content]

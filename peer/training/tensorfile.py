@@ -19,8 +19,15 @@ from equipoise.peer.errors import EquipoiseError
 ALIGNMENT = 8
 """Bytes; every dtype's values can then be viewed where they lie."""
 
-MAX_HEADER_BYTES = 100_000_000
-"""What the library itself refuses above; a hundred thousand tensors take a fifth of it."""
+MAX_HEADER_BYTES = 32 * 2**20
+"""A hundred thousand tensors take half of it. Parsed, a hostile one of empty objects is twenty times as large; the
+library itself refuses above a hundred megabytes."""
+
+MAX_DIMENSIONS = 64
+"""As many as torch can index. The product of a header's worth of numbers would never end."""
+
+MAX_LENGTH = 2**48
+"""More values than any machine can address."""
 
 METADATA = "__metadata__"
 
@@ -52,7 +59,8 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
         u8 [bytes], on the CPU: the same for the same tensors and metadata, in whatever order they come.
 
     Raises:
-        ImageError: A tensor is sparse or of a dtype that the format has no name for; names it.
+        ImageError: A tensor is sparse or of a dtype that the format has no name for; names it. Or the header would be
+            longer than `unpack` takes.
     """
     header: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))}
     at = 0
@@ -67,6 +75,11 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ImageError(
+            f"expected names, shapes and what is no tensor to take at most {MAX_HEADER_BYTES} bytes, got {len(text)}: "
+            "keep large lists of numbers as tensors"
+        )
     image = torch.empty(8 + len(text) + at, dtype=torch.uint8)
     image[: 8 + len(text)] = torch.frombuffer(
         bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8
@@ -132,7 +145,7 @@ def _start(name: str, entry: Any) -> int:
 
 def _view(name: str, entry: dict[str, Any], values: torch.Tensor, at: int) -> torch.Tensor:
     dtype, shape, (start, end) = str(entry.get("dtype")), entry.get("shape"), entry["data_offsets"]
-    if dtype not in DTYPES or not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in shape):
+    if dtype not in DTYPES or not _is_shape(shape):
         raise ImageError(
             f"tensor {name[:80]!r}: expected a dtype and a shape, got {str((dtype, shape))[:80]}"
         )
@@ -142,6 +155,17 @@ def _view(name: str, entry: dict[str, Any], values: torch.Tensor, at: int) -> to
             f"tensor {name[:80]!r}: expected {size} bytes at {at} of {len(values)}, got {start} to {end}"
         )
     part = values[start:end]
-    if part.data_ptr() % DTYPES[dtype].itemsize:
+    if part.storage_offset() % DTYPES[dtype].itemsize or part.data_ptr() % DTYPES[dtype].itemsize:
         part = part.clone()  # Somebody else's writer; ours aligns.
-    return part.view(DTYPES[dtype]).view(shape)
+    try:
+        return part.view(DTYPES[dtype]).view(shape)
+    except RuntimeError as error:  # Without values, but so long that torch cannot count it.
+        raise ImageError(f"tensor {name[:80]!r}: {str(error)[:120]}") from None
+
+
+def _is_shape(shape: Any) -> bool:
+    return (
+        isinstance(shape, list)
+        and len(shape) <= MAX_DIMENSIONS
+        and all(type(length) is int and 0 <= length <= MAX_LENGTH for length in shape)
+    )

@@ -13,7 +13,7 @@ from torch import nn
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.image import ModelPart, OptimizerPart, TrainingState, UserPart
-from equipoise.peer.training.tensorfile import DTYPES, ImageError, pack, unpack
+from equipoise.peer.training.tensorfile import DTYPES, MAX_HEADER_BYTES, ImageError, pack, unpack
 from oracles.training import batch_of, loss_of, network
 
 ID = StateId(3, "a" * 64)
@@ -187,17 +187,37 @@ def test_flipped_bytes_in_the_header_never_load_something_else_silently() -> Non
             "x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
             "y": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
         },
+        {"x": {"dtype": "F32", "shape": [0, 10**30], "data_offsets": [0, 0]}},
+        {"x": {"dtype": "F32", "shape": [0, *[2**40] * 9], "data_offsets": [0, 0]}},
+        {"x": {"dtype": "F32", "shape": [10**3000] * 2, "data_offsets": [0, 4]}},
+        {"x": {"dtype": "F32", "shape": [1] * 65, "data_offsets": [0, 4]}},
         {"x": 7},
         [],
         {"__metadata__": {"a": 1}},
     ],
-    ids=str,
+    ids=lambda header: str(header)[:80],
 )
 def test_headers_that_lie_are_refused(header: Any) -> None:
     text = json.dumps(header).encode()
     data = bytearray(len(text).to_bytes(8, "little") + text + b"\0" * 4)
     with pytest.raises(ImageError):
         unpack(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def test_a_tensor_is_there_once_however_often_an_image_names_it() -> None:
+    state = Trained().train(1)
+    tensors, metadata = unpack(state.state.image(ID))
+    about = json.loads(metadata["equipoise"])
+    ((_, of_all),) = [pair for pair in about["plain"]["optimizer"]["dict"] if pair[0] == "state"]
+    kept = of_all["dict"][0][1]["dict"]
+    kept += [[f"again {time}", dict(kept[0][1])] for time in range(3)]
+    with pytest.raises(ImageError, match="expected an image of a training's state"):
+        Trained().state.read(pack(tensors, {"equipoise": json.dumps(about)}))
+
+
+def test_what_nobody_could_read_is_not_written() -> None:
+    with pytest.raises(ImageError, match="keep large lists of numbers as tensors"):
+        pack({}, {"equipoise": "x" * MAX_HEADER_BYTES})
 
 
 def test_where_a_users_part_raises_nothing_else_has_changed() -> None:
