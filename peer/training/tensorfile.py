@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -163,7 +163,7 @@ def _view(name: str, entry: dict[str, Any], values: torch.Tensor, at: int) -> to
         raise ImageError(f"tensor {name[:80]!r}: {str(error)[:120]}") from None
 
 
-def _is_shape(shape: Any) -> bool:
+def _is_shape(shape: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(shape, list)
         and len(shape) <= MAX_DIMENSIONS
