@@ -35,7 +35,9 @@ class Nesterov:
         for name, parameter in agreed.items():
             if name not in self._moments:
                 self._moments[name] = torch.zeros_like(parameter)
-            moment = self._moments[name].mul_(self.momentum).add_(mean[name])
+            # Those of a checkpoint, or of another peer, come on the CPU.
+            moment = self._moments[name] = self._moments[name].to(parameter.device)
+            moment.mul_(self.momentum).add_(mean[name])
             parameter.sub_(mean[name] + self.momentum * moment, alpha=self.lr)
 
     def state_dict(self) -> dict[str, Any]:

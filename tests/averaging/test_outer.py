@@ -81,6 +81,14 @@ def test_it_goes_on_from_a_state() -> None:
     assert torch.equal(agreed["w"], other["w"])
 
 
+def test_moments_follow_the_parameters_to_their_device() -> None:
+    step = Nesterov()
+    step.load_state_dict({"moments": {"w": torch.ones(2)}})
+    agreed = {"w": torch.ones(2, device="meta")}
+    step.step(agreed, {"w": torch.ones(2, device="meta")})
+    assert step.state_dict()["moments"]["w"].is_meta
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
