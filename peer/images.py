@@ -31,6 +31,9 @@ class SharedImage:
         self.fd = fd
         self.capacity = capacity
 
+    def __del__(self) -> None:
+        self.close()  # Of a download that was cancelled nobody may ask the result.
+
     @classmethod
     def reserve(cls, capacity: int) -> SharedImage:
         """Set aside room for `capacity` bytes; it takes no memory before `allocate`.

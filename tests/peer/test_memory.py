@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from equipoise.peer.errors import Refused
+from equipoise.peer.images import SharedImage
 from equipoise.peer.memory import Region
 
 
@@ -90,4 +91,13 @@ def test_more_than_the_machine_has_is_refused() -> None:
     before = descriptors()
     with pytest.raises(Refused, match="shared memory"):
         Region.create(1 << 60)
+    assert descriptors() == before
+
+
+def test_an_image_of_which_nobody_asks_any_more_takes_no_descriptor() -> None:
+    gc.collect()
+    before = descriptors()
+    image = SharedImage.reserve(1000)
+    assert descriptors() == before + 1
+    del image
     assert descriptors() == before
