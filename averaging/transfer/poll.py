@@ -1,7 +1,8 @@
 """Which image a newcomer takes, and which epoch it asks its donors for: decided from their answers alone.
 
 An image is taken if most of those who hold a state offer it, which the only peer there is does; and, after some
-patience, if two do and no others deny it. One liar among three changes nothing, and of two who differ neither is right.
+patience, if two do, no others deny it, and most have come as far. One liar among three changes nothing, and of two who
+differ neither is right.
 
 Donors that stand in different epochs take different snapshots. So all are asked for one that none of them has reached:
 the next after the one where most stand. Where steps are so fast that it is over when the wish arrives, the margin
@@ -27,7 +28,8 @@ PATIENCE_SECONDS = 5.0
 
 STUCK_SECONDS = 30.0
 """A peer whose epoch has not changed for so long, while another is ahead of it by `STUCK_EPOCHS`, has no say: its
-trainer hangs. (Whose daemon has died is not in the directory any more by then.)"""
+trainer hangs. (Whose daemon has died is not in the directory any more by then.) But only while no more are stuck than
+are ahead: where most stand still, steps take longer than that."""
 
 STUCK_EPOCHS = 2
 """Who steps slowly is behind a liar by one at once, and may be honest."""
@@ -140,7 +142,11 @@ class Poll:
             now, ANSWER_SECONDS if count > 1 else LONE_SECONDS
         ):
             return None
-        voters = [peer for peer in self._voters if not self._stuck(peer, offer.state.epoch, now)]
+        voters = self._voters
+        moving = [peer for peer in voters if not self._stuck(peer, offer.state.epoch, now)]
+        # Where most stand still, steps take long, and the few may lie about how far one can be.
+        if len(voters) - len(moving) <= count:
+            voters = moving
         if 2 * count > len(voters):
             return self._agreed(offer, f"{count} of {_peers(len(voters))} with a state offer it")
         denied = max(
@@ -148,6 +154,9 @@ class Poll:
             default=0,
         )
         if count < 2 or count <= denied or now < self._since[offer] + PATIENCE_SECONDS:
+            return None
+        # Who has not come so far may yet offer another: two who make up an epoch to come are not to be believed.
+        if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
             return None
         return self._agreed(
             offer, f"{_peers(count)} of {len(self._voters)} offer it, the others none in time"
@@ -238,6 +247,11 @@ class Poll:
         stands, since = self._moved[peer]
         behind = stands is not None and stands + STUCK_EPOCHS <= epoch
         return behind and now >= since + STUCK_SECONDS
+
+    def _has_reached(self, peer: str, offer: Offer) -> bool:
+        """Whether a peer offers it, or has come to its epoch and does not."""
+        epoch = self._answers[peer].epoch
+        return self.offers(peer, offer) or (epoch is not None and epoch >= offer.state.epoch)
 
     def _differ(self, epoch: int) -> bool:
         offers = {offer for peer in self._voters for offer in self._answers[peer].offers}

@@ -220,6 +220,28 @@ def test_of_two_who_differ_neither_is_believed() -> None:
     assert "do not agree" in end.reason
 
 
+def test_where_steps_take_minutes_one_that_boasts_of_later_epochs_is_not_believed() -> None:
+    newcomer = Newcomer("a", "b", "liar")
+    for peer in ("a", "b"):
+        newcomer.hear(peer, answer(4, noted=(5,)))
+    newcomer.hear("liar", answer(9, offer_of(9)))
+    newcomer.wait(poll.STUCK_SECONDS + 20.0)
+    assert not newcomer.allocated
+
+
+def test_two_that_make_up_an_epoch_to_come_are_not_believed() -> None:
+    newcomer = Newcomer("a", "b", "c", "liar", "lies")
+    for peer in ("a", "b", "c"):
+        newcomer.hear(peer, answer(4, noted=(5,)))
+    for peer in ("liar", "lies"):
+        newcomer.hear(peer, answer(9, offer_of(9)))
+    newcomer.wait(poll.STUCK_SECONDS - 1.0)
+    assert not newcomer.allocated
+    for peer in ("a", "b", "c"):
+        newcomer.hear(peer, answer(10))
+    assert newcomer.allocated
+
+
 def test_an_answer_to_an_earlier_download_counts_for_nothing() -> None:
     newcomer = Newcomer("a")
     newcomer.hear("a", answer(5, offer_of(5), ticket=b"replayed"))
