@@ -55,6 +55,7 @@ class Seeking:
     _alone: bool
     _anywhere: bool
     _hops: int
+    _asked_hops: int
 
     def __init__(self, standing: Standing, convening: Convening) -> None:
         self._standing = standing
@@ -129,7 +130,7 @@ class Seeking:
             return
         self._asked = None
         self.reason = f"{peer} refused: {message.detail}"
-        if message.why is Why.ELSEWHERE and message.redirect is not None:
+        if message.why is Why.ELSEWHERE and message.redirect is not None and self._asked_hops < MAX_HOPS:
             self._follow(peer, message.redirect, now)
         elif message.why in (Why.ROUND_GONE, Why.FULL) and self._can_skip_to(message.round, now):
             self._standing.roster.welcome(peer, message.round)
@@ -261,8 +262,10 @@ class Seeking:
             self._answer_by = float("inf")
             self.reason = "this peer convenes"  # What there is to say of it, the gathering says.
         else:
-            hops = MAX_HOPS if self._anywhere else self._hops
-            self._standing.send(convener, JoinRequest(self._standing.run, self._join, patience, hops))
+            self._asked_hops = MAX_HOPS if self._anywhere else self._hops
+            self._standing.send(
+                convener, JoinRequest(self._standing.run, self._join, patience, self._asked_hops)
+            )
             self._answer_by = now + REPLY_SECONDS
             self.reason = f"{convener} is asked"
 
@@ -286,6 +289,7 @@ class Seeking:
         self._alone = False
         self._anywhere = False
         self._hops = 0
+        self._asked_hops = 0
         self._asked_at = float("inf")
         self._answer_by = float("inf")
         self.count = 0, 0

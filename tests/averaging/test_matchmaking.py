@@ -203,11 +203,22 @@ def test_redirects_end() -> None:
     convener, second, rest = roles(3)
     one = machine(rest[0], convener, second)
     peer, [(_, request)] = convener, sent(one.handle(ready(), 1.0), JoinRequest)
-    for _ in range(MAX_HOPS + 2):
+    for _ in range(MAX_HOPS):
         other = second if peer == convener else convener
         refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "elsewhere", redirect=other)
         [(peer, request)] = sent(one.handle(MessageReceived(peer, refusal), 1.1), JoinRequest)
     assert request.hops == MAX_HOPS
+
+
+def test_one_that_sends_it_round_in_circles_is_left() -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "ask me again", redirect=convener)
+    asked = [convener]
+    while asked[-1] == convener and len(asked) < 100:
+        asked += [peer for peer, _ in sent(one.handle(MessageReceived(convener, refusal), 1.1), JoinRequest)]
+    assert asked == [convener, convener, second]
 
 
 @pytest.mark.parametrize("why", [Why.OTHER_SPEC, Why.UNKNOWN_RUN, Why.NOT_VALID, Why.BUSY, Why.OTHER_VERSION])
