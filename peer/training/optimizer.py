@@ -7,6 +7,7 @@ same step.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         """Wrap `inner`.
 
         Raises:
-            TypeError: `inner` is no torch optimizer, or a wrapped one.
+            TypeError: `inner` is no torch optimizer, or a wrapped one; or the scheduler wants a metric.
             Refused: It holds other parameters than the run, or the run has been used already.
         """
         parameters = _check_inner(run, inner)
@@ -119,6 +120,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.batch_size = options.batch_size
         self.dropped = self.skipped = 0
         self.scheduler = options.scheduler(inner) if options.scheduler else None
+        if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError(
+                "expected a scheduler that counts epochs, got ReduceLROnPlateau, which wants a metric"
+            )
         self.__setstate__({})  # The hooks of torch.optim.Optimizer, without parameters of its own.
         self._options = options
         self._run = run
@@ -137,7 +142,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             parts["scheduler"] = UserPart(self.scheduler)
         parts |= {"optimizer": OptimizerPart(inner, parameters), "model": model}
         frozen = _frozen(source) if is_module else {}
-        run.agree(terms_of(inner, options, self.scheduler, frozen), options.buffers)
+        run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
         subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
         policy = Policy(options.alone, options.patience, options.timeout, options.clock)
         self.member = Member(run, subject, policy)
@@ -303,16 +308,19 @@ def terms_of(
     inner: torch.optim.Optimizer,
     options: Options,
     scheduler: torch.optim.lr_scheduler.LRScheduler | None,
+    parameters: Mapping[str, torch.Tensor],
     frozen: Mapping[str, torch.Tensor],
 ) -> dict[str, str]:
     """What all peers must have alike, as terms of the run."""
     terms = {
         "optimizer": type(inner).__name__,
         "hyperparameters": hyperparameters(inner),
+        "parameter groups": _grouped(inner, parameters),
         "target batch size": f"{options.target_batch_size:g}",
         "clip": "none" if options.clip is None else f"{options.clip:g}",
-        "scheduler": "none" if scheduler is None else type(scheduler).__name__,
+        "scheduler": "none" if scheduler is None else _schedule(scheduler),
         "buffers": "averaged" if options.buffers else "each peer's own",
+        "extra state": _short(", ".join(sorted(options.extra))) or "none",
     }
     if frozen:
         terms["frozen parameters"] = digest(frozen)[:16]
@@ -321,17 +329,39 @@ def terms_of(
 
 def hyperparameters(inner: torch.optim.Optimizer) -> str:
     """The hyperparameters of all groups, as text, or its digest where that is long."""
-    told = "; ".join(
-        ", ".join(
-            f"{key}={value}" for key, value in sorted(group.items()) if key not in ("params", "initial_lr")
+    return _short(
+        "; ".join(
+            ", ".join(
+                f"{key}={value}"
+                for key, value in sorted(group.items())
+                if key not in ("params", "initial_lr")
+            )
+            for group in inner.param_groups
         )
-        for group in inner.param_groups
     )
-    return (
-        told
-        if len(told) <= MAX_VALUE_CHARS and told.isascii()
-        else f"blake3 {blake3(told.encode()).hexdigest()[:16]}"
-    )
+
+
+def _grouped(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> str:
+    """Which parameters are in which group: those without weight decay, say."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups = [[names.get(id(one), "") for one in group["params"]] for group in inner.param_groups]
+    return f"{len(groups)}: {blake3(repr(groups).encode()).hexdigest()[:16]}"
+
+
+def _schedule(scheduler: torch.optim.lr_scheduler.LRScheduler) -> str:
+    """The scheduler and its settings, but for how far it is; functions are not compared."""
+    settings = [
+        f"{key}={json.dumps(value, default=lambda one: type(one).__name__)}"
+        for key, value in sorted(scheduler.state_dict().items())
+        if not key.startswith("_") and key not in ("last_epoch", "verbose")
+    ]
+    return f"{type(scheduler).__name__}({_short(', '.join(settings))})"
+
+
+def _short(told: str) -> str:
+    if len(told) <= MAX_VALUE_CHARS and told.isascii() and told.isprintable():
+        return told
+    return f"blake3 {blake3(told.encode()).hexdigest()[:16]}"
 
 
 def _check_inner(run: TrainingRun, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

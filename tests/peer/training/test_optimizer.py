@@ -323,13 +323,57 @@ def test_only_peers_with_the_same_terms_meet(fake: FakeSwarm) -> None:
     assert runs[0].others() == []
     terms = dict(runs[0].terms)
     assert terms.pop("hyperparameters").startswith("amsgrad=False, betas=(0.9, 0.999)")
+    assert terms.pop("parameter groups").startswith("1: ")
     assert terms == {
         "optimizer": "AdamW",
         "target batch size": "32",
         "clip": "none",
         "scheduler": "none",
         "buffers": "each peer's own",
+        "extra state": "none",
     }
+
+
+def cosine(epochs: int) -> Any:
+    return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
+
+
+def grouped(undecayed: int) -> Any:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        held = list(parameters)
+        none = {"params": held[undecayed:], "weight_decay": 0.0}
+        return torch.optim.AdamW([{"params": held[:undecayed]}, none], lr=1e-2)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("term", "here", "there"),
+    [
+        ("scheduler", {"scheduler": cosine(100)}, {"scheduler": cosine(1000)}),
+        ("parameter groups", {"make": grouped(1)}, {"make": grouped(2)}),
+        ("extra state", {"extra": {"data": torch.nn.Linear(1, 1)}}, {}),
+    ],
+)
+def test_what_would_part_them_is_a_term(
+    fake: FakeSwarm, term: str, here: dict[str, Any], there: dict[str, Any]
+) -> None:
+    terms = []
+    for index, given in enumerate((here, there, here)):
+        options = dict(given)
+        trainer = Trainer(fake, index, 1)
+        trainer.make = options.pop("make", trainer.make)
+        trainer.options |= options
+        trainer.join()
+        terms.append(dict(trainer.run.terms))
+    assert terms[0] == terms[2]
+    assert {name for name in terms[0] if terms[0][name] != terms[1][name]} == {term}
+
+
+def test_a_scheduler_that_wants_a_metric_is_refused(fake: FakeSwarm) -> None:
+    trainer = Trainer(fake, 0, 1, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(TypeError, match="wants a metric"):
+        trainer.join()
 
 
 def test_the_type_is_exported() -> None:
