@@ -155,7 +155,8 @@ class Punch:
                 self._opened = True
                 return self._finish("") if self._begins or self._told else self._settle(now)
             case Missed(reason=reason):
-                return self._on_missed(reason, now)
+                self._missed = reason
+                return []  # When the next try begins must not tell the other side what has answered here.
             case Broke(reason=reason):
                 return self._on_broke(reason)
             case Tick():
@@ -186,11 +187,6 @@ class Punch:
             case Go(number=number) if number == self.tries:
                 return [*self._await(Probe, now), self._try()]
         return self._finish(f"the other side speaks of another try than the {self.tries}.")
-
-    def _on_missed(self, reason: str, now: float) -> list[Action]:
-        self._missed = reason
-        # While the next try is being agreed on, this is late news of the one before.
-        return self._again(now) if self._phase == "trying" else []
 
     def _on_end(self, reason: str, now: float) -> list[Action]:
         if reason or self._begins:
@@ -260,10 +256,13 @@ class Punch:
             return self._probe(now)
         sought = " or ".join(f"{host} port {port}" for host, port in self._targets())
         failures = f"{self._missed or f'nobody answered at {sought}'}, in {self.tries} tries"
-        return self._finish("; ".join(filter(None, (failures, self._obstacle()))))
+        # Of what was found there the other side is told nothing: it may have named places to have them looked at.
+        told = f"no connection in {self.tries} tries"
+        return self._finish(*("; ".join(filter(None, (why, self._obstacle()))) for why in (failures, told)))
 
-    def _finish(self, reason: str, tell: bool = True) -> list[Action]:
+    def _finish(self, reason: str, told: str | None = None, tell: bool = True) -> list[Action]:
         self.finished, self.deadline = True, float("inf")
         tell = tell and (self._begins or bool(reason))
-        told: list[Action] = [Say(End(reason[:MAX_REASON_CHARACTERS]))] if tell else []
-        return [*told, Finish(reason)]
+        words = (reason if told is None else told)[:MAX_REASON_CHARACTERS]
+        last: list[Action] = [Say(End(words))] if tell else []
+        return [*last, Finish(reason)]

@@ -126,7 +126,7 @@ def test_after_some_tries_both_give_up_and_say_why() -> None:
     meeting = Meeting(never, (0.05, 0.05))
     reasons = meeting.run()
     assert reasons[0] == f"nobody answered at 44.0.0.2 port 5002, in {MAX_TRIES} tries"
-    assert reasons[1] == f"the other side gave up: {reasons[0]}"
+    assert reasons[1] == f"the other side gave up: no connection in {MAX_TRIES} tries"
     assert [len(tried) for tried in meeting.tried] == [MAX_TRIES, MAX_TRIES]
     assert meeting.now < MAX_TRIES * (TRY_SECONDS + 1.0)
 
@@ -174,12 +174,27 @@ def test_a_slow_relay_is_not_waited_for_without_end() -> None:
     assert machine.deadline == 7.0 + MAX_LEAD_SECONDS
 
 
-def test_what_fails_at_once_is_tried_again_at_once() -> None:
+def test_what_a_place_answers_here_the_other_side_learns_neither_by_words_nor_by_time() -> None:
     machine = begun()
-    assert machine.handle(Missed("no route"), 0.5) == [Say(Probe(2))]
-    # Late news of the try before.
-    assert machine.handle(Missed("no route"), 0.6) == []
-    assert machine.handle(Opened(), 0.7) == [Say(End("")), Finish("")]
+    for number in range(1, MAX_TRIES + 1):
+        at = machine.deadline
+        assert machine.handle(Missed("192.168.1.7 port 22 speaks SSH"), at - 1.9) == []
+        said = machine.handle(Tick(), at)
+        if number < MAX_TRIES:
+            assert said == [Say(Probe(number + 1))]
+            machine.handle(Heard(Echo(number + 1)), at)
+            machine.handle(Tick(), machine.deadline)
+    told, ended = said
+    assert told == Say(End(f"no connection in {MAX_TRIES} tries"))
+    assert isinstance(ended, Finish)
+    assert "speaks SSH" in ended.reason
+
+
+def test_news_of_a_channel_counts_while_the_next_try_is_agreed_on() -> None:
+    machine = begun()
+    machine.handle(Tick(), machine.deadline)
+    assert machine.handle(Missed("no route"), 3.0) == []
+    assert machine.handle(Opened(), 3.1) == [Say(End("")), Finish("")]
 
 
 def test_the_answering_side_waits_until_both_have_a_channel() -> None:
