@@ -32,7 +32,7 @@ from e2e.netns import Network, available
 from equipoise.peer.demo.processes import Family
 
 PEER = Path(__file__).with_name("bench_overlap_peer.py")
-START_SECONDS, WORK_SECONDS, END_SECONDS = 60.0, 1800.0, 15.0
+START_SECONDS, WORK_SECONDS = 60.0, 1800.0
 
 
 @contextlib.contextmanager
@@ -47,8 +47,8 @@ def places(peers: int, mbit: float) -> Iterator[list[tuple[str, Callable[[list[s
         yield [(host.address, host.command) for host in network.hosts]
 
 
-def measure(work: Work, mbit: float) -> list[Times]:
-    """Let all peers do their work; what each of them measured.
+def measure(work: Work, mbit: float) -> tuple[list[Times], float]:
+    """Let all peers do their work; what each of them measured, and how many cores others kept busy.
 
     Raises:
         Broken: A process has failed.
@@ -70,10 +70,10 @@ def measure(work: Work, mbit: float) -> list[Times]:
             family.start(f"trainer {i}", [sys.executable, str(PEER), str(folder / f"peer{i}"), str(i), told])
             for i in range(work.peers)
         ]
+        bystanders = Bystanders()
         lines = heard(family, trainers, "{", WORK_SECONDS)
-        for trainer in trainers:
-            trainer.reap(END_SECONDS)
-    return [msgspec.json.decode(line, type=Times) for line in lines.values()]
+        others = bystanders.cores()
+    return [msgspec.json.decode(line, type=Times) for line in lines.values()], others
 
 
 def summary(found: Sequence[Times]) -> list[dict[str, Any]]:
@@ -125,13 +125,12 @@ def main() -> int:
     options = parse()
     end_cleanly_when_terminated()
     work = Work(**{name: getattr(options, name) for name in Work.__struct_fields__})
-    bystanders = Bystanders()
     try:
-        found = measure(work, options.mbit)
+        found, others = measure(work, options.mbit)
     except Broken as failure:
         print(f"error: {failure}", file=sys.stderr)
         return 1
-    rows, others = summary(found), bystanders.cores()
+    rows = summary(found)
     if options.json:
         print(
             json.dumps(

@@ -109,7 +109,7 @@ def meet(peer: Client, run: str, others: int) -> None:
 
 
 def main() -> None:
-    """Do as told by the arguments HOME INDEX WORK, and print `Times` as one line of JSON."""
+    """Do as HOME INDEX WORK say, print `Times` as a line of JSON, stay until standard input ends."""
     home, index, work = sys.argv[1], int(sys.argv[2]), msgspec.json.decode(sys.argv[3], type=Work)
     torch.set_num_threads(1)
     with connect(home) as peer:
@@ -123,6 +123,7 @@ def main() -> None:
         values=sum(parameter.numel() for parameter in ways[0].model.parameters()),
     )
     print(msgspec.json.encode(times).decode(), flush=True)
+    sys.stdin.read()  # What it has used of the processor is still to be asked for.
 
 
 if __name__ == "__main__":
