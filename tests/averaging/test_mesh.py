@@ -133,6 +133,18 @@ async def test_a_dial_that_hangs_holds_frames_up_for_a_moment_only(
     assert pair.direct["a"].channels[0].delivered > before
 
 
+async def test_who_is_admitted_is_not_dialled_and_may_dial(pair: Pair) -> None:
+    assert pair.mesh["b"].admit("a", b"credential of a")
+    assert not pair.mesh["b"].admit("a", b"credential of c")
+    assert not pair.mesh["b"].admit("b", b"credential of b"), "that is itself"
+    assert set(pair.direct["b"].admitted) == {"a"}
+    assert pair.direct["b"].opened == 0
+    pair.begin()
+    pair.mesh["a"].post("b", b"control")
+    assert await pair.hear(1) == [b"control"]
+    assert pair.direct["b"].channels
+
+
 async def test_another_peers_credential_admits_nobody(pair: Pair) -> None:
     pair.begin(b"credential of c")
     pair.mesh["a"].post("b", b"control")

@@ -45,3 +45,15 @@ def test_one_flow_or_all_are_dropped_and_control_stays() -> None:
     queue.drop_bulk()
     assert not queue.has_bulk
     assert list(queue.control) == [b"hello"]
+
+
+def test_what_can_wait_comes_after_all_rounds_and_is_dropped_like_them() -> None:
+    queue = SendQueue()
+    queue.add_bulk(b"download", frame(b"chunk 1"), late=True)
+    queue.add_bulk(b"download", frame(b"chunk 2"), late=True)
+    queue.add_bulk(b"a", frame(b"a1"))
+    assert taken(queue) == [b"a1", b"chunk 1", b"chunk 2"]
+    queue.add_bulk(b"download", frame(b"chunk 3"), late=True)
+    assert queue.has_bulk
+    queue.drop_bulk(b"download")
+    assert not queue
