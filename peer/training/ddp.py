@@ -28,6 +28,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import StateId
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.run import Run
 from equipoise.peer.training.optimizer import SwarmOptimizer
@@ -182,6 +183,7 @@ class SharedOptimizer:
             )
         self.optimizer = optimizer
         self.epoch = -1
+        self._shared: StateId | None = None
         self._parameters = list(model.module.parameters())
         self._group = group
         self._share(lambda: None)
@@ -203,16 +205,16 @@ class SharedOptimizer:
         self._share(lambda: self.optimizer and self.optimizer.step())
 
     def _share(self, act: Callable[[], Any]) -> None:
-        before = self.epoch
-
         def lead() -> int:
             act()
             assert self.optimizer is not None, "rank 0 has one"
-            return self.optimizer.epoch + FAILED + 1
+            # One that resynchronised may hold another state of the same epoch.
+            before, self._shared = self._shared, self.optimizer.id
+            return 2 * self._shared.epoch + (self._shared != before) + FAILED + 1
 
         told = _together(lead, self._parameters[0].device, self._group)
-        self.epoch = told - FAILED - 1
-        if self.epoch != before:
+        self.epoch, changed = divmod(told - FAILED - 1, 2)
+        if changed:
             for parameter in self._parameters:
                 _broadcast(parameter.detach(), self._group)
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from equipoise.averaging.state import StateId
+from equipoise.peer.training import ddp
 from oracles.training import batch_of, joined, loss_of, network
 from peer.training.ddp_rank import (
     OTHER,
@@ -91,6 +95,23 @@ def test_an_error_of_rank_0_ends_the_others_too(tmp_path: Path) -> None:
     first, second = ranks(tmp_path, "broken")
     assert "the daemon has gone" in first.stdout + first.stderr
     assert "rank 0 could not step" in second.stdout + second.stderr
+
+
+def test_another_state_of_the_same_epoch_is_shared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    monkeypatch.setattr(ddp, "_broadcast", lambda tensor, group: sent.append(tensor))
+    swarm: Any = SimpleNamespace(id=StateId(3, "a" * 64), step=lambda: None)
+    model: Any = SimpleNamespace(module=network())
+    shared = ddp.SharedOptimizer(swarm, model)
+    parameters = len(list(model.module.parameters()))
+    assert len(sent) == 1 + parameters
+    shared.step()
+    assert len(sent) == 2 + parameters, "nothing has changed"
+    swarm.id = StateId(3, "b" * 64)
+    shared.step()
+    assert len(sent) == 3 + 2 * parameters
+    assert shared.epoch == 3
 
 
 def test_a_shared_optimizer_keeps_ranks_and_peers_alike(tmp_path: Path) -> None:
