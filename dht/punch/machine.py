@@ -258,7 +258,8 @@ class Punch:
         failures = f"{self._missed or f'nobody answered at {sought}'}, in {self.tries} tries"
         # Of what was found there the other side is told nothing: it may have named places to have them looked at.
         told = f"no connection in {self.tries} tries"
-        return self._finish(*("; ".join(filter(None, (why, self._obstacle()))) for why in (failures, told)))
+        here, there = ("; ".join(filter(None, (why, self._obstacle()))) for why in (failures, told))
+        return self._finish(here, there)
 
     def _finish(self, reason: str, told: str | None = None, tell: bool = True) -> list[Action]:
         self.finished, self.deadline = True, float("inf")
