@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+
+from blake3 import blake3
 
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.manifest import TICKET_BYTES
@@ -44,6 +47,10 @@ from equipoise.averaging.transfer.outcome import FetchOutcome
 
 TRANSFER_FRAME = b"T"
 """First byte of the header of every frame of a transfer; a message follows."""
+
+MAX_DONORS = 64
+"""Peers that are asked, as many as a group has. Of a larger run so many are enough, and each costs a dial and a word a
+second; a directory that is flooded with names must not have all of them dialled."""
 
 Room = Callable[[int], Awaitable[memoryview]]
 """Makes room for an image: a writable view of just so many bytes. Raises ValueError where there is none."""
@@ -98,10 +105,15 @@ class Download:
 
     def see(self, credentials: Mapping[str, bytes]) -> None:
         """These are the peers of the run, and what they say of their direct channels."""
-        self._credentials = credentials
-        for peer, credential in credentials.items():
-            self._mesh.admit(peer, credential)  # A donor that is asked opens a channel before it answers.
-        self._tell(PeersSeen(tuple(credentials)))
+        before = self._credentials
+        chosen = heapq.nsmallest(
+            MAX_DONORS, credentials, key=lambda peer: (peer not in before, self._lot(peer))
+        )
+        self._credentials = {peer: credentials[peer] for peer in chosen}
+        for peer, credential in self._credentials.items():
+            if credential != before.get(peer):
+                self._mesh.admit(peer, credential)  # A donor that is asked opens a channel before it answers.
+        self._tell(PeersSeen(tuple(self._credentials)))
 
     def withdraw(self, reason: str) -> None:
         """End it."""
@@ -133,6 +145,10 @@ class Download:
         if size != expected:
             raise self._broken(peer, f"expected {expected} bytes of a {type(message).__name__}, got {size}")
         return self._mesh.pool.take(size)
+
+    def _lot(self, peer: str) -> bytes:
+        """A peer's place in an order that differs from download to download, so that no name is sure of a place."""
+        return blake3(self._ticket + peer.encode()).digest()
 
     def _broken(self, peer: str, reason: str) -> FrameRefused:
         self._tell(ProtocolBroken(peer, reason))
