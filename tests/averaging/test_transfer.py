@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from random import Random
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -126,6 +127,9 @@ def test_no_byte_of_an_image_its_size_or_its_list_can_be_changed() -> None:
 # ---- whom a newcomer believes ----
 
 
+M = TypeVar("M")
+
+
 class Newcomer:
     """A fetch machine with a clock, and what it said."""
 
@@ -153,7 +157,7 @@ class Newcomer:
             self.tell(Woke())
         self.now = until
 
-    def asked(self, kind: type) -> list[tuple[str, messages.TransferMessage]]:
+    def asked(self, kind: type[M]) -> list[tuple[str, M]]:
         said, self.said = self.said, []
         return [(peer, message) for peer, message in said if isinstance(message, kind)]
 
