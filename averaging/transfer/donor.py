@@ -145,7 +145,8 @@ class Donor:
                 actions += self._on_snapshot(Offer(state, image))
             case BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
-        self._askers = {peer: one for peer, one in self._askers.items() if now < one.expires}
+        for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
+            self._forget(peer)
         actions += [Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
         while (body := self._serving.next(now)) is not None:
             actions.append(SendBody(*body))
@@ -166,8 +167,7 @@ class Donor:
                 )
             ]
         if isinstance(message, Finished):
-            del self._askers[peer]
-            self._serving.drop(peer)
+            self._forget(peer)
             return []
         asker.expires = now + ASKER_SECONDS
         return self._on_reading(peer, asker, message)
@@ -224,6 +224,10 @@ class Donor:
             if one.ask.at_least <= offer.state.epoch and not one.reading
         ]
         return [*(Release(one.image) for one in released), *answers]
+
+    def _forget(self, peer: str) -> None:
+        del self._askers[peer]
+        self._serving.drop(peer)
 
     # ---- answers ----
 

@@ -113,6 +113,18 @@ def test_who_is_silent_is_forgotten_and_what_was_held_for_it_goes() -> None:
     assert not giver.machine.serves("new")
 
 
+def test_nothing_waits_for_whom_is_forgotten() -> None:
+    giver = Giver()
+    giver.offer(offer_of(1, chunks=9))
+    for index in range(5):
+        giver.ask(ask(0), f"new{index}")
+        giver.ask(AskChunks(RUN, TICKET, offer_of(1, chunks=9).image.digest, tuple(range(9))), f"new{index}")
+    giver.now += donors.ASKER_SECONDS
+    assert giver.tell(Woke()) == []
+    assert giver.machine.standing == ""
+    assert giver.machine.deadline == float("inf")
+
+
 def test_nothing_is_served_to_whom_has_not_asked() -> None:
     giver = Giver()
     giver.offer(offer_of(1))
