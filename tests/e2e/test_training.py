@@ -123,15 +123,10 @@ def test_a_late_joiner_contributes_soon_while_the_others_keep_stepping(swarm: Sw
     eventually(lambda: contributed(newcomer) or not newcomer.process.running, "its contribution", 180)
     assert newcomer.process.running, newcomer.process.errors[-2000:]
     first = next(update for update in newcomer.updates if update.batches)
-    eventually(
-        lambda: all(learner.updates[-1].epoch >= first.epoch for learner in others), "the others' update"
-    )
-    told = {
-        learner.task.index: next(update for update in learner.updates if update.epoch == first.epoch)
-        for learner in [*others, newcomer]
-    }
-    assert len({update.lineage for update in told.values()}) == 1
-    assert first.contributors == 5
+    everyone = [*others, newcomer]
+    # One of the others may itself have missed a round just then, and be on its way back.
+    eventually(lambda: max(shared(everyone), default=0) >= first.epoch, "an epoch of all five", 60)
+    assert all(len(lineages) == 1 for lineages in shared(everyone).values())
     gaps = [gap for learner in others for gap in pauses(learner, started, first.at)]
     before = [gap for learner in others for gap in pauses(learner, 0.0, started)]
     print(
