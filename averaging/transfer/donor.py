@@ -52,6 +52,10 @@ ASKER_SECONDS = 15.0
 MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
 """How many snapshots newcomers may ask a trainer for in how long: each costs it a copy of its memory."""
 
+HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 4.0
+"""An image is held for those who download it for so long, which a quarter of a link of 8 Mbit/s is enough for: two who
+never finish would keep both places, and nobody else would get a state."""
+
 MAX_SERVINGS = 4
 """How many times one newcomer may download the chunks of one image: faults explain two, malice any number."""
 
@@ -85,13 +89,14 @@ class Donor:
         self._epoch: int | None = None
         self._taking: int | None = None
         self._fetching = False
+        self._held_until: dict[bytes, float] = {}
         self._taken: deque[float] = deque(maxlen=MAX_SNAPSHOTS)
         self._now = 0.0
 
     @property
     def wanted(self) -> int | None:
         """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
-        read = {asker.reading for asker in self._askers.values()}
+        read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
         full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
         if full or self._fetching or self._worn(self._now):
             return None
@@ -218,6 +223,9 @@ class Donor:
             self._taking = None
         self._epoch = max(self._epoch or 0, offer.state.epoch)
         released = self._shelf.put(offer, self._read)
+        until = self._now + HOLD_SECONDS + HOLD_SECONDS_PER_CHUNK * offer.image.chunks
+        held = (one.image.digest for one in self._shelf.offers)
+        self._held_until = {digest: self._held_until.get(digest, until) for digest in held}
         answers = [
             self._answer(peer, one)
             for peer, one in self._askers.items()
@@ -255,4 +263,8 @@ class Donor:
     @property
     def _read(self) -> set[bytes]:
         """Digests of the images that someone downloads, or was just offered and may."""
-        return {one.reading or one.told for one in self._askers.values()}
+        return {digest for one in self._askers.values() if self._holds(digest := one.reading or one.told)}
+
+    def _holds(self, digest: bytes) -> bool:
+        """Whether an image is held for whoever downloads it."""
+        return self._now < self._held_until.get(digest, float("-inf"))

@@ -102,6 +102,23 @@ def test_what_is_downloaded_is_held_beside_the_newest_and_no_more() -> None:
     assert giver.ask(Finished(RUN, TICKET)) == [Release(offer_of(1).image)]
 
 
+def test_two_who_never_finish_do_not_keep_both_places() -> None:
+    giver = Giver()
+    for epoch, peer in ((1, "slow"), (2, "slower")):
+        giver.offer(offer_of(epoch))
+        giver.ask(ask(0), peer)
+        giver.ask(AskDigests(RUN, TICKET, offer_of(epoch).image.digest), peer)
+    giver.ask(ask(7, wanted=(7,)))
+    assert giver.machine.wanted is None
+    until = giver.now + donors.HOLD_SECONDS + donors.HOLD_SECONDS_PER_CHUNK * offer_of(1).image.chunks
+    while giver.now < until:
+        giver.now += donors.ASKER_SECONDS / 2
+        for peer in ("slow", "slower"):
+            giver.ask(ask(0), peer)
+    giver.ask(ask(7, wanted=(7,)))
+    assert giver.machine.wanted == 7
+
+
 def test_who_is_silent_is_forgotten_and_what_was_held_for_it_goes() -> None:
     giver = Giver()
     giver.offer(offer_of(1))
