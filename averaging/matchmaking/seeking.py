@@ -116,10 +116,11 @@ class Seeking:
     def invited(self, peer: str, round: int, now: float) -> None:
         """A convener waits for this peer: go there from where nobody else is, but not to and fro for ever."""
         same_round = self._join is not None and round == self._join.round == self._standing.round
+        known = self._standing.roster.knows(peer)  # Anybody can say that it convenes.
         in_company = not self._short
         if self._asked == self._standing.peer:
             in_company = self._convening.count(round, now)[0] > 1
-        if same_round and peer != self._asked and not in_company and self._hops < MAX_HOPS:
+        if known and same_round and peer != self._asked and not in_company and self._hops < MAX_HOPS:
             self._leave()
             self._hops += 1
             self._ask(peer, now)

@@ -24,6 +24,7 @@ from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN
 from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
     GroupFormed,
+    Invitation,
     JoinAccepted,
     JoinRefused,
     JoinRequest,
@@ -208,6 +209,16 @@ def test_redirects_end() -> None:
         refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "elsewhere", redirect=other)
         [(peer, request)] = sent(one.handle(MessageReceived(peer, refusal), 1.1), JoinRequest)
     assert request.hops == MAX_HOPS
+
+
+def test_a_stranger_invites_in_vain() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    actions = one.handle(MessageReceived("stranger", Invitation(RUN, request.join.round)), 1.1)
+    assert not sent(actions, JoinRequest)
+    actions = one.handle(MessageReceived(second, Invitation(RUN, request.join.round)), 1.1)
+    assert [peer for peer, _ in sent(actions, JoinRequest)] == [second]
 
 
 def test_one_that_sends_it_round_in_circles_is_left() -> None:
