@@ -77,6 +77,11 @@ class TrainingState:
         """`parts` by name; user's code first, so that nothing has changed should it raise."""
         self._parts = dict(parts)
 
+    def require_writable(self) -> None:
+        """Raise ImageError now if the user's part holds what cannot be written, and not when a newcomer asks for it."""
+        for name, part in self._parts.items():
+            _split(part.tree(), name, {})
+
     def image(self, state: StateId) -> torch.Tensor:
         """Copy the state; `state` is the id that it has.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,6 +99,7 @@ class Member:
     def __init__(self, run: TrainingRun, subject: Subject, policy: Policy) -> None:
         self.last: Outcome | None = None
         self.outcomes = 0
+        subject.state.require_writable()
         self._run = run
         self._subject = subject
         self._policy = policy
@@ -234,8 +236,8 @@ class Member:
         read = self._subject.state.read(image)
 
         def load() -> None:
-            self._whole = None
-            read.load()
+            with self._changing():
+                read.load()
             policy = self._policy
             self._replica = Replica(self._run.peer, read.id, policy.clock(), policy.alone, policy.patience)
             self._own, self._whole = None, read.id
@@ -331,13 +333,13 @@ class Member:
         return Mean(self._run.mean, dict(self._subject.buffers))
 
     def _apply(self, mean: Mean) -> None:
-        self._whole = None
         self._own = None  # Gradients of what it held before.
-        with torch.no_grad():
-            for name, buffer in self._subject.buffers.items():
-                buffer.copy_(mean.buffers[name])
-        self._subject.update(mean.values)
-        self._subject.model.settle()
+        with self._changing():
+            with torch.no_grad():
+                for name, buffer in self._subject.buffers.items():
+                    buffer.copy_(mean.buffers[name])
+            self._subject.update(mean.values)
+            self._subject.model.settle()
 
     def _step_alone(self) -> None:
         self.collect()
@@ -348,11 +350,23 @@ class Member:
         if own is None or own.weight == 0:
             return
         mean = _mean_of(own, self._subject.tensors)
-        self._whole = None
-        self._subject.update(mean)
-        self._subject.model.settle()
+        with self._changing():
+            self._subject.update(mean)
+            self._subject.model.settle()
         self._do(self._replica.handle(machine.SteppedAlone(digest(mean)), self._policy.clock()))
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What is in memory is no state at all until it is done; whoever catches an error and goes on must not claim
+        one."""
+        self._whole = None
+        try:
+            yield
+        except BaseException:
+            self._replica.handle(machine.Interrupted(), self._policy.clock())
+            self._held.clear()
+            raise
 
     def _offer(self, wanted: int | None) -> None:
         if wanted is None or self._offered >= wanted or self.id.epoch < wanted or self._replica.claim is None:
@@ -360,7 +374,7 @@ class Member:
         self._offered = self.id.epoch
         try:
             self._run.offer(self.id, self.image().numpy().data)
-        except Refused as error:  # Others may have the memory for it.
+        except (ImageError, Refused) as error:  # Others may have the memory for it.
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
     def _stop_fetching(self) -> None:
@@ -387,8 +401,8 @@ class Member:
 
     def _load(self) -> None:
         assert self._image is not None, "it was fetched"
-        self._whole = None
-        self._image.load()
+        with self._changing():
+            self._image.load()
 
 
 def _mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

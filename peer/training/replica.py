@@ -125,7 +125,11 @@ class Checked(NamedTuple):
     digest: str
 
 
-Event = RoundSucceeded | RoundFailed | ImageFetched | FetchFailed | Due | SteppedAlone | Checked
+class Interrupted(NamedTuple):
+    """An update, or a load, has raised half-way; the means that were held are given up."""
+
+
+Event = RoundSucceeded | RoundFailed | ImageFetched | FetchFailed | Due | SteppedAlone | Checked | Interrupted
 
 
 class Apply(NamedTuple):
@@ -253,9 +257,18 @@ class Replica:
                 return self._due(company, now)
             case SteppedAlone(digest):
                 return self._stepped_alone(digest)
+            case Interrupted():
+                return self._interrupted()
             case Checked(digest):
                 self.state = StateId(self.state.epoch, follow(self.state.lineage, f"parameters {digest}"))
                 return self._replay(now) if self._replaying else []
+
+    def _interrupted(self) -> list[Action]:
+        """What it holds now nobody else does: an id of its own, of the epoch before, so that it outvotes no equal."""
+        lineage = follow(self.state.lineage, f"interrupted at {self._name}")
+        self.state = StateId(max(self.state.epoch - 1, 0), lineage)
+        self._replaying = False
+        return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
 
     def _round_succeeded(self, event: RoundSucceeded, now: float) -> list[Action]:
         self._failures, self._company_at = 0, now

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter as Counts
 from typing import Any
@@ -230,3 +231,37 @@ def test_peers_that_come_fail_and_die_at_random_end_alike(seed: int) -> None:
     most, heads = ids.most_common(1)[0]
     assert heads >= 2, [(trainer.opt.epoch, trainer.opt.reason) for trainer in trainers]
     assert_alike(trainer for trainer in ended if trainer.opt.id == most)
+
+
+def test_one_whose_update_is_interrupted_and_goes_on_resynchronises(fake: FakeSwarm) -> None:
+    trainers = [Trainer(fake, index, 40) for index in range(3)]
+    interrupted: list[int] = []
+
+    class Once(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            if trainers[0].opt.epoch == 5 and not interrupted:
+                interrupted.append(5)
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1.0)
+                raise MemoryError
+            return super().step()
+
+    Once.__name__ = "AdamW"  # Only peers with optimizers of one name meet.
+
+    class Stubborn(Trainer):
+        def join(self) -> None:
+            if not self.calls:
+                super().join()
+
+        def train(self) -> None:
+            with contextlib.suppress(MemoryError):
+                super().train()
+            super().train()
+
+    trainers[0] = Stubborn(fake, 0, 40)
+    trainers[0].make = lambda parameters: Once(parameters, lr=1e-2)
+    for trainer in trainers:
+        trainer.begin()
+    fake.run()
+    assert interrupted
+    assert_alike(trainers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from equipoise.peer import Refused
-from equipoise.peer.training import SwarmOptimizer
+from equipoise.peer.training import ImageError, SwarmOptimizer
 from fakes.training import FakeSwarm
 from oracles.training import batch_of, difference, loss_of, network, train_whole
 from peer.training.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
@@ -368,6 +369,13 @@ def test_what_would_part_them_is_a_term(
         terms.append(dict(trainer.run.terms))
     assert terms[0] == terms[2]
     assert {name for name in terms[0] if terms[0][name] != terms[1][name]} == {term}
+
+
+def test_what_newcomers_could_not_be_given_is_refused_at_once(fake: FakeSwarm) -> None:
+    sampler = SimpleNamespace(state_dict=lambda: {"seen": {1, 2}}, load_state_dict=lambda state: None)
+    trainer = Trainer(fake, 0, 1, extra={"sampler": sampler})
+    with pytest.raises(ImageError, match="'extra sampler/seen' is a set: expected numbers"):
+        trainer.join()
 
 
 def test_a_scheduler_that_wants_a_metric_is_refused(fake: FakeSwarm) -> None:
