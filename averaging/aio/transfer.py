@@ -121,8 +121,12 @@ class Transfer:
         if not 0 < len(image) <= MAX_IMAGE_BYTES:
             raise ValueError(f"expected an image of 1 to {MAX_IMAGE_BYTES} bytes, got {len(image)}")
         await self._offering.acquire()
+        if self._left:
+            self._offering.release()
+            return
         self._tell(SnapshotTaken(state))
-        self._spawn(self._digest(state, image))
+        # Not within the task: one that is cancelled before its first step runs nothing of its own.
+        self._spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
 
     async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
         """Download a snapshot of epoch `at_least` or later from all who have it.
@@ -142,7 +146,7 @@ class Transfer:
             return FetchOutcome(ok=False, reason=self._left)
         request = Request(self._spec.name, self._spec.hash, Download.ticket(), at_least, limit)
         download = self._download = Download(request, self._mesh, timeout, room)
-        looking = asyncio.create_task(self._look_regularly(download))
+        looking = self._spawn(self._look_regularly(download))
         self._tell(FetchBegan())
         try:
             outcome = await asyncio.shield(download.outcome)
@@ -205,10 +209,7 @@ class Transfer:
     # ---- as a donor ----
 
     async def _digest(self, state: StateId, image: memoryview) -> None:
-        try:
-            digests = await self._loop.run_in_executor(None, digests_of, image)
-        finally:
-            self._offering.release()
+        digests = await self._loop.run_in_executor(None, digests_of, image)
         if not self._left:
             name = ImageId.of(len(image), digests)
             self._held[name.digest] = _Held(image, digests)
@@ -286,10 +287,11 @@ class Transfer:
             download.see({one.peer: one.credential for one in await self._mates()})
             await asyncio.sleep(LOOK_SECONDS)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

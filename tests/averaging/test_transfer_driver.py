@@ -191,3 +191,13 @@ async def test_an_image_of_one_byte(cluster: Cluster) -> None:
     assert memory.image == b"x"
     with pytest.raises(ValueError, match="image of 1 to"):
         await donor.offer(STATE, memoryview(b""))
+
+
+async def test_an_offer_that_waits_for_another_ends_when_the_run_is_left(cluster: Cluster) -> None:
+    (donor,) = await cluster.add("a")
+    await donor.offer(STATE, memoryview(IMAGE))
+    waiting = asyncio.create_task(donor.offer(StateId(8, "cd" * 32), memoryview(IMAGE)))
+    donor.stop("left")  # Before the first step of the task that computes the digest.
+    async with asyncio.timeout(10):
+        await waiting
+    assert donor._held == {}
