@@ -160,6 +160,7 @@ async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(clu
     *donors, newcomer = await cluster.add("a", "b", "new")
     for donor in donors:
         await donor.offer(STATE, memoryview(IMAGE))
+    await until(lambda: all(donor._held for donor in donors))
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(7, LIMIT, 20.0, memory.room))
     await until(lambda: memory.image)
