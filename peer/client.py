@@ -106,7 +106,7 @@ class Client:
         branch = functools.partial(
             self.join, strategy=strategy, group_size=group_size, codec=codec, part_values=part_values
         )
-        run = Run(self._link, name, binding, region, branch)
+        run = Run(self._link, name, binding, region, branch, spec.group_size)
         self._runs = [*(one for one in self._runs if not one.left), run]
         return run
 

@@ -92,6 +92,7 @@ class Run:
         name: The run's name.
         mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before; overwritten by the
             next.
+        group_size: Most peers that average together in one round.
         left: Whether it was left.
         terms: What was agreed on.
         trained_by: What steps it, once something does; one thing only can.
@@ -106,8 +107,10 @@ class Run:
         binding: Binding,
         region: Region,
         branch: Callable[[str, Tensors], Run],
+        group_size: int,
     ) -> None:
         self.name = name
+        self.group_size = group_size
         self.branch = branch
         self.mean: dict[str, torch.Tensor] = {}
         self.pending: PendingRound | None = None
@@ -380,6 +383,7 @@ class Run:
 
         Raises:
             CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
+            Refused: With this peer the run has more than fit into one group, or its parameters are not the optimizer's.
         """
         # Who only averages need not load it.
         from equipoise.peer.training.optimizer import Options, SwarmOptimizer

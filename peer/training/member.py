@@ -113,6 +113,7 @@ class Member:
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
+        self._crowd = ""
 
     @property
     def id(self) -> StateId:
@@ -127,7 +128,7 @@ class Member:
     @property
     def reason(self) -> str:
         """Why this peer does what it does, one line."""
-        return self._replica.reason
+        return "; ".join(filter(None, (self._replica.reason, self._crowd)))
 
     @property
     def pending(self) -> bool:
@@ -201,6 +202,7 @@ class Member:
         self.outcomes += 1
         was_in_step = self.in_step
         if outcome.ok:
+            self._look_for_crowd(outcome)
             event: machine.Event = machine.RoundSucceeded(
                 outcome.state,
                 outcome.states,
@@ -267,6 +269,15 @@ class Member:
         state = self._run.state
         return max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
 
+    def _look_for_crowd(self, outcome: Outcome) -> None:
+        """Say it where some cannot have been in the group: those who are make another state of it, and so on."""
+        missing = self._missing(outcome)
+        full = len(outcome.group) >= self._run.group_size
+        told = crowd_told(len(outcome.group) + missing, self._run.group_size) if full and missing else ""
+        if told and not self._crowd:
+            log.warning("run %s: %s", self._run.name, told)
+        self._crowd = told
+
     def _attend(self) -> None:
         """Take part in a round with nothing, to learn which state the group holds, or what its mean is."""
         self._run.take()
@@ -325,6 +336,9 @@ class Member:
 
     def _meet(self, wait: bool) -> None:
         if self.in_step and self._pending is None:
+            if not self._run.accumulated:
+                # It has just come into step, and misses no mean for that; beside a single giver it has to weigh something.
+                self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
             self._start(self._policy.timeout)
             if wait:
                 self.collect()
@@ -403,6 +417,21 @@ class Member:
         assert self._image is not None, "it was fetched"
         with self._changing():
             self._image.load()
+
+
+def require_room(run: TrainingRun) -> None:
+    """Raise Refused if, with this peer, the run has more than fit into one group."""
+    state = run.state
+    if isinstance(state, Idle) and state.peers + 1 > run.group_size:
+        raise Refused(f"run {run.name!r}: {crowd_told(state.peers + 1, run.group_size)}", "all of them alike")
+
+
+def crowd_told(peers: int, most: int) -> str:
+    """What is wrong with so many, one line."""
+    return (
+        f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
+        f"join with group_size >= {peers}"
+    )
 
 
 def _mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -83,6 +83,7 @@ class TrainingRun(Protocol):
     """See `equipoise.peer.run.Run`, whose methods these are."""
 
     name: str
+    group_size: int
     trained_by: str
     mean: dict[str, torch.Tensor]
     terms: Mapping[str, str]

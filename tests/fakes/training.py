@@ -54,6 +54,7 @@ class FakeSwarm:
         round_seconds: What a round takes.
         fetch_seconds: What a download takes.
         gather_seconds: How long a group that could begin waits for those who are still computing.
+        group_size: Most peers that average together in one round.
         spoils: Called with the round's number: whether its mean holds infinities, as sums of fp16 may.
         fails: Called with the round's number and a peer; whether the round fails for that one, though not for others.
     """
@@ -63,6 +64,7 @@ class FakeSwarm:
         self.round_seconds = 0.1
         self.fetch_seconds = 0.5
         self.gather_seconds = 1.0
+        self.group_size = 16
         self.fails: Callable[[int, str], bool] = lambda number, peer: False
         self.spoils: Callable[[int], bool] = lambda number: False
         self.codec = parse_codec(codec)
@@ -150,6 +152,7 @@ class FakeSwarm:
         contributors = [run for run in waiting.values() if run.weight > 0]
         if len(contributors) < 2:
             return
+        waiting = dict(list(waiting.items())[: self.group_size])
         since = sorted(run.waits_since for run in contributors)[
             1
         ]  # Before that there was no group to be late for.
@@ -212,6 +215,7 @@ class FakeRun(Run):
             binding,
             Region.create(2 * binding.values + 1024),
             lambda name, tensors: swarm.join(peer, name, tensors),
+            swarm.group_size,
         )
         self._region.close_fd()
         self.terms: Mapping[str, str] = {}
