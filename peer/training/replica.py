@@ -236,6 +236,11 @@ class Replica:
         """Whether its gradients are of the parameters that the group holds."""
         return self.phase is Phase.IN_STEP
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether it trains alone when its next update is due, whoever is known."""
+        return self._alone == "train" and self._failures >= FAILED_ROUNDS
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take note of what happened, in seconds of any steady clock; returns what to do, in order."""
         match event:
@@ -276,7 +281,8 @@ class Replica:
         if group is None:
             return self._nobody_knows(now)
         givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
-        lasting = {name for name in givers if event.states.get(name) == group}
+        # Also those who had nothing to give yet: they will have next time, and need a second contributor then.
+        lasting = {name for name in event.members if event.states.get(name) == group}
         idle = [name for name in event.members if name not in lasting]
         self._stands_in = len(lasting) < 2 and idle[:1] == [self._name]
         self._group_at = now
@@ -364,7 +370,7 @@ class Replica:
     def _due(self, company: bool, now: float) -> list[Action]:
         if company:
             self._company_at = now
-            if self._alone == "train" and self._failures >= FAILED_ROUNDS:
+            if self.gives_up:
                 return self._step_alone(f"{self._failures} rounds in a row failed")
             return [Meet()]
         if self._alone == "wait":
