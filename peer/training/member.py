@@ -186,7 +186,7 @@ class Member:
             if self._pending.wait(min(POLL_SECONDS, max(deadline - self._policy.clock(), 0.0))):
                 self.collect()
             self._look_for_image()
-            if self._policy.clock() >= deadline:
+            if self._policy.clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
 
     def meet(self, wait: bool = True) -> None:
@@ -337,7 +337,7 @@ class Member:
     def _meet(self, wait: bool) -> None:
         if self.in_step and self._pending is None:
             if not self._run.accumulated:
-                # It has just come into step, and misses no mean for that; beside a single giver it has to weigh something.
+                # Just come into step it misses no mean for that; beside a single giver it has to weigh something.
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
             self._start(self._policy.timeout)
             if wait:

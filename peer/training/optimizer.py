@@ -250,7 +250,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._pace.computed(self._clock())
         self._take_in()
         self.member.find_group()
-        if not self.member.pending or not self.member.in_step or self._may_collect():
+        if self._may_collect():
             self.member.collect()
             if self._is_due():
                 self._given = self.member.accumulated
@@ -259,8 +259,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return loss
 
     def _may_collect(self) -> bool:
-        """Whether the round that goes on has ended, or has to be waited for."""
-        return self.member.accumulated >= self._given or self.member.round_done
+        """Whether no round goes on, or it has to be waited for: one that is only attended must not block the loop."""
+        enough = self.member.in_step and self.member.accumulated >= self._given
+        return enough or self.member.round_done
 
     def _is_due(self) -> bool:
         self._keep_pace()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
@@ -119,7 +120,9 @@ class FakeSwarm:
 
     def compute(self, seconds: float) -> None:
         """What a forward and a backward pass take."""
-        self.wait(lambda: False, seconds)
+        end = self.now + seconds
+        while self.now < end:
+            self.wait(lambda: False, end - self.now)
 
     def _due(self, actor: Actor) -> float:
         if actor.killed:
@@ -273,7 +276,7 @@ class FakeRun(Run):
         self.weight, self.claim, self.waiting, self.waits_since = weight, state, True, self.swarm.now
         self.contribution = self._region.contribution[: self.size].clone()
         self.ended = None
-        self.pending = FakePending(self, settle)  # type: ignore[assignment]
+        self.pending = FakePending(self, settle, deadline - time.monotonic())  # type: ignore[assignment]
         return self.pending
 
     def _start_request(self, request: Any) -> None:
@@ -294,7 +297,8 @@ class FakePending:
 
     def done(self) -> bool:
         run = self._run
-        return self._outcome is not None or (run.ended is not None and run.swarm.now >= run.ready_at)
+        ended = run.ended is not None and run.swarm.now >= run.ready_at
+        return self._outcome is not None or ended or run.swarm.now >= self._deadline
 
     def wait(self, timeout: float) -> bool:
         return self.done() or self._run.swarm.wait(self.done, timeout)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from equipoise.peer.training import replica
+from equipoise.peer.training.member import CATCH_UP_SECONDS, POLL_SECONDS
 from equipoise.peer.training.replica import CHECK_EVERY
 from fakes.training import FakeSwarm
 from oracles.training import network
@@ -265,3 +266,36 @@ def test_one_whose_update_is_interrupted_and_goes_on_resynchronises(fake: FakeSw
     fake.run()
     assert interrupted
     assert_alike(trainers)
+
+
+def test_a_loop_whose_group_is_slow_has_its_turn_all_the_same(fake: FakeSwarm) -> None:
+    """Rounds come every forty seconds: one that looks for the group's state waits for none of them to its end."""
+    early = [Trainer(fake, index, 6, seconds=40.0, target_batch_size=2 * SAMPLES).begin() for index in (0, 1)]
+    late = Trainer(fake, 2, 6, seconds=1.0, target_batch_size=2 * SAMPLES)
+    turns: list[float] = []
+
+    def timed() -> None:
+        late.join()
+        while late.opt.epoch < 6 and fake.now < 300.0:
+            fake.compute(late.seconds)
+            late.opt.zero_grad()
+            late.backward()
+            late.calls += 1
+            before, was_in_step = fake.now, late.opt.in_step
+            late.opt.step()
+            if not was_in_step and not late.opt.in_step:
+                turns.append(fake.now - before)
+
+    fake.peer("peer2", timed, at=85.0)
+    fake.run()
+    assert early[0].opt.epoch == 6
+    assert len(turns) >= 3
+    assert max(turns) <= CATCH_UP_SECONDS + POLL_SECONDS
+
+
+def test_one_whose_rounds_all_fail_goes_on_alone_though_others_are_known(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: peer == "peer2"
+    trainers = [Trainer(fake, index, 8, target_batch_size=SAMPLES).begin() for index in range(3)]
+    fake.run()
+    assert trainers[2].opt.epoch == 8
+    assert any("rounds in a row failed" in reason for _, reason in trainers[2].seen)
