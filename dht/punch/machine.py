@@ -190,7 +190,7 @@ class Punch:
 
     def _on_end(self, reason: str, now: float) -> list[Action]:
         if reason or self._begins:
-            here = f"; here: {self._missed}" if self._missed else ""
+            here = f"; here: {self._found()}" if self.tries else ""
             return self._finish(f"the other side gave up: {printable(reason)}{here}", tell=False)
         self._told = True
         return self._finish("") if self._opened else self._settle(now)
@@ -254,12 +254,15 @@ class Punch:
     def _again(self, now: float) -> list[Action]:
         if self.tries < MAX_TRIES:
             return self._probe(now)
-        sought = " or ".join(f"{host} port {port}" for host, port in self._targets())
-        failures = f"{self._missed or f'nobody answered at {sought}'}, in {self.tries} tries"
+        failures = f"{self._found()}, in {self.tries} tries"
         # Of what was found there the other side is told nothing: it may have named places to have them looked at.
         told = f"no connection in {self.tries} tries"
         here, there = ("; ".join(filter(None, (why, self._obstacle()))) for why in (failures, told))
         return self._finish(here, there)
+
+    def _found(self) -> str:
+        sought = " or ".join(f"{host} port {port}" for host, port in self._targets())
+        return self._missed or f"nobody answered at {sought}"
 
     def _finish(self, reason: str, told: str | None = None, tell: bool = True) -> list[Action]:
         self.finished, self.deadline = True, float("inf")

@@ -126,7 +126,8 @@ def test_after_some_tries_both_give_up_and_say_why() -> None:
     meeting = Meeting(never, (0.05, 0.05))
     reasons = meeting.run()
     assert reasons[0] == f"nobody answered at 44.0.0.2 port 5002, in {MAX_TRIES} tries"
-    assert reasons[1] == f"the other side gave up: no connection in {MAX_TRIES} tries"
+    here = "here: nobody answered at 44.0.0.1 port 5001"
+    assert reasons[1] == f"the other side gave up: no connection in {MAX_TRIES} tries; {here}"
     assert [len(tried) for tried in meeting.tried] == [MAX_TRIES, MAX_TRIES]
     assert meeting.now < MAX_TRIES * (TRY_SECONDS + 1.0)
 
