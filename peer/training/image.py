@@ -171,6 +171,12 @@ class OptimizerPart:
         self._parameters = dict(names)
         self._names = {id(parameter): name for name, parameter in names.items()}
 
+    @property
+    def _is_elementwise(self) -> bool:
+        """Whether what it will remember can be told though it remembers nothing yet: of torch's own it can."""
+        own = type(self._optimizer).step.__module__.startswith("torch.optim.")
+        return own and not isinstance(self._optimizer, torch.optim.LBFGS)
+
     def tree(self) -> Tree:
         """See `Part`."""
         state = {
@@ -201,6 +207,8 @@ class OptimizerPart:
                     f"expected what an optimizer remembers of the run's parameters, got {name[:80]!r}"
                 )
             for key, value in _as_dict(kept).items():
+                if self._is_elementwise and isinstance(value, torch.Tensor):
+                    _check_spread(f"{key[:80]!r} of {name!r}", value, self._parameters[name])
                 known = ours["state"].get(name, {}).get(key)
                 if isinstance(known, torch.Tensor) and known.dim():
                     _check_like({key: value}, {key: known}, f"of {name!r} ")
@@ -277,6 +285,13 @@ def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> N
             raise ImageError(
                 f"{name!r} {of}has shape {list(tensor.shape)} here, got {list(found[name].shape)}"
             )
+
+
+def _check_spread(what: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    """One value for each of the parameter's, or for each row, or column, or for all of them."""
+    pairs = zip(value.shape, parameter.shape, strict=False)
+    if value.dim() and (value.dim() != parameter.dim() or any(one not in (1, whole) for one, whole in pairs)):
+        raise ImageError(f"{what} has shape {list(value.shape)}, expected one for {list(parameter.shape)}")
 
 
 def _side(here: bool) -> str:

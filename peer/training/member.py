@@ -405,6 +405,8 @@ class Member:
             event: machine.Event = machine.FetchFailed(fetched.reason)
             if fetched.ok and fetched.image is not None:
                 self._image = self._subject.state.read(_bytes(fetched.image))
+                if self._image.id != fetched.state:
+                    raise ImageError(f"donors offered {fetched.state}, the image says {self._image.id}")
                 event = machine.ImageFetched(self._image.id)
         except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
             event = machine.FetchFailed(str(error))

@@ -58,6 +58,13 @@ MAX_INTRODUCTIONS = 3
 FAILED_ROUNDS = 3
 """Rounds that fail in a row, though others are known, before one that may train alone does; one alone is weather."""
 
+FETCH_PAUSE = 0.5
+"""Seconds from a download that failed to the next; twice as many after each in a row: one that no image fits would
+have all donors send theirs whole after every round, for ever."""
+
+MAX_FETCH_PAUSE = 600.0
+"""Longest of them: what was wrong may have been put right by then."""
+
 Alone = Literal["train", "wait"]
 
 
@@ -206,6 +213,8 @@ class Replica:
         self._failures = 0
         self._links: deque[Link] = deque()
         self._fetching = False
+        self._fetch_after = now
+        self._fetch_pause = FETCH_PAUSE
         self._wanted = 0
         self._replaying = False
         self._last_round = now
@@ -255,9 +264,7 @@ class Replica:
             case ImageFetched(state):
                 return self._image_fetched(state, now)
             case FetchFailed(reason):
-                self._fetching = False
-                self.reason = f"astray: no snapshot yet: {reason}"
-                return []
+                return self._fetch_failed(reason, now)
             case Due(company):
                 return self._due(company, now)
             case SteppedAlone(digest):
@@ -267,6 +274,13 @@ class Replica:
             case Checked(digest):
                 self.state = StateId(self.state.epoch, follow(self.state.lineage, f"parameters {digest}"))
                 return self._replay(now) if self._replaying else []
+
+    def _fetch_failed(self, reason: str, now: float) -> list[Action]:
+        self._fetching = False
+        pause, self._fetch_pause = self._fetch_pause, min(2 * self._fetch_pause, MAX_FETCH_PAUSE)
+        self._fetch_after = now + pause
+        self.reason = f"astray: no snapshot yet: {reason}; it looks for one again in {pause:g} s"
+        return []
 
     def _interrupted(self) -> list[Action]:
         """What it holds now nobody else does: an id of its own, of the epoch before, so that it outvotes no equal."""
@@ -294,6 +308,7 @@ class Replica:
         if group == self.state:
             actions = self._forget_all()
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
+            self._fetch_pause, self._fetch_after = FETCH_PAUSE, now
             if not introduced:
                 self._links.append(_link(group, event.digest))
                 actions += self._replay(now)
@@ -301,7 +316,7 @@ class Replica:
             actions = self._stray(group)
             if not introduced:
                 actions += self._hold(_link(group, event.digest))
-            actions += self._fetch(self._ahead(group, now))
+            actions += self._fetch(self._ahead(group, now), now)
         self._last_round = now
         return actions
 
@@ -339,7 +354,7 @@ class Replica:
             self.reason = (
                 f"astray: the snapshot of epoch {state.epoch} is older than the means that were kept"
             )
-            return self._fetch(self._links[0].before.epoch)
+            return self._fetch(self._links[0].before.epoch, now)
         actions: list[Action] = [Load()]
         self.state = state
         while self._links and self._links[0].before.epoch < state.epoch:
@@ -361,7 +376,7 @@ class Replica:
             before = self._links[0].before
             self.phase = Phase.ASTRAY
             self.reason = f"astray: it came to {told(self.state)}, the group to {told(before)}"
-            return [*actions, *self._fetch(before.epoch)]
+            return [*actions, *self._fetch(before.epoch, now)]
         if self.phase is Phase.ASTRAY:
             # The next round tells whether it is the group's; most likely it is.
             self.phase, self.reason = Phase.IN_STEP, f"it caught up with the group at {told(self.state)}"
@@ -402,14 +417,14 @@ class Replica:
         self._links.clear()
         return forgotten
 
-    def _fetch(self, at_least: int) -> list[Action]:
-        if self._fetching:
+    def _fetch(self, at_least: int, now: float) -> list[Action]:
+        if self._fetching or now < self._fetch_after:
             return []
         self._fetching, self._wanted = True, at_least
         return [Fetch(at_least)]
 
     def _fetch_again(self, now: float) -> list[Action]:
-        return self._fetch(self._wanted) if self.phase is Phase.ASTRAY else []
+        return self._fetch(self._wanted, now) if self.phase is Phase.ASTRAY else []
 
     def _ahead(self, group: StateId, now: float) -> int:
         """The epoch to ask for: one that all donors will have heard of before they reach it."""

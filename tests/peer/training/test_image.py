@@ -232,3 +232,25 @@ def test_where_a_users_part_raises_nothing_else_has_changed() -> None:
     with pytest.raises(RuntimeError, match="not this one"):
         read.load()
     assert all(torch.equal(one, old) for one, old in zip(ours.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("shape", [[4, 2], [3], [2, 4, 1]])
+def test_shapes_are_checked_for_an_optimizer_that_remembers_nothing_yet(shape: list[int]) -> None:
+    parameter = nn.Parameter(torch.ones(2, 4))
+    part = OptimizerPart(torch.optim.AdamW([parameter]), {"w": parameter})
+    tree = part.tree()
+    tree["state"] = {"w": {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2, 4)}}
+    part.check(tree)
+    tree["state"]["w"]["exp_avg"] = torch.zeros(shape)
+    with pytest.raises(ImageError, match="'exp_avg' of 'w' has shape"):
+        part.check(tree)
+
+
+def test_what_other_optimizers_remember_may_have_shapes_of_its_own() -> None:
+    class Blockwise(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    parameter = nn.Parameter(torch.ones(2, 4))
+    part = OptimizerPart(Blockwise([parameter], lr=0.1), {"w": parameter})
+    part.check({**part.tree(), "state": {"w": {"absmax": torch.zeros(3)}}})

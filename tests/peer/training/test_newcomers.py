@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from equipoise.averaging.state import StateId
 from equipoise.peer.training import replica
 from equipoise.peer.training.member import CATCH_UP_SECONDS, POLL_SECONDS
 from equipoise.peer.training.replica import CHECK_EVERY
-from fakes.training import FakeSwarm
+from fakes.training import FakeRun, FakeSwarm
 from oracles.training import network
 from peer.training.trainers import SAMPLES, Trainer, adamw, assert_alike
 
@@ -299,3 +300,23 @@ def test_one_whose_rounds_all_fail_goes_on_alone_though_others_are_known(fake: F
     fake.run()
     assert trainers[2].opt.epoch == 8
     assert any("rounds in a row failed" in reason for _, reason in trainers[2].seen)
+
+
+def test_an_image_that_says_another_id_than_its_donors_is_not_loaded(fake: FakeSwarm) -> None:
+    early = [Trainer(fake, index, 30).begin() for index in range(3)]
+    late = Trainer(fake, 3, 30).begin(at=5.0)
+
+    class Lying(FakeRun):
+        def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
+            super().offer(StateId(state.epoch + 1, state.lineage), image)
+
+    def lie() -> None:
+        fake.compute(3.0)
+        for trainer in early:
+            trainer.run.__class__ = Lying
+
+    fake.peer("liar", lie)
+    fake.run()
+    assert_alike(early)
+    assert max(epoch for epoch, _ in late.seen[:10]) == 0
+    assert any("the image says" in reason for _, reason in late.seen)

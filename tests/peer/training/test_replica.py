@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections.abc import Mapping
+from itertools import pairwise
 
 import pytest
 
@@ -172,6 +173,20 @@ def test_it_fetches_again_after_the_next_round() -> None:
     assert machine.handle(RoundFailed("nobody came"), 12.0) == [Fetch(6)]
     machine.handle(FetchFailed("no donor"), 13.0)
     assert machine.handle(succeeded(state_at(6)), 23.0) == [Hold(state_at(6)), Fetch(7)]
+
+
+def test_downloads_that_fail_are_tried_ever_less_often() -> None:
+    machine = astray(state_at(5))
+    machine.handle(FetchFailed("it does not fit"), 10.0)
+    began = []
+    for second in range(11, 4000):
+        if Fetch(6) in machine.handle(RoundFailed("nobody came"), float(second)):
+            began.append(second)
+            machine.handle(FetchFailed("it does not fit"), float(second))
+    pauses = [after - before for before, after in pairwise(began)]
+    assert pauses[:4] == [1, 2, 4, 8]
+    assert pauses[-1] == replica.MAX_FETCH_PAUSE
+    assert "again in 600 s" in machine.reason
 
 
 def test_without_a_fetch_it_is_back_where_the_group_takes_on_its_state() -> None:
