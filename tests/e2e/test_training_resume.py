@@ -9,7 +9,7 @@ import pytest
 from e2e.learners import LISTEN, daemons, shared, start
 from e2e.swarm import Swarm, eventually
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 EVERY, SAMPLES, PEERS = 5, 8, 3
 
@@ -17,9 +17,7 @@ MOST_LOST = 2 * EVERY
 """Epochs: those since the checkpoint that was being written, and its own if the machine died before it was whole."""
 
 
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_training_goes_on_after_all_was_killed(swarm: Swarm, seed: int) -> None:
     places = daemons(swarm, PEERS)
     training = {"samples": SAMPLES, "target": float(SAMPLES * PEERS), "checkpoints": EVERY}
