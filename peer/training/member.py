@@ -295,6 +295,12 @@ class Member:
         )
 
     def _start(self, seconds: float) -> None:
+        if not all(bool(torch.isfinite(buffer).all()) for buffer in self._subject.buffers.values()):
+            log.warning(
+                "run %s: its averaged buffers hold NaN or Inf: it takes the group's, and adds nothing",
+                self._run.name,
+            )
+            self._run.take()
         self._pending = self._run.step(seconds, wait=False, state=self._replica.claim)
 
     def _move_accumulated(self) -> None:

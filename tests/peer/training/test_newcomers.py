@@ -320,3 +320,20 @@ def test_an_image_that_says_another_id_than_its_donors_is_not_loaded(fake: FakeS
     assert_alike(early)
     assert max(epoch for epoch, _ in late.seen[:10]) == 0
     assert any("the image says" in reason for _, reason in late.seen)
+
+
+def test_statistics_that_are_not_finite_are_healed_by_the_groups(fake: FakeSwarm) -> None:
+    class Spoilt(Trainer):
+        def backward(self) -> None:
+            super().backward()
+            if self.index == 0 and self.opt.epoch == 4:
+                self.model[0].running_mean.fill_(torch.nan)
+
+    trainers = [Spoilt(fake, at, 12, buffers=True) for at in range(3)]
+    for trainer in trainers:
+        trainer.model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), network())
+        trainer.begin()
+    fake.run()
+    assert_alike(trainers)
+    assert bool(torch.isfinite(trainers[0].model[0].running_mean).all())
+    assert {epoch for epoch, _ in trainers[0].seen} >= {4, 5}
