@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome
@@ -32,6 +33,16 @@ over for a reason to begin: of one that waits for a slow swarm's next round that
 
 POLL_SECONDS = 0.05
 """Between two looks whether a snapshot has come, while waiting for a round."""
+
+HELD_MEMORY = 0.25
+"""Share of the memory that is available for means that are kept while a snapshot comes: that takes as much again, and
+the loop goes on."""
+
+MEAN_BYTES = 4
+"""Of a value of a mean."""
+
+LEAST_HELD = 2
+"""Means kept whatever memory there is: with fewer no snapshot, which always is some rounds old, could be used."""
 
 FETCH_SECONDS = 600.0
 """For one download; a gigabyte at 16 Mbit/s. It resumes from other donors within that."""
@@ -104,7 +115,7 @@ class Member:
         self._subject = subject
         self._policy = policy
         start = machine.beginning(subject.model.digest())
-        self._replica = Replica(run.peer, start, policy.clock(), policy.alone, policy.patience)
+        self._replica = self._replica_at(start)
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: Pending | None = None
@@ -240,8 +251,7 @@ class Member:
         def load() -> None:
             with self._changing():
                 read.load()
-            policy = self._policy
-            self._replica = Replica(self._run.peer, read.id, policy.clock(), policy.alone, policy.patience)
+            self._replica = self._replica_at(read.id)
             self._own, self._whole = None, read.id
             self._run.take()
 
@@ -264,6 +274,12 @@ class Member:
     def has_company(self) -> bool:
         """Whether any other peer of the run is known."""
         return not isinstance(self._run.state, NoPeers)
+
+    def _replica_at(self, state: StateId) -> Replica:
+        policy, subject = self._policy, self._subject
+        values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
+        held = affordable(values * MEAN_BYTES, psutil.virtual_memory().available)
+        return Replica(self._run.peer, state, policy.clock(), policy.alone, policy.patience, held)
 
     def _missing(self, outcome: Outcome) -> int:
         state = self._run.state
@@ -425,6 +441,11 @@ class Member:
         assert self._image is not None, "it was fetched"
         with self._changing():
             self._image.load()
+
+
+def affordable(size: int, available: int) -> int:
+    """How many means of `size` bytes to keep at most where so many bytes are available."""
+    return max(min(int(available * HELD_MEMORY) // max(size, 1), machine.HELD_MEANS), LEAST_HELD)
 
 
 def require_room(run: TrainingRun) -> None:

@@ -34,16 +34,17 @@ CHECK_EVERY = 64
 model."""
 
 HELD_MEANS = 32
-"""Means kept while a snapshot comes, each as large as the parameters in fp32. A snapshot with Adam's two moments is
-twelve bytes a value where a round in int8 is about two, so on a link that bounds both it takes six rounds, and more
-if shared."""
+"""Most means kept while a snapshot comes, where memory allows, each as large as the parameters in fp32. A snapshot
+with Adam's two moments is twelve bytes a value where a round in int8 is about two, so on a link that bounds both it
+takes six rounds, and more if shared."""
 
 NOTICE_SECONDS = 1.0
 """In which donors hear that a snapshot is wanted. Asking for the epoch that comes after it has all of them offer the
 same."""
 
 MAX_LEAD = HELD_MEANS // 2
-"""Most epochs to ask ahead: the means from there on must still be held when the download ends."""
+"""Most epochs to ask ahead, half of the means that are kept: those from there on must be held when the download
+ends."""
 
 MEETING_WEIGHT = 1e-3
 """Who gives less has nothing to give: a round of only those introduces them to each other, and changes nothing."""
@@ -199,10 +200,17 @@ class Replica:
     """
 
     def __init__(
-        self, name: str, state: StateId, now: float, alone: Alone = "train", patience: float = 10.0
+        self,
+        name: str,
+        state: StateId,
+        now: float,
+        alone: Alone = "train",
+        patience: float = 10.0,
+        held: int = HELD_MEANS,
     ) -> None:
         """This peer, `name`, starts with `state`; `patience` is the seconds without company after which it trains
-        alone, if `alone` says so."""
+        alone, if `alone` says so; `held`, at least 2, the means that it has memory to keep."""
+        self._most_held = min(held, HELD_MEANS)
         self._name = name
         self.state = state
         self.phase = Phase.MEETING
@@ -341,7 +349,7 @@ class Replica:
     def _hold(self, link: Link) -> list[Action]:
         gap = bool(self._links) and not _leads_to(self._links[-1], link.before)
         forgotten: list[Action] = list(self._forget_all()) if gap else []
-        if len(self._links) == HELD_MEANS:
+        if len(self._links) == self._most_held:
             forgotten.append(Forget(self._links.popleft().before))
         self._links.append(link)
         return [*forgotten, Hold(link.before)]
@@ -429,7 +437,7 @@ class Replica:
     def _ahead(self, group: StateId, now: float) -> int:
         """The epoch to ask for: one that all donors will have heard of before they reach it."""
         interval = max(now - self._last_round, NOTICE_SECONDS / MAX_LEAD)
-        return group.epoch + min(max(math.ceil(NOTICE_SECONDS / interval), 1), MAX_LEAD)
+        return group.epoch + min(max(math.ceil(NOTICE_SECONDS / interval), 1), self._most_held // 2)
 
 
 def beginning(digest: str) -> StateId:

@@ -11,6 +11,7 @@ import pytest
 
 from equipoise.averaging.state import StateId, group_state
 from equipoise.peer.training import replica
+from equipoise.peer.training.member import affordable
 from equipoise.peer.training.replica import (
     ATTENDANCE,
     CHECK_EVERY,
@@ -155,6 +156,24 @@ def test_means_are_held_up_to_a_bound() -> None:
         assert machine.handle(succeeded(state_at(epoch)), epoch) == [Hold(state_at(epoch))]
     epoch = 5 + HELD_MEANS
     assert machine.handle(succeeded(state_at(epoch)), epoch) == [Forget(state_at(5)), Hold(state_at(epoch))]
+
+
+@pytest.mark.parametrize(
+    ("size", "available", "held"),
+    [(2**20, 2**40, HELD_MEANS), (2**30, 2**35, 8), (2**30, 2**30, 2), (2**30, 0, 2), (0, 2**30, HELD_MEANS)],
+)
+def test_means_take_a_share_of_the_memory_and_two_are_kept_in_any_case(
+    size: int, available: int, held: int
+) -> None:
+    assert affordable(size, available) == held
+
+
+def test_where_memory_is_short_fewer_means_are_held_and_it_asks_less_far_ahead() -> None:
+    machine = Replica("a", OTHER, 100.0, held=4)
+    assert machine.handle(succeeded(state_at(5)), 100.001) == [Hold(state_at(5)), Fetch(5 + 2)]
+    for epoch in range(6, 9):
+        assert machine.handle(succeeded(state_at(epoch)), 101.0) == [Hold(state_at(epoch))]
+    assert machine.handle(succeeded(state_at(9)), 101.0) == [Forget(state_at(5)), Hold(state_at(9))]
 
 
 @pytest.mark.parametrize(("interval", "lead"), [(5.0, 1), (1.0, 1), (0.5, 2), (0.001, replica.MAX_LEAD)])
