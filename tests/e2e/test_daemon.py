@@ -21,7 +21,7 @@ import torch
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import DaemonLost, NoPeers, Refused, connect
-from equipoise.peer.messages import Hello, encode
+from equipoise.peer.messages import CONTROL_VERSION, Hello, encode
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -251,9 +251,8 @@ def test_another_version_is_told_so(shared: DaemonProcess) -> None:
         control.connect(str(shared.home / "control.sock"))
         control.sendall(encode(1, Hello(99, "x")))
 
-        assert b"speaks version 1 of the control protocol and the client version 99; upgrade" in control.recv(
-            4096
-        )
+        told = f"speaks version {CONTROL_VERSION} of the control protocol and the client version 99; upgrade"
+        assert told.encode() in control.recv(4096)
 
 
 # ---- crashes ----
