@@ -4,7 +4,7 @@ What others have accumulated is known a moment late. Peers as fast as each other
 would therefore all find that the swarm has not got there yet, and all make another. So each makes its share: the
 micro-batches that the target takes, dealt out as all contributed last time. One that then had to wait for the others
 had time for what it made, and for as many more as fit into the wait; by that the shares of those whom it waited for
-shrink.
+shrink. One that has only observed meets with what it has: nobody's share leaves time for its own.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ class Pace:
 
     def averaged(self, outcome: Outcome, peer: str, batch: float) -> None:
         """A round of `peer`, this one, succeeded; its next micro-batch has the weight `batch`."""
+        if peer not in outcome.contributors:  # The others do not know its pace, and will not wait.
+            self._quota = 0.0
+            return
         units = deal(math.ceil(self._target / batch), outcome.contributors).get(peer, 0)
         waited = outcome.seconds.get("matchmaking", 0.0)
         spare = (waited - FORMING_SECONDS) / self._batch_seconds if self._batch_seconds > 0 else 0.0
         if spare >= NOTABLE:
-            made = round(outcome.contributors.get(peer, 0.0) / batch)
+            made = round(outcome.contributors[peer] / batch)
             units = max(units, made + round(spare - MARGIN))
         self._quota = min(units * batch, self._target)
 

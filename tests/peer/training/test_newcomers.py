@@ -337,3 +337,28 @@ def test_statistics_that_are_not_finite_are_healed_by_the_groups(fake: FakeSwarm
     assert_alike(trainers)
     assert bool(torch.isfinite(trainers[0].model[0].running_mean).all())
     assert {epoch for epoch, _ in trainers[0].seen} >= {4, 5}
+
+
+def test_one_that_has_caught_up_contributes_to_the_round_after_the_next_at_the_latest(
+    fake: FakeSwarm,
+) -> None:
+    class Noting(Trainer):
+        rounds: dict[int, float]
+        """Of those that ended while it was in step: what it gave."""
+
+        def backward(self) -> None:
+            super().backward()
+            last = self.opt.last
+            if last is not None and last.ok and self.opt.in_step:
+                self.rounds[last.round] = last.contributors.get(self.name, 0.0)
+
+    options = {"target_batch_size": 3 * 12 * SAMPLES}
+    early = [Trainer(fake, index, 12, **options).begin() for index in range(3)]
+    late = Noting(fake, 3, 12, **options)
+    late.rounds = {}
+    late.begin(at=20.3)
+    fake.run()
+    assert_alike([*early, late])
+    given = [late.rounds[number] for number in sorted(late.rounds)]
+    assert len(given) >= 5
+    assert min(given[2:]) >= SAMPLES, late.rounds

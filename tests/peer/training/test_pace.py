@@ -54,3 +54,15 @@ def test_alone_it_makes_it_all() -> None:
     averaged(pace, {"a": 8.0, "b": 24.0}, 0.0)
     pace.alone()
     assert not pace.reached(31, 31)
+
+
+def test_one_that_has_just_come_meets_with_what_it_has_however_long_it_waited() -> None:
+    pace = Pace(64.0)
+    pace.returned(0.0)
+    pace.computed(1.0)
+    pace.averaged(
+        Outcome(ok=True, reason="", contributors={"b": 32.0, "c": 32.0}, seconds={"matchmaking": 20.0}),
+        "a",
+        8.0,
+    )
+    assert pace.reached(8.0, 8.0)
