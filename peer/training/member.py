@@ -405,6 +405,8 @@ class Member:
             raise
 
     def _offer(self, wanted: int | None) -> None:
+        """Serve the state that is wanted: two copies of it in memory, the image and what the daemon shares of it; the
+        first is dropped at once."""
         if wanted is None or self._offered >= wanted or self.id.epoch < wanted or self._replica.claim is None:
             return
         self._offered = self.id.epoch

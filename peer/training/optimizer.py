@@ -60,11 +60,15 @@ class Options:
             none.
         scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
         buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
-            not, each peer has its own. Counters stay each peer's own in both cases. Not with the codec int8.
+            not, each peer has its own, and neither newcomers nor checkpoints get them. Counters stay each peer's own in
+            both cases. Not with the codec int8. A peer whose statistics hold NaN or Inf gives nothing to that round,
+            and takes the others'.
         extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
         delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
             this peer has as much again as it gave. Gradients are then up to one step old.
-        alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others.
+        alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others: `step` then
+            returns all the same and goes on adding gradients up, but makes no update; `epoch` stands still, `reason`
+            says so.
         patience: Seconds without company before it trains alone.
         timeout: Seconds for one round.
         clock: Seconds on a steady clock.
@@ -99,6 +103,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
     `param_groups`, `state`, `zero_grad` and `state_dict` are the wrapped optimizer's, so that schedulers, GradScaler
     and frameworks take it for one. All peers of the run must fit into one group: those of different groups would take
     different steps, and all but the largest of them resynchronise.
+
+    A parameter whose averaged gradient is exactly zero is skipped, weight decay and moments included, as torch skips
+    one whose `.grad` is None: after an average nobody can tell them apart. So is LoRA's A in the first step, as long
+    as B is zero.
 
     Attributes:
         inner: The optimizer that makes the steps.
@@ -296,8 +304,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.scheduler.step()
 
     def _hand_over(self, mean: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Make the mean the parameters' `.grad`; None where nobody had a gradient, so that the optimizer skips
-        those."""
+        """Make the mean the parameters' `.grad`; None where it is zero, most likely since nobody had a gradient, so
+        that the optimizer skips those."""
         for name, parameter in self._parameters.items():
             gradient = mean[name].to(parameter.device)
             if not bool(gradient.any()):

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """When checkpoints are written, how many are kept, where, and whether training starts from one.
 
+    They hold what all peers hold alike. Unless `Options.buffers` is set, that is without BatchNorm's statistics and
+    other buffers, which then are each peer's own: to evaluate what a checkpoint holds, compute or save those yourself.
+
     Attributes:
         every: Epochs from one checkpoint to the next. One is written at the end too, when the run is left: after
             Ctrl-C, say, but not after a SIGTERM that the script does not handle, which ends Python at once.

@@ -386,3 +386,26 @@ def test_a_scheduler_that_wants_a_metric_is_refused(fake: FakeSwarm) -> None:
 
 def test_the_type_is_exported() -> None:
     assert SwarmOptimizer.__module__.startswith("equipoise.peer.training")
+
+
+def test_told_to_wait_its_step_returns_and_goes_on_adding_up(fake: FakeSwarm) -> None:
+    trainer = Trainer(fake, 0, 1, alone="wait", target_batch_size=2 * SAMPLES)
+    trainer.join()
+    for calls in range(1, 6):
+        trainer.backward()
+        trainer.opt.step()
+        assert trainer.opt.member.accumulated == calls * SAMPLES
+    assert trainer.opt.epoch == 0
+    assert trainer.opt.reason == "it waits: no other peer of this run is known"
+
+
+def test_a_parameter_whose_mean_is_zero_is_skipped_even_by_weight_decay(fake: FakeSwarm) -> None:
+    class Zeroed(Trainer):
+        def backward(self) -> None:
+            super().backward()
+            next(iter(self.model.parameters())).grad.zero_()
+
+    trainers = [Zeroed(fake, index, 3).begin() for index in range(2)]
+    before = next(iter(trainers[0].model.parameters())).detach().clone()
+    fake.run()
+    assert torch.equal(next(iter(trainers[0].model.parameters())), before)
