@@ -383,7 +383,7 @@ class Run:
 
         Raises:
             CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
-            Refused: With this peer the run has more than fit into one group, or its parameters are not the optimizer's.
+            Refused: Its parameters are not the optimizer's.
         """
         # Who only averages need not load it.
         from equipoise.peer.training.optimizer import Options, SwarmOptimizer

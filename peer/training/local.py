@@ -30,7 +30,7 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import stepped_tensors
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
-from equipoise.peer.training.member import CATCH_UP_SECONDS, Member, Policy, Subject, require_room
+from equipoise.peer.training.member import CATCH_UP_SECONDS, Member, Policy, Subject
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.recording import Checkpoints, Keeper
 from equipoise.peer.training.replica import ATTENDANCE, Alone
@@ -271,7 +271,6 @@ class Fragment:
                 "merge": f"{options.merge:g}",
             }
         )
-        require_room(self._run)
 
     def keep(self, checkpoints: Checkpoints) -> Keeper:
         """Start from a checkpoint, if that is wanted, and write others."""

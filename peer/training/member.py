@@ -450,13 +450,6 @@ def affordable(size: int, available: int) -> int:
     return max(min(int(available * HELD_MEMORY) // max(size, 1), machine.HELD_MEANS), LEAST_HELD)
 
 
-def require_room(run: TrainingRun) -> None:
-    """Raise Refused if, with this peer, the run has more than fit into one group."""
-    state = run.state
-    if isinstance(state, Idle) and state.peers + 1 > run.group_size:
-        raise Refused(f"run {run.name!r}: {crowd_told(state.peers + 1, run.group_size)}", "all of them alike")
-
-
 def crowd_told(peers: int, most: int) -> str:
     """What is wrong with so many, one line."""
     return (

@@ -34,7 +34,7 @@ from equipoise.peer.training.image import (
     UserPart,
     digest,
 )
-from equipoise.peer.training.member import Member, Policy, Subject, require_room
+from equipoise.peer.training.member import Member, Policy, Subject
 from equipoise.peer.training.pace import Pace
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.replica import Alone
@@ -121,8 +121,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: `inner` is no torch optimizer, or a wrapped one; or the scheduler wants a metric.
-            Refused: It holds other parameters than the run, the run has been used already, or with this peer it has
-                more than fit into one group.
+            Refused: It holds other parameters than the run, or the run has been used already.
         """
         parameters = _check_inner(run, inner)
         self.inner = inner
@@ -152,7 +151,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         parts |= {"optimizer": OptimizerPart(inner, parameters), "model": model}
         frozen = _frozen(source) if is_module else {}
         run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
-        require_room(run)
         subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
         policy = Policy(options.alone, options.patience, options.timeout, options.clock)
         self.member = Member(run, subject, policy)
