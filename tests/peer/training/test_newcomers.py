@@ -362,3 +362,15 @@ def test_one_that_has_caught_up_contributes_to_the_round_after_the_next_at_the_l
     given = [late.rounds[number] for number in sorted(late.rounds)]
     assert len(given) >= 5
     assert min(given[2:]) >= SAMPLES, late.rounds
+
+
+@pytest.mark.parametrize("at", [0.0, 0.1, 5.0])
+def test_two_peers_find_together_without_a_round_that_fails(fake: FakeSwarm, at: float) -> None:
+    options = {"patience": 1.0, "target_batch_size": 2 * SAMPLES}
+    first, second = Trainer(fake, 0, 20, **options), Trainer(fake, 1, 20, **options)
+    second.model = network(seed=7)
+    first.begin()
+    second.begin(at=at)
+    fake.run()
+    assert_alike([first, second])
+    assert not [reason for trainer in (first, second) for _, reason in trainer.seen if "failed" in reason]
