@@ -170,6 +170,7 @@ def main() -> None:
     )
     try:
         save_file(SCENARIOS[scenario](rank, folder), folder / f"{scenario}-{rank}.safetensors")
+        dist.barrier()  # One that leaves while the other's last sum is on its way takes gloo's threads down with it.
     except (ConnectionError, RankZeroFailed) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     dist.destroy_process_group()
