@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import threading
-import time
 from dataclasses import dataclass, field
 
 from equipoise.averaging.state import StateId
@@ -12,6 +10,7 @@ from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.images import SharedImage
 from equipoise.peer.link import Link
 from equipoise.peer.messages import Done, ReplyBody, StateFetched, StopFetch
+from equipoise.peer.pending import Pending
 
 GRACE = 10.0
 """Seconds past its timeout in which the daemon must have answered; it may just then be busy with an image."""
@@ -38,8 +37,11 @@ class Fetched:
     seconds: float = 0.0
 
 
-class PendingFetch:
+class PendingFetch(Pending[Fetched]):
     """A download that goes on in the daemon."""
+
+    what = "download"
+    grace = GRACE
 
     def __init__(
         self,
@@ -49,22 +51,10 @@ class PendingFetch:
         deadline: float,
         memory: SharedImage,
     ) -> None:
-        """`deadline` is on the monotonic clock; `memory` is where the daemon puts the image, and taken over."""
-        self._link = link
+        """`memory` is where the daemon puts the image, and taken over."""
+        super().__init__(link, reply, deadline)
         self._run = run
-        self._reply = reply
-        self._deadline = deadline
         self._memory = memory
-        self._lock = threading.Lock()
-        self._ended: Fetched | EquipoiseError | None = None
-
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._reply.done()
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until `done` or for `timeout` seconds; returns whether it is done."""
-        return bool(concurrent.futures.wait([self._reply], timeout).done)
 
     def cancel(self) -> None:
         """End it; `result` then says that it was cancelled, unless it had ended before.
@@ -74,27 +64,6 @@ class PendingFetch:
         """
         if not self.done():
             self._link.ask(StopFetch(self._run), Done)
-
-    def result(self, timeout: float | None = None) -> Fetched:
-        """Wait for the end.
-
-        Args:
-            timeout: Seconds to wait here; by default until the download's own timeout, which always ends it.
-
-        Raises:
-            TimeoutError: It is still going on; call again later.
-            Refused: The daemon did not begin it; says why.
-            DaemonLost: The daemon has gone.
-        """
-        limit = max(self._deadline + GRACE - time.monotonic(), 0.0)
-        if timeout is not None and timeout < limit and not self.wait(timeout):
-            raise TimeoutError(f"the download has not ended within {timeout:g} s; call result() again")
-        with self._lock:
-            if self._ended is None:
-                self._ended = self._collect(limit)
-        if isinstance(self._ended, EquipoiseError):
-            raise self._ended
-        return self._ended
 
     def _collect(self, limit: float) -> Fetched | EquipoiseError:
         try:

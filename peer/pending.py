@@ -1,4 +1,4 @@
-"""A round that has been started: what `wait=False` returns."""
+"""What has been started and goes on in the daemon: what `wait=False` returns."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import concurrent.futures
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import ClassVar, Generic, TypeVar
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.link import Link
 from equipoise.peer.messages import ReplyBody, RoundEnded
+
+Ended = TypeVar("Ended")
 
 MAX_TIMEOUT = 86_400.0
 """A day; a longer wait is a mistake in the unit."""
@@ -20,12 +24,66 @@ GRACE = 0.8
 """Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
 
 
-class PendingRound:
+class Pending(ABC, Generic[Ended]):
+    """What the daemon is working on for this client; collected once, by the first thread that calls `result`."""
+
+    what: ClassVar[str]
+    """What it is, in messages."""
+
+    grace: ClassVar[float]
+    """Seconds past its deadline in which the daemon must have answered."""
+
+    def __init__(self, link: Link, reply: concurrent.futures.Future[ReplyBody], deadline: float) -> None:
+        """`deadline` is on the monotonic clock."""
+        self._link = link
+        self._reply = reply
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._ended: Ended | EquipoiseError | None = None
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._reply.done()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait, collecting nothing, until `done` or for `timeout` seconds; returns whether it is done."""
+        return bool(concurrent.futures.wait([self._reply], timeout).done)
+
+    def result(self, timeout: float | None = None) -> Ended:
+        """Wait for the end.
+
+        Args:
+            timeout: Seconds to wait here; by default until its own timeout, which always ends it.
+
+        Raises:
+            TimeoutError: It is still going on; call again later.
+            Refused: The daemon did not begin it; says why.
+            DaemonLost: The daemon has gone.
+        """
+        limit = max(self._deadline + self.grace - time.monotonic(), 0.0)
+        if timeout is not None and timeout < limit and not self.wait(timeout):
+            raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
+        with self._lock:
+            if self._ended is None:
+                self._ended = self._collect(limit)
+        if isinstance(self._ended, EquipoiseError):
+            raise self._ended
+        return self._ended
+
+    @abstractmethod
+    def _collect(self, limit: float) -> Ended | EquipoiseError:
+        """Wait `limit` seconds for the daemon's answer, and do what follows from it."""
+
+
+class PendingRound(Pending[Outcome]):
     """The outcome of a round, and the tensors' new values, once the daemon has it.
 
     Tensors are written by the thread that calls `result`, the first time that it returns, and never before: whoever
-    trains meanwhile decides when they change.
+    trains meanwhile decides when they change. If the daemon has gone, they are untouched.
     """
+
+    what = "round"
+    grace = GRACE
 
     def __init__(
         self,
@@ -34,41 +92,9 @@ class PendingRound:
         deadline: float,
         settle: Callable[[Outcome | None], None],
     ) -> None:
-        """`deadline` is on the monotonic clock; `settle` is called once, with None if there is no outcome."""
-        self._link = link
-        self._reply = reply
-        self._deadline = deadline
+        """`settle` is called once, with None if there is no outcome."""
+        super().__init__(link, reply, deadline)
         self._settle = settle
-        self._lock = threading.Lock()
-        self._ended: Outcome | EquipoiseError | None = None
-
-    def done(self) -> bool:
-        """Whether `result` returns at once."""
-        return self._reply.done()
-
-    def result(self, timeout: float | None = None) -> Outcome:
-        """Wait for the outcome; if it is ok, the tensors then hold the mean.
-
-        Args:
-            timeout: Seconds to wait here; by default until the round's own timeout, which always ends it.
-
-        Raises:
-            TimeoutError: The round is still going on; call again later.
-            DaemonLost: The daemon has gone; the tensors are untouched.
-        """
-        limit = max(self._deadline + GRACE - time.monotonic(), 0.0)
-        if timeout is not None and timeout < limit and not self.wait(timeout):
-            raise TimeoutError(f"the round has not ended within {timeout:g} s; call result() again")
-        with self._lock:
-            if self._ended is None:
-                self._ended = self._collect(limit)
-        if isinstance(self._ended, EquipoiseError):
-            raise self._ended
-        return self._ended
-
-    def wait(self, timeout: float) -> bool:
-        """Wait, without touching the tensors, until `done` or for `timeout` seconds; returns whether it is done."""
-        return bool(concurrent.futures.wait([self._reply], timeout).done)
 
     def _collect(self, limit: float) -> Outcome | EquipoiseError:
         try:

@@ -87,10 +87,7 @@ class Machine:
             ValueError: Rank 0 has no run, or another has one.
         """
         rank = dist.get_rank(group)
-        if (run is None) == (rank == LEADER):
-            raise ValueError(
-                f"expected a run on rank {LEADER} and None on others, got {run!r} on rank {rank}"
-            )
+        _require_on_leader("a run", run, rank)
         self.outcome: Outcome | None = None
         self._run = run
         self._group = group
@@ -177,10 +174,7 @@ class SharedOptimizer:
             ValueError: Rank 0 has no optimizer, or another has one.
         """
         rank = dist.get_rank(group)
-        if (optimizer is None) == (rank == LEADER):
-            raise ValueError(
-                f"expected an optimizer on rank {LEADER} and None on others, got other on rank {rank}"
-            )
+        _require_on_leader("an optimizer", optimizer, rank)
         self.optimizer = optimizer
         self.epoch = -1
         self._shared: StateId | None = None
@@ -245,3 +239,9 @@ def _write_unused(bucket: Bucket) -> None:
             parameter.grad = gradient.clone()
         elif parameter.grad.data_ptr() != gradient.data_ptr():
             parameter.grad.copy_(gradient)
+
+
+def _require_on_leader(what: str, given: object, rank: int) -> None:
+    if (given is None) == (rank == LEADER):
+        got = "None" if given is None else what
+        raise ValueError(f"expected {what} on rank {LEADER} and None on others, got {got} on rank {rank}")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from averaging.test_description import spec
 from equipoise.averaging.description import describe, regarding
 from equipoise.averaging.matchmaking.comparing import (
     ANSWER_SECONDS,
@@ -22,6 +21,7 @@ from equipoise.averaging.matchmaking.events import CandidatesSeen, MessageReceiv
 from equipoise.averaging.matchmaking.messages import SpecAnswer, SpecQuestion
 from equipoise.averaging.sim.matchmaking import Record
 from equipoise.averaging.spec import RunSpec
+from fakes.specs import spec
 
 OWN = spec(terms={"target batch size": "4096"})
 OTHER = spec(terms={"target batch size": "2048"})

@@ -22,16 +22,9 @@ from equipoise.averaging.description import (
     regarding,
 )
 from equipoise.averaging.ports import MAX_HEADER_BYTES
-from equipoise.averaging.schema import MAX_NAME_CHARS, Schema, TensorSpec
+from equipoise.averaging.schema import MAX_NAME_CHARS, Schema
 from equipoise.averaging.spec import MAX_TERMS, RunSpec
-
-TENSORS = {"a": (2,), "b": (3, 4), "c": (5,)}
-
-
-def spec(tensors: dict[str, tuple[int, ...]] | None = None, **options: Any) -> RunSpec:
-    shapes = TENSORS if tensors is None else tensors
-    schema = Schema(tuple(TensorSpec(name, shape, "float32") for name, shape in shapes.items()))
-    return RunSpec.create("run", schema, **{"codec": "fp32", **options})
+from fakes.specs import TENSORS, spec
 
 
 def told(here: RunSpec, there: RunSpec) -> str:

@@ -4,42 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from random import Random
 
 import pytest
 import torch
 
-from equipoise.averaging.aio.hub import Hub
-from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.image import CHUNK_BYTES
-from fakes.memory import FakeIdentity, Net
-
-SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(100)}), codec="fp32", part_values=256)
-STATE = StateId(7, "ab" * 32)
-IMAGE = Random(7).randbytes(5 * CHUNK_BYTES + 12345)
-LIMIT = 64 * CHUNK_BYTES
-
-
-class Cluster:
-    """Hubs on one network in memory, all in one run."""
-
-    def __init__(self) -> None:
-        self.net = Net()
-        self.hubs: dict[str, Hub] = {}
-
-    async def add(self, *names: str, spec: RunSpec = SPEC) -> list[Transfer]:
-        for name in names:
-            transport, directory = self.net.peer(name)
-            self.hubs[name] = Hub(transport, directory, FakeIdentity(name))
-            await self.hubs[name].join(spec)
-        await self.net.acquainted(spec.name, list(self.hubs))
-        return [self.hubs[name].transfer(spec.name) for name in names]
-
-    async def stop(self) -> None:
-        await asyncio.gather(*(hub.stop() for hub in self.hubs.values()))
+from fakes.cluster import IMAGE, LIMIT, STATE, Cluster, Memory
 
 
 @pytest.fixture
@@ -47,17 +19,6 @@ async def cluster() -> AsyncIterator[Cluster]:
     cluster = Cluster()
     yield cluster
     await cluster.stop()
-
-
-class Memory:
-    """Where an image goes."""
-
-    def __init__(self) -> None:
-        self.image = bytearray()
-
-    async def room(self, size: int) -> memoryview:
-        self.image = bytearray(size)
-        return memoryview(self.image)
 
 
 async def until(condition: Callable[[], object]) -> None:

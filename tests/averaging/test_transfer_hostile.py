@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from averaging.test_transfer_driver import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 from equipoise.averaging.aio.download import TRANSFER_FRAME
 from equipoise.averaging.ports import Channel
 from equipoise.averaging.transfer import sources
@@ -23,6 +22,7 @@ from equipoise.averaging.transfer.messages import (
     decode,
     encode,
 )
+from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 
 DIGESTS = digests_of(memoryview(IMAGE))
 NAME = ImageId.of(len(IMAGE), DIGESTS)

@@ -22,7 +22,7 @@ class Pace:
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
         self._step = type(scheduler).step
-        # Its __dict__ is its state_dict, which frameworks pickle, so a method of the instance has no place in it.
+        # Its __dict__ is its state_dict, which frameworks save, so a method of the instance has no place in it.
         scheduler.__class__ = type(f"Paced{type(scheduler).__name__}", (_Paced, type(scheduler)), {})
 
     def step(self) -> None:

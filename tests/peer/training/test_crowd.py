@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from fakes.trainers import Trainer, assert_alike
 from fakes.training import FakeSwarm
-from peer.training.trainers import Trainer, assert_alike
 
 TOLD = "this run has 4 peers and groups of at most 3: they cannot hold one state; join with group_size >= 4"
 

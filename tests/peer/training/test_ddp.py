@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.training import ddp
-from oracles.training import batch_of, joined, loss_of, network
-from peer.training.ddp_rank import (
+from fakes import ddp_rank
+from fakes.ddp_rank import (
     OTHER,
     OTHERS_WEIGHT,
     RANKS,
@@ -25,8 +25,9 @@ from peer.training.ddp_rank import (
     named,
     others_gradient,
 )
+from oracles.training import batch_of, joined, loss_of, network
 
-SCRIPT = Path(__file__).with_name("ddp_rank.py")
+SCRIPT = Path(ddp_rank.__file__)
 
 Tensors = dict[str, torch.Tensor]
 

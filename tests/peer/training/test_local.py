@@ -12,10 +12,10 @@ from equipoise.averaging.outer import Nesterov
 from equipoise.peer import Refused
 from equipoise.peer.training import DiLoCo, LocalSGD
 from equipoise.peer.training.local import dealt
+from fakes.trainers import SAMPLES, adamw
 from fakes.training import FakeSwarm
 from oracles.training import Nesterov as NesterovReference
 from oracles.training import batch_of, difference, loss_of, network, train_diloco
-from peer.training.trainers import SAMPLES, adamw
 
 EVERY = 6
 

@@ -14,9 +14,9 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.training import replica
 from equipoise.peer.training.member import CATCH_UP_SECONDS, POLL_SECONDS
 from equipoise.peer.training.replica import CHECK_EVERY
+from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
 from fakes.training import FakeRun, FakeSwarm
 from oracles.training import network
-from peer.training.trainers import SAMPLES, Trainer, adamw, assert_alike
 
 
 def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -12,9 +12,9 @@ from torch import nn
 
 from equipoise.peer import Refused
 from equipoise.peer.training import ImageError, SwarmOptimizer
+from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
 from fakes.training import FakeSwarm
 from oracles.training import batch_of, difference, loss_of, network, train_whole
-from peer.training.trainers import SAMPLES, Trainer, adamw, assert_alike, trained
 
 CODECS = ["fp32", "fp16", "bf16", "int8"]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from equipoise.peer.training.ddp import Machine, RankZeroFailed, SharedOptimizer, swarm_hook
 from fakes.training import FakeSwarm
