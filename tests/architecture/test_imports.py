@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Callable
 
-from architecture.sources import PACKAGES, ROOT, Import, Source, calls, imports, sources
+from architecture.sources import PACKAGES, Import, Source, calls, imports, sources
 
 IMPURE = {
     "asyncio",
@@ -37,9 +37,7 @@ UNSAFE_CALLS = {"eval", "exec", "os.popen", "os.system", "torch.load", "yaml.loa
 
 
 def test_no_bare_imports_of_the_packages() -> None:
-    found = _found(
-        sources(*PACKAGES, "tests", "scripts"), lambda one: one.top in PACKAGES and not _is_of_tests(one)
-    )
+    found = _found(sources(*PACKAGES, "tests", "scripts"), lambda one: one.top in PACKAGES)
     assert not found, "write equipoise.x instead"
 
 
@@ -91,11 +89,6 @@ def test_nothing_is_unpickled_and_no_shell_is_started() -> None:
 
 def _machines() -> list[Source]:
     return [source for source in sources("averaging") if source.path.parts[1] not in {"aio", "sim"}]
-
-
-def _is_of_tests(one: Import) -> bool:
-    """Whether it is a module beside the tests of that package, which mirror the packages' names."""
-    return (ROOT / "tests" / one.module.replace(".", "/")).with_suffix(".py").exists()
 
 
 def _true(keyword: ast.keyword, *names: str) -> bool:
