@@ -56,8 +56,14 @@ class Daemon:
 
     service: Service
 
-    def __init__(self, loaded: Loaded, say: Say = lambda line: None, assemble: Assemble = assemble) -> None:
-        """`say` is told lines for people: the addresses, then each change of state."""
+    def __init__(
+        self,
+        loaded: Loaded,
+        say: Say = lambda line: None,
+        assemble: Assemble = assemble,
+        home: Home | None = None,
+    ) -> None:
+        """`say` is told lines for people: the addresses, then each change of state; `home` has been taken already."""
         self._loaded = loaded
         self._config = loaded.config
         self._say = say
@@ -65,7 +71,7 @@ class Daemon:
         self._server = ControlServer(self)
         self._stopping = asyncio.Event()
         self._started = time.monotonic()
-        self._home: Home | None = None
+        self._home = home
         self._swarm: Swarm | None = None
         self._hub: Hub | None = None
         self._log: logging.Handler | None = None
@@ -149,7 +155,7 @@ class Daemon:
         )
 
     async def _start(self) -> None:
-        self._home = Home.take(Path(self._config.home))
+        self._home = self._home or Home.take(Path(self._config.home))
         self._log = open_log(self._home.log, self._config.log_level)
         for warning in self._loaded.warnings:
             log.warning(warning)

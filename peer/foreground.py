@@ -10,20 +10,25 @@ import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-import torch
 import uvloop
 
-from equipoise.dht.lean import bare_packages
 from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
-from equipoise.peer.daemon import Assemble, Daemon, assemble
 from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.home import Home
+
+if TYPE_CHECKING:
+    from equipoise.peer.daemon import Daemon
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+END_SECONDS = 5.0
+"""What a script has to clean up in, where its daemon cannot start."""
 
-def run_daemon(loaded: Loaded, assemble: Assemble = assemble) -> int:
+
+def run_daemon(loaded: Loaded) -> int:
     """Run a daemon until it is asked to stop; its addresses and states go to standard output.
 
     Returns:
@@ -32,19 +37,19 @@ def run_daemon(loaded: Loaded, assemble: Assemble = assemble) -> int:
     Raises:
         EquipoiseError: It cannot start.
     """
-    return _run(_serve(Daemon(loaded, partial(_print, sys.stdout), assemble)))
+    return _run(_serve(loaded))
 
 
-def launch(
-    loaded: Loaded, command: Sequence[str], resume: bool = False, assemble: Assemble = assemble
-) -> int:
+def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
     """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
+
+    The command is started first, so that both load their libraries at the same time; its `connect` waits for the daemon
+    that has taken the home.
 
     Args:
         loaded: The daemon's configuration.
         command: What to run.
         resume: Whether the script is told, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
-        assemble: Makes the parts of the daemon that need a network.
 
     Returns:
         The command's exit status; 128 and the number of the signal that ended it.
@@ -55,13 +60,10 @@ def launch(
     environment = {**os.environ, HOME_ENV: loaded.config.home}
     if resume:
         environment[RESUME_ENV] = "1"
-    return _run(_launch(Daemon(loaded, partial(_print, sys.stderr), assemble), command, environment))
+    return _run(_launch(loaded, command, environment))
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:
-    # Parts fit in cache, where one thread is fastest; more of them would wait for cores that training needs.
-    torch.set_num_threads(1)
-    bare_packages()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
@@ -71,7 +73,22 @@ def _print(stream: TextIO, line: str) -> None:
         print(line, file=stream, flush=True)
 
 
-async def _serve(daemon: Daemon) -> int:
+def _daemon(loaded: Loaded, stream: TextIO, home: Home | None = None) -> Daemon:
+    """Make the daemon of this process; importing what it is made of takes a second."""
+    import torch
+
+    from equipoise.dht.lean import bare_packages
+    from equipoise.peer.daemon import Daemon
+
+    # Parts fit in cache, where one thread is fastest; more of them would wait for cores that training needs.
+    torch.set_num_threads(1)
+    bare_packages()
+    return Daemon(loaded, partial(_print, stream), home=home)
+
+
+async def _serve(loaded: Loaded) -> int:
+    daemon = _daemon(loaded, sys.stdout)
+
     def asked(number: signal.Signals) -> None:
         daemon.request_stop(f"signal {number.name}")
 
@@ -90,20 +107,36 @@ async def _start(daemon: Daemon) -> None:
     gc.freeze()
 
 
-async def _launch(daemon: Daemon, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    await _start(daemon)
+async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    home = Home.take(Path(loaded.config.home))
     try:
+        child = await asyncio.create_subprocess_exec(*command, env=environment)
+    except OSError as error:
+        home.release()
+        raise EquipoiseError(
+            f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
+        ) from error
+    with _signals(partial(_forward, child), forced=partial(_kill, child)):
         try:
-            child = await asyncio.create_subprocess_exec(*command, env=environment)
-        except OSError as error:
-            raise EquipoiseError(
-                f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
-            ) from error
-        with _signals(partial(_forward, child), forced=lambda number: child.kill()):
+            daemon = _daemon(loaded, sys.stderr, home)
+            await _start(daemon)
             status = await child.wait()
-        return status if status >= 0 else 128 - status
-    finally:
-        await daemon.stop()
+        finally:
+            await _end(child)
+    await daemon.stop()
+    return status if status >= 0 else 128 - status
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """End a script whose daemon could not start."""
+    if child.returncode is not None:
+        return
+    _send(child, signal.SIGTERM)
+    try:
+        await asyncio.wait_for(child.wait(), END_SECONDS)
+    except TimeoutError:
+        _send(child, signal.SIGKILL)
+        await child.wait()
 
 
 def _exit(number: signal.Signals) -> NoReturn:
@@ -114,6 +147,14 @@ def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     # Ctrl-C reaches every process of the terminal's foreground group; twice would interrupt the script's clean-up.
     if number == signal.SIGINT and _in_foreground():
         return
+    _send(child, number)
+
+
+def _kill(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    _send(child, signal.SIGKILL)
+
+
+def _send(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(number)
 

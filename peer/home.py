@@ -30,6 +30,9 @@ BACKLOG = 16
 POLL_SECONDS = 0.05
 """How often a lock is tried again; file locks have no timeout of their own."""
 
+START_SECONDS = 60.0
+"""A daemon takes its home first and listens when it serves: a second later, on busy machines and slow disks many."""
+
 
 class Home:
     """A locked home: only one exists per directory, in all processes, until `release`."""
@@ -97,32 +100,51 @@ def wait_until_free(path: Path, seconds: float) -> bool:
 
 
 def connect_socket(home: Path, timeout: float) -> socket.socket:
-    """Connect to the control socket of the daemon on `home`.
+    """Connect to the control socket of the daemon on `home`; of one that is just starting, wait until it listens.
 
     Raises:
         NoDaemon: None runs there, or what is there is not a socket of this user.
     """
+    deadline = time.monotonic() + START_SECONDS
+    try:
+        while (control := _connect(home, timeout)) is None:
+            if _is_free(home):
+                raise NoDaemon(
+                    f"no daemon is running on {home}", f"start one with: equipoise daemon --home {home}"
+                )
+            if time.monotonic() > deadline:
+                raise NoDaemon(f"the daemon on {home} does not listen", f"see {home / LOG_FILE}")
+            time.sleep(POLL_SECONDS)
+    except PermissionError:
+        raise NoDaemon(
+            f"may not open {home / SOCKET_FILE}", "it belongs to another user; give your own --home"
+        ) from None
+    _require_same_user(control, home / SOCKET_FILE)
+    return control
+
+
+def _connect(home: Path, timeout: float) -> socket.socket | None:
+    """Connect to the control socket of `home`; None if nobody listens there."""
     path = home / SOCKET_FILE
-    start = f"start one with: equipoise daemon --home {home}"
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    control.settimeout(timeout)
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise NoDaemon(f"{path} is not a socket", f"remove it and {start}")
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        control.settimeout(timeout)
-        try:
-            _with_short_path(home, control.connect)
-        except BaseException:
-            control.close()
-            raise
+            raise NoDaemon(
+                f"{path} is not a socket", f"remove it and start one with: equipoise daemon --home {home}"
+            )
+        _with_short_path(home, control.connect)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-        raise NoDaemon(f"no daemon is running on {home}", start) from None
-    except PermissionError:
-        raise NoDaemon(f"may not open {path}", "it belongs to another user; give your own --home") from None
+        control.close()
+        return None
     except (TimeoutError, BlockingIOError):
+        control.close()
         raise NoDaemon(
             f"the daemon on {home} does not accept connections", "is it stopped or overloaded?"
         ) from None
-    _require_same_user(control, path)
+    except BaseException:
+        control.close()
+        raise
     return control
 
 
@@ -172,6 +194,7 @@ def _tighten(path: Path, mode: int) -> None:
 
 def _lock(path: Path) -> int:
     """Lock the pid file and write our pid into it."""
+    patient = True
     while True:
         try:
             lock = os.open(path / PID_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -186,6 +209,12 @@ def _lock(path: Path) -> int:
                 raise HomeError(
                     f"cannot lock {path / PID_FILE}: {error.strerror}", "give another --home"
                 ) from error
+            if (
+                patient
+            ):  # It may be a client that looks whether a daemon is there: it is done in microseconds.
+                patient = False
+                time.sleep(POLL_SECONDS)
+                continue
             raise HomeBusy(
                 f"a daemon (pid {pid or 'unknown'}) is already running on {path}",
                 "see `equipoise status`, end it with `equipoise stop`, or give another --home",
@@ -200,7 +229,9 @@ def _lock(path: Path) -> int:
 def _is_free(path: Path) -> bool:
     try:
         lock = os.open(path / PID_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except PermissionError:
+        raise
+    except OSError:  # It is not there, or nothing that a daemon has made.
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -401,6 +401,20 @@ def test_launch_passes_signals_on(swarm: Swarm) -> None:
     assert "Traceback" not in launched.errors
 
 
+def test_launch_ends_the_script_whose_daemon_cannot_start(swarm: Swarm) -> None:
+    code = "from equipoise.peer import connect\nprint('up', flush=True)\nconnect()"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        words = ("--home", str(swarm.folder / "home"), "--listen", listen)
+        launched = swarm.command("launch", *words, "--", sys.executable, "-c", code)
+
+        assert launched.wait() == 1
+    assert "in use" in launched.errors
+    assert "Traceback" not in launched.errors
+
+
 def test_a_peer_that_nobody_closes_ends_with_its_script(swarm: Swarm) -> None:
     code = (
         "import torch; from equipoise.peer import Peer\n"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import socket
 import stat
@@ -134,6 +135,28 @@ def test_what_cannot_be_a_home(tmp_path: Path) -> None:
 def test_nobody_home(tmp_path: Path) -> None:
     with pytest.raises(NoDaemon, match="no daemon is running"):
         connect_socket(tmp_path / "missing", 1.0)
+
+
+def test_whoever_connects_waits_for_a_daemon_that_is_starting(tmp_path: Path) -> None:
+    home = Home.take(tmp_path)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        connecting = threads.submit(connect_socket, tmp_path, 1.0)
+        with pytest.raises(TimeoutError):
+            connecting.result(0.2)
+        with home.listen():
+            connecting.result(10).close()
+    home.release()
+
+
+def test_whoever_waits_for_a_daemon_that_cannot_start_is_told(tmp_path: Path) -> None:
+    home = Home.take(tmp_path)
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        connecting = threads.submit(connect_socket, tmp_path, 1.0)
+        with pytest.raises(TimeoutError):
+            connecting.result(0.2)
+        home.release()
+        with pytest.raises(NoDaemon, match="no daemon is running"):
+            connecting.result(10)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
