@@ -154,7 +154,7 @@ class Stream:
 
     def _on_readable(self) -> None:
         if self._reading is not None:
-            _wake(self._reading)
+            wake(self._reading)
         else:
             # Whoever reads is busy elsewhere; to stay registered would call this at every turn of the loop.
             self._loop.remove_reader(self._socket)
@@ -163,7 +163,7 @@ class Stream:
     async def _wait_to_write(self) -> None:
         waiter: asyncio.Future[None] = self._loop.create_future()
         if self._why is None:
-            self._loop.add_writer(self._socket, _wake, waiter)
+            self._loop.add_writer(self._socket, wake, waiter)
         try:
             await self._wait(waiter, STALL_SECONDS)
         finally:
@@ -242,7 +242,8 @@ def _drop(views: list[memoryview], sent: int) -> None:
         views[0] = views[0][sent:]
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
+def wake(waiter: asyncio.Future[None]) -> None:
+    """End a wait, unless it is over."""
     with contextlib.suppress(asyncio.InvalidStateError):
         waiter.set_result(None)
 

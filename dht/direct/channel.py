@@ -26,6 +26,11 @@ class DirectChannel(FramedChannel):
         """Bytes that the other end's kernel has acknowledged so far; where that cannot be told, that left here."""
         return self._direct.delivered
 
+    @property
+    def received(self) -> int:
+        """Bytes that have come in so far, those of a record that is not complete included."""
+        return self._direct.arrived
+
 
 class OpenChannels:
     """The direct channels that are open."""

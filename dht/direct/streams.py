@@ -12,18 +12,23 @@ import ssl
 from collections.abc import Iterator
 
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.sockets import acknowledged
+from equipoise.dht.direct.sockets import acknowledged, waiting, wake_at
 from equipoise.dht.direct.tls import TlsSession, tls_fault
-from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Stream, StreamClosed
+from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Stream, StreamClosed, wake
 
 HEAD_BYTES = 4096
 """Read ahead: a control frame whole, in one call."""
 JOINED_BYTES = 16 * 1024
 """A frame up to this size is joined and sent in one call, one record: copying is cheaper than a second one."""
+WAKE_BYTES = 64 * 1024
+"""Of what a record still lacks, the kernel collects so much before it wakes the loop: a wake-up costs as much as these
+bytes, and links deliver segments of 1.4 KB. Half of what Linux gives a receive buffer to begin with."""
 READ_COST_BYTES = 64 * 1024
 """What a read counts for at least before others on the loop get a turn: many small frames take their time too."""
 TLS_PIECE_BYTES = 128 * 1024
 """Encrypted at once, as eight records: larger copies no longer fit the cache."""
+TLS_RECORD_BYTES = 16 * 1024
+"""Of plaintext, at most (RFC 8446, section 5.1)."""
 TLS_READ_BYTES = 256 * 1024
 """Read from the socket at once."""
 
@@ -39,6 +44,15 @@ class PlainStream(Stream):
         self._ahead = _NO_BYTES
         self._unyielded = 0
         self._acknowledged = 0
+        self._arrived = 0
+        self._wakes_at = 1
+
+    @property
+    def arrived(self) -> int:
+        """Bytes that have come in so far, `received` and those that wait in the kernel."""
+        if not self.closed:
+            self._arrived = self.received + waiting(self._socket)
+        return self._arrived
 
     @property
     def delivered(self) -> int:
@@ -51,7 +65,7 @@ class PlainStream(Stream):
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
         if not self._ahead:
-            await self._read_ahead(None)
+            await self._read_ahead(1, None)
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` from the stream.
@@ -60,16 +74,16 @@ class PlainStream(Stream):
             StreamClosed: The stream ended, broke, or stalled.
         """
         done = 0
-        while done < len(view):
+        while (lacking := len(view) - done) > 0:
             if self._ahead:
                 done += self._drain(view[done:])
-            elif len(view) - done < HEAD_BYTES:
-                await self._read_ahead(STALL_SECONDS)
+            elif lacking < HEAD_BYTES:
+                await self._read_ahead(lacking, STALL_SECONDS)
             else:
-                done += await self._take(view[done:], STALL_SECONDS)
+                done += await self._take(view[done:], lacking, STALL_SECONDS)
 
-    async def _read_ahead(self, bound: float | None) -> None:
-        self._ahead = self._head[: await self._take(self._head, bound)]
+    async def _read_ahead(self, lacking: int, bound: float | None) -> None:
+        self._ahead = self._head[: await self._take(self._head, lacking, bound)]
 
     def _drain(self, view: memoryview) -> int:
         """Move what was read ahead into `view`; return how much."""
@@ -78,13 +92,17 @@ class PlainStream(Stream):
         self._ahead = self._ahead[got:]
         return got
 
-    async def _take(self, view: memoryview, bound: float | None) -> int:
-        """Wait for bytes, put those that are there into `view`, and return how many; cancelled, none are lost."""
+    async def _take(self, view: memoryview, lacking: int, bound: float | None) -> int:
+        """Wait for bytes, put those that are there into `view`, and return how many; cancelled, none are lost.
+
+        Nobody can do anything with fewer than `lacking`: a wait may last until these are there.
+        """
         if self._unyielded >= YIELD_BYTES:
             # Before and not after: there is no waiting once bytes have been taken.
             self._unyielded = 0
             await asyncio.sleep(0)
         while (taken := self._attempt(self._socket.recv_into, view)) is None:
+            self._wake_at(min(lacking, WAKE_BYTES))
             await self._wait_to_read(bound)
             self._unyielded = 0
         if taken == 0:
@@ -92,6 +110,16 @@ class PlainStream(Stream):
         self.received += taken
         self._unyielded += max(taken, READ_COST_BYTES)
         return taken
+
+    def _watch(self) -> None:
+        if self._reading is not None and self._wakes_at > 1 and waiting(self._socket):
+            wake(self._reading)  # What is too little to go on with is progress all the same.
+        super()._watch()
+
+    def _wake_at(self, count: int) -> None:
+        if count != self._wakes_at and not self.closed:
+            self._wakes_at = count
+            wake_at(self._socket, count)
 
     async def _give(self, view: memoryview) -> None:
         """Write all of `view`."""
@@ -126,10 +154,12 @@ class TlsStream(PlainStream):
             raise StreamClosed(self._why)
         await self._give(memoryview(self._tls.seal(plain)))
 
-    async def _take(self, view: memoryview, bound: float | None) -> int:
+    async def _take(self, view: memoryview, lacking: int, bound: float | None) -> int:
+        # How much of the records that those bytes are in has come already, only OpenSSL knows.
+        at_least = max(1, lacking - TLS_RECORD_BYTES)
         try:
             while not (opened := self._tls.open_into(view)):
-                taken = await super()._take(self._raw, bound)
+                taken = await super()._take(self._raw, at_least, bound)
                 self._tls.feed(self._raw[:taken])
         except ssl.SSLError as error:
             raise StreamClosed(tls_fault(error)) from None
@@ -154,7 +184,7 @@ class AeadStream(PlainStream):
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
         if not self._ahead and self._start == self._end:
-            await self._read_more(aead.PREFIX_BYTES, None)
+            await self._read_more(1, None)
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` with authentic bytes.
@@ -220,7 +250,7 @@ class AeadStream(PlainStream):
             self._in[:held] = self._in[self._start : self._end]
             self._start, self._end = 0, held
         room = self._in[self._end : min(len(self._in), self._start + total + HEAD_BYTES)]
-        self._end += await self._take(room, bound)
+        self._end += await self._take(room, total - held, bound)
 
 
 def _split(buffers: tuple[bytes | bytearray | memoryview, ...]) -> tuple[bytes, memoryview]:
