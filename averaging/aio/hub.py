@@ -86,7 +86,8 @@ class Hub:
             raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
         run = Averager(spec, self._surroundings)
         self._runs[spec.name] = run
-        self._transfers[spec.name] = Transfer(spec, self._mesh, self._surroundings.directory, self._busy)
+        directory, verify = self._surroundings.directory, self._surroundings.identity.verify
+        self._transfers[spec.name] = Transfer(spec, self._mesh, directory, verify, self._busy)
         run.start()
         return run
 
@@ -171,6 +172,8 @@ class Hub:
         if round is None:
             if not body and round_id not in self._closed:
                 self._keep_early(round_id, peer, header)
+                for run in list(self._runs.values()):
+                    run.speaks_of_a_round(peer)
         elif round.is_member(peer):
             round.frame(peer, _message(header), body, len(header) + len(body))
 
@@ -192,7 +195,7 @@ class Hub:
         over = [one for one in self._rounds.values() if one.run == task.spec.name and one.outcome.done()]
         for one in over[:-MAX_LINGERING]:
             one.close()
-        round = Round(task, self._mesh, self._forget)
+        round = Round(task, self._mesh, self._forget, self._transfers[task.spec.name].keep)
         self._rounds[round.id] = round
         round.start()
         for peer in task.manifest.peers:

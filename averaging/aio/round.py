@@ -47,6 +47,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.partition import partition
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.transfer.mean import EncodedMean
 from equipoise.compression import Codec, CodecError, NonFiniteError
 
 ROUND_FRAME = b"R"
@@ -105,15 +106,23 @@ class Round:
         task: What to do.
         mesh: Sends frames.
         closed: Called once, when the round can be forgotten.
+        keep: Called with the mean as it travelled, if it comes to one.
     """
 
-    def __init__(self, task: Task, mesh: Mesh, closed: Callable[[Round], None]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        mesh: Mesh,
+        closed: Callable[[Round], None],
+        keep: Callable[[EncodedMean], None] = lambda mean: None,
+    ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task = task
         self._mesh = mesh
         self._closed = closed
+        self._keep = keep
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
         self._members = {peer: index for index, peer in enumerate(self._peers)}
@@ -330,6 +339,7 @@ class Round:
 
     def _finished(self, end: Finish) -> Outcome:
         counted = list(members_of(end.decision.contributors))
+        self._keep(EncodedMean(self._task.manifest, end.decision.contributors, self._store.means()))
         reason = f"mean over {len(counted)} of {self.group.size} members"
         return msgspec.structs.replace(
             self._outcome(True, reason),

@@ -89,6 +89,10 @@ class Store:
         over, payload = self._means.get(part, (0, None))
         return payload if over == contributors else None
 
+    def means(self) -> tuple[memoryview, ...]:
+        """The kept means of all parts, encoded, in order; of a round that has succeeded."""
+        return tuple(self._means[part][1] for part in range(len(self._group.parts)))
+
     def reduce(self, part: int, contributors: int) -> bytes:
         """Encode and keep the weighted mean of `part` over `contributors`; returns its BLAKE3.
 

@@ -1,4 +1,4 @@
-"""The asyncio driver of one run's transfers: the snapshot that it serves, and the download that it may be at."""
+"""The asyncio driver of one run's transfers: snapshots and means that it serves, the download that it may be at."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
+import torch
+
+from equipoise.averaging.aio import keeping
 from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Room, flow_of
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.sendqueue import Frame
+from equipoise.averaging.manifest import Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
+from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate, Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -19,9 +26,13 @@ from equipoise.averaging.transfer.events import (
     AskReceived,
     BodySent,
     DonorEvent,
+    Drop,
     EpochReached,
     FetchBegan,
     FetchEnded,
+    MakeImage,
+    MeanKept,
+    MeanReady,
     PeerLost,
     Release,
     Send,
@@ -32,6 +43,7 @@ from equipoise.averaging.transfer.events import (
 )
 from equipoise.averaging.transfer.fetch import Request
 from equipoise.averaging.transfer.image import MAX_IMAGE_BYTES, ImageId, digests_of
+from equipoise.averaging.transfer.mean import EncodedMean, MeanError
 from equipoise.averaging.transfer.messages import (
     Ask,
     Bulk,
@@ -42,7 +54,7 @@ from equipoise.averaging.transfer.messages import (
     TransferMessage,
     encode,
 )
-from equipoise.averaging.transfer.outcome import FetchOutcome
+from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache during a download: who has come, and who has gone."""
@@ -62,25 +74,33 @@ class _Held:
 
 
 class Transfer:
-    """State of one run, given and taken.
+    """State of one run, and the means that led to it, given and taken.
 
     Args:
         spec: The run.
         mesh: Sends frames.
         directory: Who else is in the run.
+        verify: Checks the signatures under a mean.
         busy: Whether a round exchanges at this daemon now.
     """
 
     def __init__(
-        self, spec: RunSpec, mesh: Mesh, directory: Directory, busy: Callable[[], bool] = lambda: False
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        directory: Directory,
+        verify: Verify,
+        busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._spec = spec
         self._mesh = mesh
         self._directory = directory
+        self._verify = verify
         self._busy = busy
         self._loop = asyncio.get_running_loop()
         self._donor = Donor()
         self._held: dict[bytes, _Held] = {}
+        self._means: dict[StateId, EncodedMean | ImageId] = {}
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
         self._offering = asyncio.Lock()
@@ -140,25 +160,55 @@ class Transfer:
         Raises:
             ValueError: A download of this run is going on already.
         """
-        if self._download is not None:
-            raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
-        if self._left:
-            return FetchOutcome(ok=False, reason=self._left)
         request = Request(self._spec.name, self._spec.hash, Download.ticket(), at_least, limit)
-        download = self._download = Download(request, self._mesh, timeout, room)
-        looking = self._spawn(self._look_regularly(download))
+        self._require_idle()
         self._tell(FetchBegan())
         try:
-            outcome = await asyncio.shield(download.outcome)
-        except asyncio.CancelledError:
-            download.withdraw("cancelled")
-            raise
+            outcome = await self._get(request, timeout, room)
         finally:
-            self._download = None
             self._tell(FetchEnded())
-            looking.cancel()
         log.info("run %s: %s", self._spec.name, _told(outcome))
         return outcome
+
+    def keep(self, mean: EncodedMean) -> None:
+        """A round has come to a mean: keep it for those who missed it, if there is a state that it leads on from."""
+        before = mean.before
+        if before is not None and not self._left:
+            self._drop(before)
+            self._means[before] = mean
+            self._tell(MeanKept(before, mean.size))
+
+    async def recover(self, after: StateId, timeout: float, result: torch.Tensor) -> MeanOutcome:
+        """Get the mean that the group applied to the state `after`, where this peer missed it.
+
+        Args:
+            after: A state.
+            timeout: Seconds for everything.
+            result: f32 [D]; holds the mean if there is one, else undefined.
+
+        Raises:
+            ValueError: A download of this run is going on already.
+        """
+        self.reach(after.epoch)
+        ticket, limit, image = Download.ticket(), keeping.most_bytes(self._spec), memoryview(b"")
+
+        async def room(size: int) -> memoryview:
+            nonlocal image
+            image = await keeping.room(size)
+            return image
+
+        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after)
+        got = await self._get(request, timeout, room)
+        round_ = Outcome(ok=False, reason=got.reason, run=self._spec.name)
+        if got.ok:
+            decode = partial(keeping.decode, image, self._spec, after, self._verify, result)
+            try:
+                round_ = await self._loop.run_in_executor(None, decode)
+                self.reach(after.epoch + 1)
+            except MeanError as error:
+                round_ = msgspec.structs.replace(round_, reason=f"what others keep is no mean: {error}")
+        log.info("run %s, after epoch %d: %s", self._spec.name, after.epoch, round_.reason)
+        return MeanOutcome(round=round_, sources=got.sources, behind=got.behind)
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""
@@ -176,6 +226,7 @@ class Transfer:
         if self._timer is not None:
             self._timer.cancel()
         self._held.clear()
+        self._means.clear()
 
     # ---- what the hub tells ----
 
@@ -215,6 +266,20 @@ class Transfer:
             self._held[name.digest] = _Held(image, digests)
             self._tell(SnapshotReady(state, name))
 
+    async def _make_image(self, before: StateId) -> None:
+        mean = self._means.get(before)
+        if isinstance(mean, EncodedMean):
+            made = await self._loop.run_in_executor(None, keeping.Imaged.of, mean)
+            if self._means.get(before) is mean:  # It has not been dropped meanwhile.
+                self._means[before] = made.name
+                self._held[made.name.digest] = _Held(made.image, made.digests)
+                self._tell(MeanReady(before, made.name))
+
+    def _drop(self, before: StateId) -> None:
+        mean = self._means.pop(before, None)
+        if isinstance(mean, ImageId):
+            self._held.pop(mean.digest, None)
+
     async def _on_ask(self, peer: str, ask: Ask) -> None:
         found = next((one for one in await self._mates() if one.peer == peer), None)
         if found is None or ask.spec != self._spec.hash:
@@ -241,6 +306,10 @@ class Transfer:
                     self._post_body(peer, message)
                 case Release(image):
                     self._held.pop(image.digest, None)
+                case MakeImage(before):
+                    self._spawn(self._make_image(before))
+                case Drop(before):
+                    self._drop(before)
         for peer in [peer for peer in self._flows if not self._donor.serves(peer)]:
             self._leave(peer)
         if self._timer is not None:
@@ -276,6 +345,25 @@ class Transfer:
             self._mesh.leave(flow)
 
     # ---- looking ----
+
+    def _require_idle(self) -> None:
+        if self._download is not None:
+            raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
+
+    async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
+        self._require_idle()
+        if self._left:
+            return FetchOutcome(ok=False, reason=self._left)
+        download = self._download = Download(request, self._mesh, timeout, room)
+        looking = self._spawn(self._look_regularly(download))
+        try:
+            return await asyncio.shield(download.outcome)
+        except asyncio.CancelledError:
+            download.withdraw("cancelled")
+            raise
+        finally:
+            self._download = None
+            looking.cancel()
 
     async def _mates(self) -> list[Candidate]:
         """The other peers of the run with the same spec."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Iterable
 
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Action, Group, Reduce, SendContribution, SendMean
@@ -11,6 +12,14 @@ from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.partition import assign
 
 NO_MEAN = (0, b"")
+
+
+def mean_digest(round_id: bytes, contributors: int, parts: Iterable[bytes]) -> bytes:
+    """SHA-256 over the round, the contributors (a bitmask) and the digests of all parts of their mean."""
+    whole = hashlib.sha256(round_id + contributors.to_bytes(8, "little"))
+    for part in parts:
+        whole.update(part)
+    return whole.digest()
 
 
 def early_parts(group: Group) -> int:
@@ -125,11 +134,9 @@ class Ledger:
         return sum(1 << member for member in members_of(self.group.contributors) if not self._lacking[member])
 
     def digest(self, decision: Decision) -> bytes:
-        """SHA-256 over the round, the contributors and the digests of all parts of the mean."""
-        whole = hashlib.sha256(self.group.round_id + decision.contributors.to_bytes(8, "little"))
-        for part in range(len(self.group.parts)):
-            whole.update(self._means[part][1])
-        return whole.digest()
+        """Of the decision's mean; all parts are here."""
+        parts = (self._means[part][1] for part in range(len(self.group.parts)))
+        return mean_digest(self.group.round_id, decision.contributors, parts)
 
     def lose(self, member: int) -> None:
         """What was under way to `member` may not have arrived: should it return, it is sent again."""

@@ -3,7 +3,7 @@
 Theory of operation. A newcomer's `Ask` is kept and answered, and answered again whenever the answer changes, until it
 has finished or has not been heard of for a while. What it wishes for shows in `wanted`; the trainer takes a snapshot
 when it stands at that epoch, and nobody waits for it. A snapshot is held until the next takes its place, and longer
-while someone downloads it.
+while someone downloads it. The last means are kept too (`kept`); an image is made of one when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.events import (
     AskReceived,
     BodySent,
     DonorAction,
     DonorEvent,
+    Drop,
     EpochReached,
     FetchBegan,
     FetchEnded,
+    MakeImage,
+    MeanKept,
+    MeanReady,
     PeerLost,
     Release,
     Send,
@@ -26,6 +31,8 @@ from equipoise.averaging.transfer.events import (
     SnapshotReady,
     SnapshotTaken,
 )
+from equipoise.averaging.transfer.image import ImageId
+from equipoise.averaging.transfer.kept import Kept
 from equipoise.averaging.transfer.messages import (
     Answer,
     Ask,
@@ -85,6 +92,7 @@ class Donor:
     def __init__(self) -> None:
         self._askers: dict[str, _Asker] = {}
         self._shelf = Shelf()
+        self._kept = Kept()
         self._serving = Serving()
         self._epoch: int | None = None
         self._taking: int | None = None
@@ -148,6 +156,12 @@ class Donor:
                 self._taken.append(now)
             case SnapshotReady(state, image):
                 actions += self._on_snapshot(Offer(state, image))
+            case MeanKept(before, size):
+                actions += map(Drop, self._kept.keep(before, size, self._reading))
+                if any(one.ask.after == before for one in self._askers.values()):
+                    actions += self._make_image(before)
+            case MeanReady(before, image):
+                actions += self._on_mean(before, image)
             case BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
         for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
@@ -186,10 +200,12 @@ class Donor:
             self._serving.drop(peer)
             asker = self._askers[peer] = _Asker(ask, now)
         asker.ask, asker.expires = ask, now + ASKER_SECONDS
+        if ask.after is not None and self._kept.lacks_image(ask.after):
+            return self._make_image(ask.after)  # The answer is an offer, when there is one.
         return [self._answer(peer, asker)]
 
     def _on_reading(self, peer: str, asker: _Asker, message: AskDigests | AskChunks) -> list[DonorAction]:
-        offer = self._shelf.find(message.digest)
+        offer = self._shelf.find(message.digest) or self._kept.find(message.digest)
         if offer is None:
             gone = Gone(message.run, message.ticket, message.digest, "it holds that image no longer")
             return [Send(peer, gone)]
@@ -229,9 +245,17 @@ class Donor:
         answers = [
             self._answer(peer, one)
             for peer, one in self._askers.items()
-            if one.ask.at_least <= offer.state.epoch and not one.reading
+            if one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
         ]
         return [*(Release(one.image) for one in released), *answers]
+
+    def _make_image(self, before: StateId) -> list[DonorAction]:
+        return [MakeImage(before)] if self._kept.begins_image(before) else []
+
+    def _on_mean(self, before: StateId, image: ImageId) -> list[DonorAction]:
+        if not self._kept.ready(before, image):
+            return [Drop(before)]
+        return [self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before]
 
     def _forget(self, peer: str) -> None:
         del self._askers[peer]
@@ -241,6 +265,9 @@ class Donor:
 
     def _answer(self, peer: str, asker: _Asker) -> DonorAction:
         ask = asker.ask
+        if ask.after is not None:
+            mean = self._kept.offer(ask.after)
+            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), (mean,) if mean else ()))
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
         willing = not self._fetching and not self._worn(self._now)
         noted = tuple(
@@ -259,6 +286,11 @@ class Donor:
     def _worn(self, now: float) -> bool:
         """Whether its trainer has taken snapshots enough for now."""
         return len(self._taken) == MAX_SNAPSHOTS and now < self._taken[0] + SNAPSHOTS_SECONDS
+
+    @property
+    def _reading(self) -> set[bytes]:
+        """Digests of the images that someone downloads."""
+        return {asker.reading for asker in self._askers.values() if asker.reading}
 
     @property
     def _read(self) -> set[bytes]:

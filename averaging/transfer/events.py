@@ -79,6 +79,22 @@ class SnapshotReady:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanKept:
+    """A round has come to a mean, of `size` bytes, which leads on from the state `before`; the driver holds it."""
+
+    before: StateId
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeanReady:
+    """The driver has made an image of that mean."""
+
+    before: StateId
+    image: ImageId
+
+
+@dataclass(frozen=True, slots=True)
 class BodySent:
     """A body has left for a peer.
 
@@ -100,6 +116,8 @@ DonorEvent = (
     | FetchEnded
     | SnapshotTaken
     | SnapshotReady
+    | MeanKept
+    | MeanReady
     | BodySent
 )
 
@@ -127,7 +145,21 @@ class Release:
     image: ImageId
 
 
-DonorAction = Send | SendBody | Release
+@dataclass(frozen=True, slots=True)
+class MakeImage:
+    """Somebody missed the mean that leads on from this state: make an image of it; answer with `MeanReady`."""
+
+    before: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """That mean, and its image if there is one, are no longer kept."""
+
+    before: StateId
+
+
+DonorAction = Send | SendBody | Release | MakeImage | Drop
 
 
 # ---- a newcomer's ----
@@ -228,9 +260,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """There is no image to be had."""
+    """There is no image to be had.
+
+    Attributes:
+        reason: Why, in one line.
+        behind: Of a mean: how many peers are not as far as whoever asks for it.
+    """
 
     reason: str
+    behind: int = 0
 
 
 FetchAction = Send | Allocate | Finish | Fail

@@ -4,7 +4,8 @@ Theory of operation. It *asks* until most donors agree (`poll`); then it asks on
 which the agreed name of the image proves, and all of them for chunks (`sources`), each of which its digest proves. A
 donor that sends one wrong byte is barred; one that dies or stalls loses its chunks to the others, either way at once.
 If none is left it asks again, and goes on with what it has if the same image is offered. It ends with the whole image,
-or, at its timeout, with the reason why there is none.
+or, at its timeout, with the reason why there is none. A mean that was missed is had in the same way, or, as soon as all
+have answered, not at all (`missed`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.answers import Agreement
 from equipoise.averaging.transfer.events import (
     Allocate,
     AnswerReceived,
@@ -42,7 +45,8 @@ from equipoise.averaging.transfer.messages import (
     Refusal,
     ToDonor,
 )
-from equipoise.averaging.transfer.poll import Agreement, Poll
+from equipoise.averaging.transfer.missed import Missed
+from equipoise.averaging.transfer.poll import Poll
 from equipoise.averaging.transfer.sources import STALL_SECONDS, Sources
 
 ASK_AGAIN_SECONDS = 1.0
@@ -65,6 +69,7 @@ class Request:
         ticket: 8 random bytes.
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
+        after: A state: it is after the mean that leads on from there, and no snapshot.
     """
 
     run: str
@@ -72,6 +77,7 @@ class Request:
     ticket: bytes
     at_least: int
     limit: int
+    after: StateId | None = None
 
 
 class Fetch:
@@ -86,7 +92,7 @@ class Fetch:
         self._request = request
         self._timeout = timeout
         self._expires = now + timeout
-        self._poll = Poll(request.at_least)
+        self._poll = Poll(request.at_least) if request.after is None else Missed(request.after)
         self._agreement: Agreement | None = None
         self._sources: Sources | None = None
         self._image: ImageId | None = None
@@ -106,12 +112,13 @@ class Fetch:
     @property
     def standing(self) -> str:
         """What it is doing, in one line."""
+        what = "state" if self._request.after is None else "mean"
         if self._agreement is None or self._sources is None:
-            return f"fetching a state: {self._poll.standing}"
+            return f"fetching a {what}: {self._poll.standing}"
         offer, count = self._agreement.offer, len(self._sources.donors)
         done = offer.image.chunks - self._sources.left
         return (
-            f"fetching the state of epoch {offer.state.epoch}: {done} of {offer.image.chunks} MiB "
+            f"fetching the {what} of epoch {offer.state.epoch}: {done} of {offer.image.chunks} MiB "
             f"from {count} peers ({self._agreement.reason})"
         )
 
@@ -221,6 +228,8 @@ class Fetch:
     def _seek(self, now: float) -> list[FetchAction]:
         agreement = self._poll.agreement(now)
         if agreement is None:
+            if hopeless := self._poll.hopeless(now):
+                return self._fail(hopeless)
             if self._poll.wish(now):
                 self._ask_at = now
             return []
@@ -285,7 +294,10 @@ class Fetch:
     def _ask(self, peers: list[str]) -> list[FetchAction]:
         one = self._request
         wanted = self._poll.wanted if self._agreement is None else ()
-        return [self._say(peer, Ask(one.run, one.ticket, one.spec, one.at_least, wanted)) for peer in peers]
+        return [
+            self._say(peer, Ask(one.run, one.ticket, one.spec, one.at_least, wanted, one.after))
+            for peer in peers
+        ]
 
     def _changes_at(self, now: float) -> float:
         if self._agreement is None or self._sources is None:
@@ -300,7 +312,8 @@ class Fetch:
         return [*self._end(), finish]
 
     def _fail(self, reason: str) -> list[FetchAction]:
-        return [*self._end(), Fail("; ".join([reason, *self._notes]))]
+        behind = self._poll.behind if isinstance(self._poll, Missed) else 0
+        return [*self._end(), Fail("; ".join([reason, *self._notes]), behind)]
 
     def _end(self) -> list[FetchAction]:
         self.ended = True

@@ -3,7 +3,7 @@
 A newcomer sends `Ask` to every peer of its run and gets an `Answer` from each: now, and again whenever that peer would
 answer otherwise. When enough of them offer the same image it asks one for `AskDigests`, and all of them for
 `AskChunks`. Its ticket is in everything, so that what belongs to an earlier download, or answers nothing, is told
-apart.
+apart. Who has missed a mean, or a few, asks for each of those in the same way.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class MessageError(ValueError):
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
-    """A snapshot that a donor holds.
+    """A snapshot that a donor holds, or a mean.
 
     Attributes:
-        state: What it is a snapshot of.
+        state: What it is a snapshot of, or what the mean leads on from.
         image: Its bytes.
     """
 
@@ -48,7 +48,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """What have you of this run's state?
+    """What have you of this run's state? Or, with `after`: what came next?
 
     Attributes:
         run: Name of the run.
@@ -56,6 +56,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
         spec: Hash of the newcomer's RunSpec; only peers of the same spec are answered.
         at_least: The first epoch that is of use.
         wanted: Epochs of which the donor should take a snapshot, when it is there; empty only to hear what it has.
+        after: A state: what is wanted is no snapshot, but the mean that the group applied to it.
     """
 
     run: RunName
@@ -63,6 +64,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     spec: SpecHash
     at_least: Epoch
     wanted: Epochs = ()
+    after: StateId | None = None
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
@@ -73,7 +75,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
         ticket: Of the ask.
         epoch: Where this donor stands; None if it holds no state.
         noted: Those of the wanted epochs that it will take a snapshot of, or is just taking.
-        offers: The snapshots it holds, of epochs that are of use.
+        offers: The snapshots it holds, of epochs that are of use; or the mean that was asked for.
     """
 
     run: RunName

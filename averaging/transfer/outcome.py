@@ -1,9 +1,10 @@
-"""`FetchOutcome`: what a download came to, as a value."""
+"""`FetchOutcome` and `MeanOutcome`: what a download came to, as values."""
 
 from __future__ import annotations
 
 import msgspec
 
+from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 
 
@@ -17,6 +18,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
         size: Bytes of the image.
         sources: PeerID -> bytes that came from it.
         seconds: From the first question to the last byte.
+        behind: Of a mean that is not to be had: how many peers are not as far as this one.
     """
 
     ok: bool
@@ -25,3 +27,18 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 0
     sources: dict[str, int] = {}
     seconds: float = 0.0
+    behind: int = 0
+
+
+class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What it came to to look for a mean that was missed.
+
+    Attributes:
+        round: What the round came to, as those see it who did not miss it; not ok if its mean is not to be had.
+        sources: PeerID -> bytes that came from it.
+        behind: If not ok: how many peers are not as far as this one.
+    """
+
+    round: Outcome
+    sources: dict[str, int] = {}
+    behind: int = 0

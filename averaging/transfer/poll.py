@@ -12,16 +12,10 @@ doubles; where they are so slow that it would be long in coming, donors are aske
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 from equipoise.averaging.state import MAX_EPOCH
+from equipoise.averaging.transfer.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers, counted
 from equipoise.averaging.transfer.messages import Answer, Offer
-
-ANSWER_SECONDS = 1.0
-"""A peer that has not answered by then is not waited for; most answer within a round trip."""
-
-LONE_SECONDS = 3.0
-"""How long the others are waited for where only one has answered: a channel to them may have to be opened first."""
 
 PATIENCE_SECONDS = 5.0
 """How long those who have noted a wish may take longer than the first who fulfils it: to copy and digest an image."""
@@ -47,37 +41,12 @@ MAX_MARGIN = 64
 """Epochs between where donors stand and what they are asked for; at 10 ms a step that is more than half a second."""
 
 
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What is to be downloaded.
-
-    Attributes:
-        offer: The snapshot.
-        donors: PeerIDs of those who offer it.
-        reason: Why it is taken, in one line.
-    """
-
-    offer: Offer
-    donors: tuple[str, ...]
-    reason: str
-
-
-class Poll:
-    """The answers of a run's peers.
-
-    Attributes:
-        peers: Whom to ask.
-        barred: PeerID -> why nothing more is taken from it.
-        wanted: The epochs that donors are asked for; empty until it is known where they stand.
-    """
+class Poll(Answers):
+    """What is known of the snapshots of epoch `at_least` and later."""
 
     def __init__(self, at_least: int) -> None:
-        self.peers: dict[str, float] = {}
-        self.barred: dict[str, str] = {}
-        self.wanted: tuple[int, ...] = ()
+        super().__init__()
         self._at_least = at_least
-        self._answers: dict[str, Answer] = {}
-        self._silent: set[str] = set()
         self._moved: dict[str, tuple[int | None, float]] = {}
         self._since: dict[Offer, float] = {}
         self._margin = 1
@@ -85,48 +54,32 @@ class Poll:
         self._wished_at = 0.0
 
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
-        """Take note of the peers there are; return those that are new, which are asked now."""
-        self.peers = {peer: self.peers.get(peer, now) for peer in peers if peer not in self.barred}
-        self._answers = {peer: answer for peer, answer in self._answers.items() if peer in self.peers}
-        self._silent &= self.peers.keys()
+        """See `Answers`."""
+        new = super().see(peers, now)
         self._moved = {peer: moved for peer, moved in self._moved.items() if peer in self.peers}
-        return [peer for peer, since in self.peers.items() if since == now]
+        return new
 
     def hear(self, peer: str, answer: Answer, now: float) -> None:
-        """Take note of an answer."""
+        """See `Answers`."""
+        super().hear(peer, answer, now)
         if peer in self.peers:
-            self._answers[peer] = answer
             if peer not in self._moved or self._moved[peer][0] != answer.epoch:
                 self._moved[peer] = (answer.epoch, now)
-            self._silent.discard(peer)
             for offer in answer.offers:
                 self._since.setdefault(offer, now)
             offered = {offer for one in self._answers.values() for offer in one.offers}
             self._since = {offer: since for offer, since in self._since.items() if offer in offered}
 
-    def forget(self, peer: str) -> None:
-        """What it had answered holds no longer, and it is not waited for: it cannot be reached, or will not answer."""
-        self._answers.pop(peer, None)
-        self._silent.add(peer)
-
-    def bar(self, peer: str, reason: str) -> None:
-        """Take nothing from it any more."""
-        self.barred[peer] = reason
-        self.peers.pop(peer, None)
-        self._answers.pop(peer, None)
-
-    def offers(self, peer: str, offer: Offer) -> bool:
-        """Whether `peer` offers it."""
-        return peer in self._answers and offer in self._answers[peer].offers
-
     def deadline(self, now: float) -> float:
-        """When `agreement` or `wish` may come to another result without an answer."""
-        waits = [since for peer, since in self.peers.items() if peer not in self._answers]
-        times = [since + seconds for since in waits for seconds in (ANSWER_SECONDS, LONE_SECONDS)]
-        times += [since + PATIENCE_SECONDS for since in self._since.values()]
+        """See `Answers`."""
+        times = [since + PATIENCE_SECONDS for since in self._since.values()]
         times += [since + STUCK_SECONDS for _, since in self._moved.values()]
         times += [self._wished_at + SLOW_SECONDS, self._wished_at + self._rest]
-        return min((time for time in times if time > now), default=float("inf"))
+        return min([super().deadline(now), *(time for time in times if time > now)])
+
+    def hopeless(self, now: float) -> str:
+        """Nothing is: a snapshot may be taken at any time."""
+        return ""
 
     def agreement(self, now: float) -> Agreement | None:
         """What to download; None if that is not clear yet."""
@@ -148,7 +101,7 @@ class Poll:
         if len(voters) - len(moving) <= count:
             voters = moving
         if 2 * count > len(voters):
-            return self._agreed(offer, f"{count} of {_peers(len(voters))} with a state offer it")
+            return self._agreed(offer, f"{count} of {counted(len(voters))} with a state offer it")
         denied = max(
             (n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer),
             default=0,
@@ -159,7 +112,7 @@ class Poll:
         if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
             return None
         return self._agreed(
-            offer, f"{_peers(count)} of {len(self._voters)} offer it, the others none in time"
+            offer, f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
         )
 
     def wish(self, now: float) -> bool:
@@ -191,18 +144,13 @@ class Poll:
     @property
     def standing(self) -> str:
         """What is waited for, in one line."""
-        if not self.peers:
-            barred = "; ".join(f"{peer[-8:]}: {why}" for peer, why in self.barred.items())
-            return (
-                f"no other peer can be asked ({barred})" if barred else "no other peer of this run is known"
-            )
-        if not self._answers:
-            return f"none of {_peers(len(self.peers))} has answered"
+        if self._nobody:
+            return self._nobody
         if not self._voters:
             return (
-                f"{len(self._answers)} of {_peers(len(self.peers))} answered, and none holds a state of use"
+                f"{len(self._answers)} of {counted(len(self.peers))} answered, and none holds a state of use"
             )
-        offering = f"{self._offering} of {_peers(len(self._voters))} with a state"
+        offering = f"{self._offering} of {counted(len(self._voters))} with a state"
         if self._offering:
             return f"{offering} offer one, and they do not agree"
         wanted = f" of epoch {self.wanted[0]}" if self.wanted else f" of epoch {self._at_least} or later"
@@ -216,13 +164,6 @@ class Poll:
     @property
     def _offering(self) -> int:
         return sum(any(map(self._useful, self._answers[peer].offers)) for peer in self._voters)
-
-    def _settled(self, now: float, seconds: float = ANSWER_SECONDS) -> bool:
-        """Whether all have answered, or cannot, or have had so much time to."""
-        return all(
-            peer in self._answers or peer in self._silent or now >= since + seconds
-            for peer, since in self.peers.items()
-        )
 
     def _keeps_up(self, epoch: int | None) -> bool:
         return epoch is not None and epoch + LAG_EPOCHS >= self._at_least
@@ -256,10 +197,3 @@ class Poll:
     def _differ(self, epoch: int) -> bool:
         offers = {offer for peer in self._voters for offer in self._answers[peer].offers}
         return sum(offer.state.epoch == epoch for offer in offers) > 1
-
-    def _agreed(self, offer: Offer, reason: str) -> Agreement:
-        return Agreement(offer, tuple(peer for peer in self.peers if self.offers(peer, offer)), reason)
-
-
-def _peers(count: int) -> str:
-    return f"{count} peer" if count == 1 else f"{count} peers"

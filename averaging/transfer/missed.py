@@ -1,0 +1,70 @@
+"""Which mean one that missed it takes: decided from what the peers answer, and in no more time than that takes.
+
+Whoever holds the state after is asked for what led there. A mean is taken if most of those offer it who have a say:
+who keep one that leads on from that state, or stand at it themselves, and so know that nothing came of the round. Who
+is further and keeps it no longer has none. What is taken is proved later, by who knows which state it must lead to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.answers import LONE_SECONDS, Agreement, Answers, counted
+from equipoise.averaging.transfer.messages import Offer
+
+
+class Missed(Answers):
+    """What is known of the mean that leads on from `after`."""
+
+    def __init__(self, after: StateId) -> None:
+        super().__init__()
+        self._after = after
+
+    @property
+    def behind(self) -> int:
+        """How many of those who answered are not as far as whoever asks, or look for the state themselves."""
+        epochs = [answer.epoch for answer in self._answers.values()]
+        return sum(epoch is None or epoch < self._after.epoch for epoch in epochs)
+
+    def agreement(self, now: float) -> Agreement | None:
+        """What to download; None if that is not clear yet, or nobody keeps it."""
+        if not self._tally:
+            return None
+        offer, count = max(self._tally.items(), key=lambda item: (item[1], item[0].image.digest))
+        if 2 * count <= len(self.peers) and not self._settled(now):
+            return None
+        voters = self._tally.total() + self._standing
+        if 2 * count <= voters:
+            return None
+        return self._agreed(offer, f"{count} of {counted(voters)} with a say offer it")
+
+    def hopeless(self, now: float) -> str:
+        """Why it cannot be had, one line; empty as long as it may."""
+        return self.standing if self._settled(now, LONE_SECONDS) else ""
+
+    def wish(self, now: float) -> bool:
+        """Nothing is wished for: a mean is kept, or it is not."""
+        return False
+
+    @property
+    def standing(self) -> str:
+        """What is waited for, in one line."""
+        if self._nobody:
+            return self._nobody
+        offering = self._tally.total()
+        if not offering:
+            return f"none of {counted(len(self._answers))} that answered keeps the mean after epoch {self._after.epoch}"
+        say = counted(offering + self._standing)
+        return f"{offering} of {say} with a say offer the mean after epoch {self._after.epoch}, not most the same"
+
+    @property
+    def _tally(self) -> Counter[Offer]:
+        return Counter(
+            offer for one in self._answers.values() for offer in one.offers[:1] if offer.state == self._after
+        )
+
+    @property
+    def _standing(self) -> int:
+        """How many stand at that state, as far as an epoch tells."""
+        return sum(one.epoch == self._after.epoch and not one.offers for one in self._answers.values())

@@ -1,0 +1,266 @@
+"""A mean that was missed: kept by those who have it, and proved by who asks for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from equipoise.averaging.aio import keeping
+from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.image import ImageId
+from equipoise.averaging.transfer.kept import KEPT_BYTES, KEPT_MEANS, Kept
+from equipoise.averaging.transfer.mean import EncodedMean, MeanError
+from equipoise.averaging.transfer.missed import Missed
+from fakes.cluster import Cluster
+from fakes.memory import FakeIdentity
+from fakes.transfer import answer, offer_of
+
+SIZE = 3_000_000
+SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}), codec="int8")
+BEFORE = StateId(7, "ab" * 32)
+OTHER = StateId(7, "cd" * 32)
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.stop()
+
+
+async def rounds(
+    cluster: Cluster, names: str, state: StateId, weight: float = 1.0
+) -> list[tuple[Outcome, torch.Tensor]]:
+    """One round of these peers, who hold that state."""
+
+    async def one(name: str) -> tuple[Outcome, torch.Tensor]:
+        result = torch.empty(SIZE)
+        values = torch.randn(SIZE, generator=torch.Generator().manual_seed(ord(name)))
+        run = cluster.hubs[name]._runs[SPEC.name]
+        return await run.average(values, result, weight, 20.0, state), result
+
+    return await asyncio.gather(*map(one, names))
+
+
+async def recovered(
+    transfer: Transfer, after: StateId = BEFORE
+) -> tuple[keeping.Outcome, torch.Tensor, dict[str, int]]:
+    result = torch.empty(SIZE)
+    got = await transfer.recover(after, 20.0, result)
+    return got.round, result, got.sources
+
+
+async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    (outcome, mean), *_ = await rounds(cluster, "abc", BEFORE)
+    assert outcome.ok, outcome.reason
+    (late,) = await cluster.add("d", spec=SPEC)
+    found, result, sources = await recovered(late)
+    assert found.ok, found.reason
+    assert found.digest == outcome.digest
+    assert found.contributors == outcome.contributors
+    assert found.group == outcome.group
+    assert found.state == BEFORE
+    assert torch.equal(result, mean)
+    assert len(sources) > 1
+
+
+async def test_members_have_it_too_and_see_whether_they_contributed(cluster: Cluster) -> None:
+    *_, third = await cluster.add("a", "b", "c", spec=SPEC)
+    await rounds(cluster, "abc", BEFORE)
+    found, _, _ = await recovered(third)
+    assert found.counted("c")
+
+
+async def test_what_nobody_keeps_is_not_waited_for(cluster: Cluster) -> None:
+    *_, third = await cluster.add("a", "b", "c", spec=SPEC)
+    found, _, _ = await recovered(third)
+    assert not found.ok
+    assert found.reason == "none of 2 peers that answered keeps the mean after epoch 7"
+    await rounds(cluster, "abc", BEFORE)
+    found, _, _ = await recovered(third, OTHER)
+    assert not found.ok
+
+
+async def test_it_tells_how_many_are_behind(cluster: Cluster) -> None:
+    one, other, last = await cluster.add("a", "b", "c", spec=SPEC)
+    one.reach(7)
+    other.reach(6)
+    got = await last.recover(BEFORE, 20.0, torch.empty(SIZE))
+    assert got.behind == 1
+
+
+async def test_a_donor_that_lies_is_found_out_and_the_others_make_it_good(cluster: Cluster) -> None:
+    liar, *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
+    (_, mean), *_ = await rounds(cluster, "abc", BEFORE)
+    kept = liar._means[BEFORE]
+    assert isinstance(kept, EncodedMean)
+    bent = bytearray(kept.parts[0])
+    bent[-1] ^= 1
+    liar._means[BEFORE] = EncodedMean(kept.manifest, kept.contributors, (memoryview(bent), *kept.parts[1:]))
+    found, result, sources = await recovered(last)
+    assert found.ok, found.reason
+    assert torch.equal(result, mean)
+    assert set(sources) == {"b", "c"}
+
+
+async def test_a_donor_that_dies_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
+    *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
+    (_, mean), *_ = await rounds(cluster, "abc", BEFORE)
+    recovering = asyncio.create_task(recovered(last))
+    while last._download is None or not last._download._memory:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    cluster.net.kill("b")
+    found, result, _ = await recovering
+    assert found.ok, found.reason
+    assert torch.equal(result, mean)
+
+
+async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
+    keeper, _ = await cluster.add("a", "b", spec=SPEC)
+    (outcome, _), *_ = await rounds(cluster, "ab", BEFORE)
+    mean = keeper._means[BEFORE]
+    assert isinstance(mean, EncodedMean)
+    image = mean.image()
+    assert len(image) <= keeping.most_bytes(SPEC)
+    verify, result = FakeIdentity("c").verify, torch.empty(SIZE)
+
+    def digest(changed: bytes) -> str:
+        try:
+            return keeping.decode(memoryview(changed), SPEC, BEFORE, verify, result).digest
+        except MeanError:
+            return ""
+
+    assert digest(image) == outcome.digest
+    head = len(image) - mean.size
+    for at in [*range(0, head, 7), *range(head, len(image), len(image) // 16), len(image) - 1]:
+        changed = bytearray(image)
+        changed[at] ^= 0x10
+        assert digest(bytes(changed)) != outcome.digest, at
+    for length in (0, 3, head - 1, head, len(image) - 1):
+        assert digest(image[:length]) == ""
+    assert digest(image + b"x") == ""
+
+
+async def test_it_is_no_mean_of_another_state_or_run(cluster: Cluster) -> None:
+    keeper, _ = await cluster.add("a", "b", spec=SPEC)
+    await rounds(cluster, "ab", BEFORE)
+    mean = keeper._means[BEFORE]
+    assert isinstance(mean, EncodedMean)
+    image, verify = memoryview(mean.image()), FakeIdentity("c").verify
+    with pytest.raises(MeanError, match="after epoch 7"):
+        keeping.decode(image, SPEC, OTHER, verify, torch.empty(SIZE))
+    other = RunSpec.create("other/step", SPEC.schema)
+    with pytest.raises(MeanError, match="spec"):
+        keeping.decode(image, other, BEFORE, verify, torch.empty(SIZE))
+
+
+async def test_rounds_without_a_state_are_not_kept(cluster: Cluster) -> None:
+    keeper, _ = await cluster.add("a", "b", spec=SPEC)
+    await asyncio.gather(
+        *(
+            cluster.hubs[name]._runs[SPEC.name].average(torch.ones(SIZE), torch.empty(SIZE), 1.0, 20.0)
+            for name in "ab"
+        )
+    )
+    assert not keeper._means
+
+
+# ---- what is kept ----
+
+
+def state(epoch: int) -> StateId:
+    return StateId(epoch, f"{epoch:064x}")
+
+
+def test_the_last_few_are_kept() -> None:
+    kept = Kept()
+    gone = [one for epoch in range(KEPT_MEANS + 2) for one in kept.keep(state(epoch), 100, ())]
+    assert gone == [state(0), state(1)]
+
+
+def test_no_more_than_so_many_bytes_are_kept_but_always_the_last() -> None:
+    kept = Kept()
+    assert kept.keep(state(0), KEPT_BYTES // 2, ()) == []
+    assert kept.keep(state(1), KEPT_BYTES // 2, ()) == []
+    assert kept.keep(state(2), 1, ()) == [state(0)]
+    assert kept.keep(state(3), 2 * KEPT_BYTES, ()) == [state(1), state(2)]
+
+
+def test_what_is_being_downloaded_goes_last() -> None:
+    kept = Kept()
+    kept.keep(state(0), KEPT_BYTES // 2, ())
+    kept.keep(state(1), KEPT_BYTES // 2, ())
+    image = ImageId(b"d" * 32, 100)
+    assert kept.lacks_image(state(0))
+    assert kept.begins_image(state(0))
+    assert not kept.begins_image(state(0))
+    assert kept.ready(state(0), image)
+    assert not kept.lacks_image(state(0))
+    assert kept.keep(state(2), 1, {image.digest}) == [state(1)]
+    assert kept.find(image.digest) == kept.offer(state(0))
+    assert kept.keep(state(3), KEPT_BYTES, {image.digest}) == [state(2), state(0)]
+    assert not kept.ready(state(0), image)
+
+
+# ---- whom to believe ----
+
+
+def seen(*peers: str) -> Missed:
+    missed = Missed(offer_of(7).state)
+    missed.see(peers, 0.0)
+    return missed
+
+
+def test_most_of_those_with_a_say_decide() -> None:
+    missed = seen("a", "b", "c")
+    missed.hear("a", answer(8, offer_of(7)), 0.1)
+    assert missed.agreement(0.1) is None
+    missed.hear("b", answer(8, offer_of(7, kind=1)), 0.1)
+    assert missed.agreement(0.1) is None
+    missed.hear("c", answer(8, offer_of(7)), 0.1)
+    agreement = missed.agreement(0.1)
+    assert agreement is not None
+    assert agreement.offer == offer_of(7)
+    assert agreement.donors == ("a", "c")
+
+
+def test_those_who_stand_where_it_stands_say_that_there_was_none() -> None:
+    missed = seen("liar", "b", "c")
+    missed.hear("liar", answer(8, offer_of(7)), 0.1)
+    missed.hear("b", answer(7), 0.1)
+    assert missed.agreement(1.5) is None
+    assert not missed.hopeless(1.5)
+    assert "not most the same" in missed.hopeless(3.5)
+    missed.hear("c", answer(7), 0.1)
+    assert missed.hopeless(0.1)
+
+
+def test_those_who_are_further_and_keep_it_no_longer_have_no_say() -> None:
+    missed = seen("a", "b", "c")
+    missed.hear("a", answer(30), 0.1)
+    missed.hear("b", answer(30), 0.1)
+    missed.hear("c", answer(9, offer_of(7)), 0.1)
+    assert missed.agreement(0.1) is not None
+
+
+def test_who_offers_what_nobody_asked_for_offers_nothing() -> None:
+    missed = seen("a")
+    missed.hear("a", answer(9, offer_of(6)), 0.1)
+    assert missed.agreement(0.1) is None
+    assert missed.hopeless(0.1)
+
+
+def test_nobody_is_nobody() -> None:
+    assert seen().hopeless(0.0) == "no other peer of this run is known"
+    missed = seen("a")
+    assert not missed.hopeless(0.1)
+    missed.forget("a")
+    assert missed.hopeless(0.1) == "none of 1 peer has answered"
