@@ -30,6 +30,7 @@ from equipoise.averaging.matchmaking.events import (
     MessageReceived,
     PeerLost,
     RoundEnded,
+    RoundHeard,
     Send,
     Withdrew,
     Woke,
@@ -363,6 +364,11 @@ class Averager:
         """The channel with a peer has broken."""
         self._tell(PeerLost(peer))
         self._compare(PeerLost(peer))
+
+    def speaks_of_a_round(self, peer: str) -> None:
+        """A peer has said something in a round that this daemon knows nothing of."""
+        if self._formed is not None:
+            self._tell(RoundHeard(peer))
 
     def _compare(self, event: Event) -> None:
         before = self._comparing.reason

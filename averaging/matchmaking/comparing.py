@@ -35,10 +35,11 @@ ANSWERS_SECONDS = 1.0
 
 
 class _Stranger(msgspec.Struct):
-    """A peer of another spec."""
+    """A peer of another spec; `came_first` if this peer's first look at the directory has shown it."""
 
     spec: str
     reachable: bool
+    came_first: bool
     asked: int = 0
     tensor: int = 0
     ask_at: float = float("-inf")
@@ -57,6 +58,7 @@ class Comparing:
         self._own = describe(spec)
         self._strangers: dict[str, _Stranger] = {}
         self._alike = 0
+        self._seen = False
         self._answers = 0
         self._answers_since = now
         self._out: list[Send] = []
@@ -95,11 +97,14 @@ class Comparing:
         It should not where the live peers that agree on something else are more than those that agree with it, itself
         counted; of one against one the later should not. So the first is never turned away by those who come with a
         mistake, nor the many by one that is hostile; and the dead, who do not answer, have no say.
+
+        How long it has been there a peer can but claim. Of one alone it counts only if this peer has seen it there at
+        its first look, before anybody knew of this peer: a name is his who was first, which nobody can become later.
         """
         live = [one for one in self._strangers.values() if one.there_since is not None]
         for spec, count in Counter(one.spec for one in live).most_common():
             same = [one for one in live if one.spec == spec]
-            earlier = any(one.there_since < self._began for one in same if one.there_since is not None)
+            earlier = any(one.came_first and (one.there_since or 0.0) < self._began for one in same)
             if count > 1 + self._alike or (count == 1 and not self._alike and earlier):
                 who = "a peer that is there has" if count == 1 else f"{count} peers that are there have"
                 return f"{who} another spec: {same[0].difference}"
@@ -130,9 +135,10 @@ class Comparing:
         for peer in kept[:MAX_STRANGERS]:
             before, seen = known.get(peer), strangers[peer]
             if before is None or before.spec != seen.spec:
-                before = _Stranger(seen.spec, seen.dialable)
+                before = _Stranger(seen.spec, seen.dialable, came_first=not self._seen)
             before.reachable = before.reachable or seen.dialable
             self._strangers[peer] = before
+        self._seen = True
 
     def _answer(self, peer: str, question: SpecQuestion, now: float) -> None:
         if now - self._answers_since >= ANSWERS_SECONDS:

@@ -6,7 +6,8 @@ notices and asks the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.gathering import Closing, Gathering, Outlook, Parked
@@ -29,7 +30,12 @@ MAX_GATHERINGS = 4
 """Rounds gathered at once: this one, and the next ones of groups that are ahead."""
 
 CLOSED_KEPT = 4
-"""Closed groups remembered, to send a manifest again to a member that lost it, and to tell the late."""
+"""Groups remembered that were closed here, or formed with this peer: to send a manifest again to a member that it has
+not reached, and to tell the late."""
+
+STRANGERS_SECONDS = 30.0
+"""After a look at the directory that showed none of the strangers for whom it was made, a group does not wait for such
+looks for so long: anybody can sign a join, and one who is in no directory would hold up every round."""
 
 MAX_NAMED = 3
 """Peers that a reason names; a line of text is to be read."""
@@ -43,6 +49,7 @@ class _Closed:
     formed: GroupFormed
     began: float
     awaited: set[str]
+    reminded: set[str] = field(default_factory=set)
 
 
 class Convening:
@@ -56,6 +63,8 @@ class Convening:
         self._elsewhere: str | None = None
         self._redirects = True
         self._seen_at = float("-inf")
+        self._unknown: set[str] = set()
+        self._looks_from = float("-inf")
 
     @property
     def gathering(self) -> bool:
@@ -82,11 +91,11 @@ class Convening:
         return f"this peer convenes: {ready} of {target} are in{waits}; {self._standing.lateness.reason}"
 
     def has_closed(self, round: int) -> bool:
-        """Whether a group of this round has been closed here."""
+        """Whether a group of this round has been closed here, or formed with this peer."""
         return round in self._closed
 
     def has_strangers(self, now: float) -> bool:
-        """Whether joins are parked here whose peers the latest view of the directory could not show."""
+        """Whether a look at the directory is due, for joins whose peers the latest one could not show."""
         return any(self._outlook(each, now).strangers for each in self._gatherings.values())
 
     def note_own(self, convener: str | None, redirects: bool) -> None:
@@ -125,15 +134,35 @@ class Convening:
 
     def settle(self, now: float) -> tuple[Manifest, str] | None:
         """Hand on, and close; returns the manifest of the group that this peer is in, if one closed, and why."""
+        self._standing.roster.lose_silent(now)
         if self._standing.roster.seen_at != self._seen_at:
             self._seen_at = self._standing.roster.seen_at
+            if self._unknown and not any(map(self._standing.roster.knows, self._unknown)):
+                self._looks_from = now + STRANGERS_SECONDS
             self._hand_on(now)
         own = None
         for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
-            closing = gathering.decide(self._outlook(gathering, now), now)
+            outlook = self._outlook(gathering, now)
+            gathering.catch_up(outlook, now)
+            closing = gathering.decide(outlook, now)
             if closing is not None:
                 own = self._close(gathering, closing, now) or own
+        joins = (peer for gathering in self._gatherings.values() for peer in gathering.parked)
+        self._unknown = {peer for peer in joins if not self._standing.roster.knows(peer)}
         return own
+
+    def remember(self, formed: GroupFormed, began: float, awaited: Iterable[str] = ()) -> None:
+        """Keep a group: whoever convened it may not live to tell every member."""
+        self._closed[formed.manifest.round] = _Closed(formed, began, set(awaited))
+        while len(self._closed) > CLOSED_KEPT:
+            del self._closed[min(self._closed)]
+
+    def remind(self, peer: str, round: int) -> None:
+        """Send the group of a round, once more, to a member that says it has not begun it."""
+        closed = self._closed.get(round)
+        if closed and peer in closed.formed.manifest.peers and peer not in closed.reminded:
+            closed.reminded.add(peer)
+            self._standing.send(peer, closed.formed)
 
     def end_rounds_gone(self) -> None:
         """Tell those who are parked for rounds that are over here."""
@@ -150,6 +179,7 @@ class Convening:
             outlook = self._outlook(gathering, now)
             for peer in self._standing.roster.dialable_others(gathering.invite(outlook, now), now):
                 self._standing.roster.doubt(peer, now)
+                self._standing.roster.ask(peer, now)
                 self._standing.send(peer, Invitation(self._standing.run, gathering.round))
             told = gathering.speak(outlook, now)
             for parked in told:
@@ -163,7 +193,8 @@ class Convening:
     def deadline(self, now: float) -> float:
         """When something is to be decided or said; infinity if nobody is parked."""
         each = self._gatherings.values()
-        return min((one.deadline(self._outlook(one, now)) for one in each), default=float("inf"))
+        due = min((one.deadline(self._outlook(one, now)) for one in each), default=float("inf"))
+        return min(due, self._standing.roster.silent_at)
 
     def _objection(self, peer: str, request: JoinRequest, now: float) -> JoinRefused | None:
         standing, join = self._standing, request.join
@@ -228,7 +259,7 @@ class Convening:
         expected = roster.expected(gathering.round, now)
         if self._elsewhere is not None:
             expected.discard(self._standing.peer)
-        strangers = any(
+        strangers = now >= self._looks_from and any(
             not roster.knows(peer) and parked.arrived >= roster.seen_at
             for peer, parked in gathering.parked.items()
         )
@@ -250,7 +281,7 @@ class Convening:
                 self._refuse(join, Why.FULL, detail, join.round + 1)
         self._owe(closing)
         del self._gatherings[gathering.round]
-        self._remember(formed, closing.began)
+        self.remember(formed, closing.began, closing.absent)
         standing.learn(formed)
         return (manifest, reason) if standing.peer in manifest.peers else None
 
@@ -260,11 +291,6 @@ class Convening:
         self._owed.update(dict.fromkeys(join.peer for join in closing.left_over))
         while len(self._owed) > MAX_OWED:
             del self._owed[next(iter(self._owed))]
-
-    def _remember(self, formed: GroupFormed, began: float) -> None:
-        self._closed[formed.manifest.round] = _Closed(formed, began, set(formed.absent))
-        while len(self._closed) > CLOSED_KEPT:
-            del self._closed[min(self._closed)]
 
     def _gathering(self, round: int) -> Gathering:
         if round not in self._gatherings:

@@ -55,6 +55,13 @@ class MessageReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundHeard:
+    """`peer` speaks of a round whose manifest has not come here: its convener may have died before it told all."""
+
+    peer: str
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """A channel to `peer` broke, could not be opened, or a `Send` to it failed, and no newer channel to it is open."""
 
@@ -73,7 +80,7 @@ class RoundEnded:
     round: int
 
 
-Event = CandidatesSeen | BecameReady | Withdrew | MessageReceived | PeerLost | Woke | RoundEnded
+Event = CandidatesSeen | BecameReady | Withdrew | MessageReceived | RoundHeard | PeerLost | Woke | RoundEnded
 
 
 @dataclass(frozen=True, slots=True)

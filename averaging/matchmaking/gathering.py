@@ -8,15 +8,21 @@ import msgspec
 
 from equipoise.averaging.manifest import Join, shortfall
 
-KEEPALIVE = 0.4
+KEEPALIVE = 0.2
 """Seconds between words to those who are parked, 100 bytes each: they must know that the convener lives. With the time
-that they wait for an overdue word, it is how long a convener that stops can hold them: less than 2.5 s."""
+that they wait for an overdue word, it is how long a convener that stops can hold them; of the two this is the cheaper
+to keep small, for the other is how long a busy one may pause."""
+
+OVERDUE_SECONDS = 1.8
+"""Silence beyond the promised word after which a convener has stopped: busy cores have held up a live one for a second.
+Both and a round must fit the 2.5 s in which a group is done without one that stopped."""
 
 INVITE_SECONDS = 0.5
 """After waiting this long a convener asks those who are missing whether they are there: the dead are found out then."""
 
 GRACE = 0.25
-"""Seconds that a group whose members are short of time stays open after its latest join, for those close behind."""
+"""Seconds that a group whose members are short of time stays open after its latest join, for those close behind; and
+one whose convener has stood still, for what was sent meanwhile."""
 
 PATIENCE_SPENT = 0.5
 """A group closes when half its joins have waited this part of what they are going to wait at all: the round itself
@@ -56,7 +62,7 @@ class Outlook(msgspec.Struct, frozen=True):
         expected: Those of it worth waiting for.
         wait: Seconds to wait beyond the first.
         why_wait: Why it is that long.
-        strangers: Whether some joins came from peers that the latest view of the directory could not have had.
+        strangers: Whether to wait for a look at the directory: joins came from peers that the latest could not show.
     """
 
     group: Set[str]
@@ -77,6 +83,7 @@ class Gathering:
         self._opened: float | None = None
         self._told_at = float("-inf")
         self._invited = False
+        self._closes_from = float("-inf")
 
     def park(self, parked: Parked) -> bool:
         """Take a join, in place of an earlier one of the same peer; False if there is no room."""
@@ -84,8 +91,8 @@ class Gathering:
         before = self.parked.get(peer)
         if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._group_size:
             return False
-        if before is not None and before.join == parked.join:
-            parked.arrived = before.arrived
+        if before is not None:
+            parked.arrived = before.arrived  # Or one could put off the end by joining again and again.
         self.parked[peer] = parked
         if len(self.parked) == 1:
             self._told_at = parked.arrived
@@ -123,10 +130,22 @@ class Gathering:
         """Whether those who are parked could not be a group."""
         return bool(shortfall(self._choose(outlook)))
 
+    def catch_up(self, outlook: Outlook, now: float) -> None:
+        """See whether this peer itself has stood still: that was nobody else's lateness.
+
+        What others sent meanwhile is still to be handled. To close at once would leave out who was in time, or would
+        have members that have left for good reason.
+        """
+        held_up = now - self.promise(outlook) if self.parked else 0.0
+        if held_up >= GRACE and self._opened is not None:
+            self._opened = min(self._opened + held_up, now)
+        if held_up >= OVERDUE_SECONDS:
+            self._closes_from = now + GRACE
+
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
         """Close now, with a reason, or not yet."""
         members = self._choose(outlook)
-        if shortfall(members):
+        if shortfall(members) or now < self._closes_from:
             return None
         missing = outlook.expected - self.parked.keys()
         if not missing and len(members) == self._group_size:

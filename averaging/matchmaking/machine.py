@@ -23,6 +23,7 @@ from equipoise.averaging.matchmaking.events import (
     MessageReceived,
     PeerLost,
     RoundEnded,
+    RoundHeard,
     Withdrew,
     Woke,
 )
@@ -35,6 +36,7 @@ from equipoise.averaging.matchmaking.messages import (
     LeaveRequest,
     Whereabouts,
 )
+from equipoise.averaging.matchmaking.notices import Notices
 from equipoise.averaging.matchmaking.seeking import Seeking
 from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
@@ -66,6 +68,7 @@ class Matchmaking:
         self._standing = standing
         self._convening = Convening(standing)
         self._seeking = Seeking(standing, self._convening)
+        self._notices = Notices()
         self._exchanging: Manifest | None = None
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")
@@ -140,6 +143,9 @@ class Matchmaking:
             case MessageReceived(peer, message):
                 self._standing.roster.hear(peer)
                 self._receive(peer, message, now)
+            case RoundHeard(peer):
+                self._standing.roster.hear(peer)
+                self._seeking.missed(peer, now)
             case PeerLost(peer):
                 self._convening.drop(peer)
                 self._lose(peer, now)
@@ -177,10 +183,13 @@ class Matchmaking:
                 self._standing.send(peer, Whereabouts(self._standing.run, self._standing.round))
                 self._seeking.invited(peer, message.round, now)
             case Whereabouts():
+                self._convening.remind(peer, message.round)
                 if self._standing.within_reach(message.round, now):
                     self._standing.roster.advance(peer, message.round)
 
     def _take_manifest(self, peer: str, message: GroupFormed, now: float) -> None:
+        if self._standing.roster.shuns(peer, now):
+            return
         try:
             manifest = self._seeking.formed(message)
             if manifest is None:
@@ -191,6 +200,7 @@ class Matchmaking:
             self._seeking.give_up(peer, now)
             return
         self._standing.learn(message)
+        self._convening.remember(message, now)
         self._begin_round(manifest, message.reason)
 
     def _take_notice(self, peer: str, message: GroupFormed, now: float) -> None:
@@ -202,6 +212,8 @@ class Matchmaking:
         standing, manifest = self._standing, message.manifest
         late = manifest.round < standing.round or not standing.within_reach(manifest.round, now)
         if late or standing.peer in manifest.peers or not standing.roster.knows(peer):
+            return
+        if not self._notices.admits(peer, now):
             return
         manifest.check(standing.verify, spec=standing.spec, group_size=standing.group_size, own=None)
         standing.learn_members(manifest)

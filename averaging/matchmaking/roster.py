@@ -24,6 +24,17 @@ DOUBT_SECONDS = 10.0
 """A peer whose channel broke, and again within this time, cannot be reached: opening one to a machine that has gone may
 take a transport most of it."""
 
+SILENT_SECONDS = 1.3
+"""A peer that was asked whether it is there, and says nothing for so long, has stopped or cannot be reached: a live one
+answers in one round trip, whatever its trainer does, or in a second on busy cores. With the half second before it is
+asked, and a round, it fits the 2.5 s in which a group is done without one that stopped."""
+
+SHUN_SECONDS = 30.0
+"""A convener that has cost more time than an honest one could is left alone this long, whatever it says meanwhile."""
+
+MAX_SHUNNED = 64
+"""Conveners shunned at once; the one shunned longest ago is given another chance."""
+
 MISSES = 2
 """A peer waited for in vain in this many rounds running is not waited for again until it shows itself."""
 
@@ -45,6 +56,7 @@ class _Other(msgspec.Struct):
     losses: int = 0
     doubted_at: float = float("-inf")
     suspect_until: float = float("-inf")
+    asked_at: float = float("inf")
 
 
 class Roster:
@@ -60,6 +72,7 @@ class Roster:
         self._spec = spec
         self._group_size = group_size
         self._others: dict[str, _Other] = {}
+        self._shunned: dict[str, float] = {}
         self._plans: dict[int, Groups] = {}
         self._orders: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
@@ -105,6 +118,36 @@ class Roster:
         other = self._others.get(peer)
         if other is not None:
             other.suspect_until, other.losses, other.doubted_at = float("-inf"), 0, float("-inf")
+            other.asked_at = float("inf")
+
+    def ask(self, peer: str, now: float) -> None:
+        """Note that the peer is asked whether it is there."""
+        other = self._others.get(peer)
+        if other is not None:
+            other.asked_at = min(other.asked_at, now)
+
+    def lose_silent(self, now: float) -> None:
+        """Lose those who were asked and have said nothing for too long."""
+        for peer, other in self._others.items():
+            if now >= other.asked_at + SILENT_SECONDS:
+                other.asked_at = float("inf")
+                self.lose(peer, now)
+
+    @property
+    def silent_at(self) -> float:
+        """When someone who was asked will have been silent for too long; infinity if nobody was."""
+        return min((one.asked_at for one in self._others.values()), default=float("inf")) + SILENT_SECONDS
+
+    def shun(self, peer: str, now: float) -> None:
+        """Let this peer convene nothing for a while, alive or not, nor wait for it."""
+        self._shunned.pop(peer, None)
+        self._shunned[peer] = now + SHUN_SECONDS
+        if len(self._shunned) > MAX_SHUNNED:
+            del self._shunned[next(iter(self._shunned))]
+
+    def shuns(self, peer: str, now: float) -> bool:
+        """Whether the peer may convene nothing for now."""
+        return now < self._shunned.get(peer, float("-inf"))
 
     def welcome(self, peer: str, round: int) -> None:
         """Note that the peer takes part, and that its next round is no earlier than `round`."""
@@ -156,7 +199,7 @@ class Roster:
         return {
             peer
             for peer in self.group(self.peer, round)
-            if self.alive(peer, now) and self._may_come(peer, round)
+            if self.alive(peer, now) and not self.shuns(peer, now) and self._may_come(peer, round)
         }
 
     def convener(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:
@@ -169,7 +212,8 @@ class Roster:
             anywhere: Take the first of the whole run, where those meet whose own group did not come about.
 
         Returns:
-            A PeerID, maybe this peer's or `peer` itself; None if nobody that is alive can be dialled.
+            A PeerID, maybe this peer's or `peer` itself; None if nobody that is alive can be dialled. One that is
+            shunned only if there is nobody else.
         """
         group = self.group(peer, round)
         everyone = tuple(one for each in self.plan(round) for one in each)
@@ -186,9 +230,9 @@ class Roster:
         """Those of `peers`, but this one, that are alive and can be dialled."""
         return [peer for peer in peers if peer != self.peer and self._able(peer, now)]
 
-    def mate_ready(self, round: int, now: float) -> bool:
-        """Whether a live other of this peer's planned group says that it is ready."""
-        mates = (one for one in self.group(self.peer, round) if one != self.peer)
+    def mate_ready(self, round: int, now: float, but: str | None = None) -> bool:
+        """Whether a live other of this peer's planned group, `but` left out, says that it is ready."""
+        mates = (one for one in self.group(self.peer, round) if one not in (self.peer, but))
         return any(self.alive(one, now) and self._others[one].ready for one in mates)
 
     def believed_round(self, now: float) -> int | None:
@@ -218,7 +262,13 @@ class Roster:
 
     def _first(self, round: int, pool: tuple[str, ...], now: float, barred: str | None = None) -> str | None:
         order = self._order(round, pool)
-        return next((one for one in order if one != barred and self._able(one, now)), None)
+        shunned = None
+        for one in order:
+            if one != barred and self._able(one, now):
+                if not self.shuns(one, now):
+                    return one
+                shunned = shunned or one
+        return shunned
 
     def _may_come(self, peer: str, round: int) -> bool:
         if peer == self.peer:
@@ -243,12 +293,10 @@ def _merge(known: _Other | None, seen: Candidate) -> _Other:
     if known is None:
         return _Other(seen.ready, seen.round, seen.dialable)
     shows_itself = (seen.ready and not known.ready) or seen.round > known.round
-    return _Other(
+    return msgspec.structs.replace(
+        known,
         ready=seen.ready,
         round=max(seen.round, known.round),
         dialable=seen.dialable,
         misses=0 if shows_itself else known.misses,
-        losses=known.losses,
-        suspect_until=known.suspect_until,
-        doubted_at=known.doubted_at,
     )

@@ -7,6 +7,7 @@ from collections import deque
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
 from equipoise.averaging.matchmaking.convening import Convening
 from equipoise.averaging.matchmaking.events import BecameReady
+from equipoise.averaging.matchmaking.gathering import KEEPALIVE, OVERDUE_SECONDS
 from equipoise.averaging.matchmaking.lateness import MAX_WAIT
 from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
@@ -16,23 +17,30 @@ from equipoise.averaging.matchmaking.messages import (
     JoinRefused,
     JoinRequest,
     LeaveRequest,
+    Whereabouts,
     Why,
 )
 from equipoise.averaging.matchmaking.roster import LEAP
 from equipoise.averaging.matchmaking.standing import Standing
 
-REPLY_SECONDS = 2.0
-"""An answer that takes longer does not come: the same bound by which a stalled member of a round is noticed."""
+REPLY_SECONDS = 1.9
+"""An answer that takes longer does not come: about as long as a convener that has answered may be silent."""
 
-OVERDUE_SECONDS = 1.7
-"""Silence beyond the promised word after which a convener has stopped: busy cores have held up a live one for a second;
-promise, this and a round must fit the 2.5 s in which a group is done without one that stopped."""
+HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
+"""What one convener may cost a search in all: the longest that an honest one waits once a group could be, and an answer
+that does not come. Refusals count as such answers, or one that refuses and lures could go on for ever."""
 
 SHORT_SECONDS = 2.0
 """A join that makes no group for so long was perhaps put where nobody else goes: views differ by a look or two."""
 
 ASK_AGAIN_SECONDS = 1.0
 """With nobody to ask, look again this often."""
+
+MISSED_SECONDS = 0.2
+"""Who speaks of a round unknown here is asked for its group after so long: mostly the news of it is on its way."""
+
+MAX_MISSED = 64
+"""Peers that are asked so, each once for one join; as many as a group has members."""
 
 JOINS_KEPT = 4
 """Joins of one ready period, one per round it sought, of which a manifest may still come: links can be slower than the
@@ -50,6 +58,8 @@ class Seeking:
     _asked: str | None
     _asked_at: float
     _parked: bool
+    _could_close: bool
+    _heard_at: float
     _short: bool
     _retried: bool
     _alone: bool
@@ -101,10 +111,15 @@ class Seeking:
             return
         if self._parked and message.short:
             self.alone(now)
+        if self._could_close:
+            self._charge(peer, now - self._heard_at, now)
+        self._heard_at = now
+        # A group could be as well where others say they are ready: the convener alone says that they are not in.
+        self._could_close = not message.short or self._mate_ready(now, but=peer)
         self._parked = True
         self.count, self._short = (message.ready, message.target), message.short
         self.reason = f"{peer} convenes: {message.ready} of {message.target} are in"
-        self._answer_by = now + min(message.wait, MAX_WAIT) + OVERDUE_SECONDS
+        self._answer_by = now + min(message.wait, KEEPALIVE) + OVERDUE_SECONDS
 
     def alone(self, now: float) -> None:
         """The join makes no group yet: after a while, begin with the latest view, for views may have differed."""
@@ -116,7 +131,8 @@ class Seeking:
     def invited(self, peer: str, round: int, now: float) -> None:
         """A convener waits for this peer: go there from where nobody else is, but not to and fro for ever."""
         same_round = self._join is not None and round == self._join.round == self._standing.round
-        known = self._standing.roster.knows(peer)  # Anybody can say that it convenes.
+        roster = self._standing.roster
+        known = roster.knows(peer) and not roster.shuns(peer, now)  # Anybody can say that it convenes.
         in_company = not self._short
         if self._asked == self._standing.peer:
             in_company = self._convening.count(round, now)[0] > 1
@@ -138,6 +154,13 @@ class Seeking:
             self._standing.round = message.round
         else:
             self._standing.roster.lose(peer, now)
+            self._charge(peer, REPLY_SECONDS, now)
+
+    def missed(self, peer: str, now: float) -> None:
+        """A peer is in a round that is unknown here, perhaps with this one: ask it, unless the news comes."""
+        news = self._ready is not None and self._standing.roster.knows(peer)
+        if news and peer not in self._missed and len(self._missed) < MAX_MISSED:
+            self._missed[peer] = now + MISSED_SECONDS
 
     def lost(self, peer: str, now: float) -> bool:
         """The channel to `peer` broke; returns whether it is asked once more rather than given up."""
@@ -151,10 +174,10 @@ class Seeking:
         return first_time
 
     def give_up(self, peer: str, now: float) -> None:
-        """Do not trust this peer with the join."""
+        """Do not trust this peer with the join, nor with any for a while."""
         if peer == self._asked:
             self._leave()
-        self._standing.roster.lose(peer, now)
+        self._standing.roster.shun(peer, now)
 
     def formed(self, message: GroupFormed) -> Manifest | None:
         """The manifest, if it is one that this peer waits for, whoever sent it.
@@ -179,7 +202,11 @@ class Seeking:
         if self._asked is not None and now >= self._answer_by:
             self.reason = f"{self._asked} did not answer in time"
             self._standing.roster.lose(self._asked, now)
+            self._charge(self._asked, REPLY_SECONDS, now)
             self._leave()
+        for peer in [peer for peer, at in self._missed.items() if now >= at]:
+            self._missed[peer] = float("inf")
+            self._standing.send(peer, Whereabouts(self._standing.run, self._standing.round))
         target = self._target(now)
         if target is None and self._asked is None:
             self._alone = True
@@ -190,8 +217,8 @@ class Seeking:
             self._ask(target, now)
 
     def deadline(self) -> float:
-        """When an answer is overdue; infinity if none is awaited, or the join is parked with this peer itself."""
-        return self._answer_by
+        """When an answer is overdue, or something is to be asked; infinity if neither will be."""
+        return min(self._answer_by, *self._missed.values(), float("inf"))
 
     @property
     def convener(self) -> str | None:
@@ -231,14 +258,16 @@ class Seeking:
         self._join = self._standing.join(ready)
         self._joins.append(self._join)
         self._hops = 0
+        self._cost.clear()
+        self._missed.clear()
 
     def _target(self, now: float) -> str | None:
         roster, standing = self._standing.roster, self._standing
         long_alone = self._alone and now - self._since >= LONELY_SECONDS
-        self._anywhere = long_alone and not roster.mate_ready(standing.round, now)
+        self._anywhere = long_alone and not self._mate_ready(now)
         asked = self._asked
         was_sent = self._hops > 0 and not self._anywhere
-        if asked is not None and was_sent and (roster.alive(asked, now) or not roster.knows(asked)):
+        if asked is not None and was_sent and not self._barred(asked, now):
             return asked
         return roster.convener(standing.peer, standing.round, now, anywhere=self._anywhere)
 
@@ -246,15 +275,31 @@ class Seeking:
         roster = self._standing.roster
         self._hops = min(self._hops + 1, MAX_HOPS)
         to_itself = redirect == self._standing.peer
-        dead = roster.knows(redirect) and not roster.alive(redirect, now)
-        if redirect == peer or dead or (to_itself and not roster.dialable):
+        if redirect == peer or self._barred(redirect, now) or (to_itself and not roster.dialable):
             self._hops, redirect = MAX_HOPS, peer
         self._ask(redirect, now)
+
+    def _barred(self, convener: str, now: float) -> bool:
+        """Whether it makes no sense to ask it, whoever says so."""
+        roster = self._standing.roster
+        return roster.shuns(convener, now) or (roster.knows(convener) and not roster.alive(convener, now))
+
+    def _mate_ready(self, now: float, but: str | None = None) -> bool:
+        return self._standing.roster.mate_ready(self._standing.round, now, but)
+
+    def _charge(self, convener: str, seconds: float, now: float) -> None:
+        """Note what a convener has cost; one that costs more than an honest one could is not asked for a while."""
+        self._cost[convener] = self._cost.get(convener, 0.0) + seconds
+        if self._cost[convener] > HOLD_SECONDS:
+            self.reason = f"{convener} forms no group within {HOLD_SECONDS:.0f} s"
+            self._standing.roster.shun(convener, now)
+            del self._cost[convener]
 
     def _ask(self, convener: str, now: float) -> None:
         if self._ready is None or self._join is None:
             return
         self._asked, self._parked, self._retried = convener, False, False
+        self._could_close = False
         self._asked_at = now
         self.count, self._short = (0, 0), True
         patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
@@ -285,6 +330,10 @@ class Seeking:
         self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
         self._asked = None
         self._parked = False
+        self._could_close = False
+        self._heard_at = float("-inf")
+        self._cost: dict[str, float] = {}
+        self._missed: dict[str, float] = {}
         self._short = True
         self._retried = False
         self._alone = False

@@ -7,6 +7,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
@@ -21,6 +22,7 @@ from equipoise.averaging.matchmaking.events import (
     MessageReceived,
     PeerLost,
     RoundEnded,
+    RoundHeard,
     Send,
     Withdrew,
     Woke,
@@ -178,7 +180,7 @@ class World:
     def _become_ready(self, name: str, weight: float, patience: float) -> None:
         peer = self.peers[name]
         if peer.stalled:
-            self.ready(name, after=1.0, weight=weight, patience=patience)
+            self.ready(name, after=0.01, weight=weight, patience=patience)
         if peer.stalled or not peer.alive or peer.machine.ready:
             return
         nonce = self.random.randbytes(NONCE_BYTES)
@@ -192,6 +194,10 @@ class World:
                 self._send(name, peer, encode(message))
             case Form(manifest, _):
                 self.peers[name].formed.append((self.now, manifest))
+                for member in manifest.peers:
+                    self._later(
+                        self._draw(self.weather.latency), partial(self._greet, name, member, manifest)
+                    )
                 self._later(self._draw(self.weather.exchange), lambda: self._end_round(name, manifest.round))
             case Announce(ready, round, _):
                 record = Record(name, ready=ready, round=round, dialable=self.peers[name].dialable)
@@ -227,6 +233,12 @@ class World:
     def _deliver(self, sender: str, receiver: str, channel: frozenset[str], data: bytes) -> None:
         if channel in self._channels:
             self.tell(receiver, MessageReceived(sender, decode(data)))
+
+    def _greet(self, name: str, other: str, manifest: Manifest) -> None:
+        """The first word of a round, to each member of it."""
+        both = all(self.peers[one].alive for one in (name, other))
+        if both and all(one.id != manifest.id for _, one in self.peers[other].formed):
+            self.tell(other, RoundHeard(name))
 
     def _end_round(self, name: str, round: int) -> None:
         self.tell(name, RoundEnded(round))

@@ -197,6 +197,23 @@ def test_the_odd_one_out_objects(alike: int, others: dict[str, tuple[RunSpec, fl
     assert bool(objection(alike=alike, **others)) is objects
 
 
+def test_nobody_turns_away_the_first_by_saying_that_it_was_there_before() -> None:
+    one = comparing(10.0)
+    one.handle(seen(me=OWN), 10.1)
+    one.handle(seen(me=OWN, mallory=OTHER), 10.5)
+    one.handle(answer("mallory", OTHER, seconds=1e9), 10.6)
+    assert one.objection() == ""
+    assert SAID in one.reason
+
+
+def test_nobody_who_was_there_turns_away_by_changing_its_spec() -> None:
+    one = comparing(10.0)
+    one.handle(seen(me=OWN, mallory=OWN), 10.1)
+    one.handle(seen(me=OWN, mallory=OTHER), 10.5)
+    one.handle(answer("mallory", OTHER, seconds=1e9), 10.6)
+    assert one.objection() == ""
+
+
 def test_an_objection_says_what_differs() -> None:
     assert objection(bob=(OTHER, 5.0)) == f"a peer that is there has another spec: {SAID}"
     both = objection(bob=(OTHER, 5.0), carol=(OTHER, 5.0))

@@ -7,7 +7,7 @@ import pytest
 
 from equipoise.averaging.matchmaking.events import Action, LookUp, MessageReceived, PeerLost, Woke
 from equipoise.averaging.matchmaking.gathering import INVITE_SECONDS, KEEPALIVE, MAX_PARKED_GROUPS
-from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT, MAX_WAIT, MIN_WAIT
+from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT, MIN_WAIT
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
@@ -20,9 +20,9 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.roster import LEAP
+from equipoise.averaging.matchmaking.roster import LEAP, SILENT_SECONDS
 from equipoise.averaging.sim.matchmaking import RUN
-from fakes.matchmaking import OTHER_SPEC, asks, formed, join, machine, ready, roles, seen, sent
+from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
 
 # ---- convening ----
 
@@ -66,7 +66,9 @@ def test_who_is_too_late_is_told_the_next_round() -> None:
     one = machine(convener, second, *rest)
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
-    actions = one.handle(Woke(), 1.0 + INITIAL_WAIT)
+    elapse(one, 1.0, 1.0 + INVITE_SECONDS)
+    one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
+    actions = elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT)
     assert {peer for peer, _ in sent(actions, GroupFormed)} == {second, *rest}  # the missing one is told, too
     [(_, refusal)] = sent(one.handle(asks(rest[0]), 5.0), JoinRefused)
     assert (refusal.why, refusal.round) == (Why.ROUND_GONE, 1)
@@ -143,11 +145,96 @@ def test_an_unknown_peer_makes_the_convener_look_before_it_closes() -> None:
     one.handle(ready(), 1.0)
     actions = one.handle(asks(second), 1.1)
     assert formed(actions) is None
-    assert any(isinstance(each, LookUp) for each in one.handle(Woke(), one.deadline))
+    assert any(isinstance(each, LookUp) for each in elapse(one, 1.1, 1.3))
     assert formed(one.handle(seen(second), 1.4)) is not None
 
 
+def test_one_that_is_in_no_directory_does_not_hold_up_round_after_round() -> None:
+    one = machine("alice", "bob", "carol")
+    one._standing.roster.own_misses = 2
+    delays = []
+    for round in range(4):
+        began = now = 10.0 * round + 1.0
+        actions: list[Action] = []
+        for name in ("mallory", "bob", "carol"):
+            actions = one.handle(asks(name, round, hops=MAX_HOPS), now)
+        while not sent(actions, GroupFormed) and now < began + 5.0:
+            now += 0.25
+            one.handle(asks("mallory", round, hops=MAX_HOPS, nonce=f"{now:16.3f}".encode()), now)
+            actions = one.handle(seen("bob", "carol", round=round), now)
+        delays.append(now - began)
+    assert delays == [0.25, 0.0, 0.0, 0.0], "one look at the directory for it, in a while"
+
+
+def test_joining_again_and_again_does_not_put_off_the_end() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(patience=2.0), 1.0)
+    one.handle(MessageReceived(second, JoinRequest(RUN, join(second), patience=2.0)), 1.0)
+    now, actions = 1.0, []
+    while not formed(actions):
+        now += 0.1
+        again = join(second, nonce=f"{now:16.3f}".encode())
+        actions = one.handle(MessageReceived(second, JoinRequest(RUN, again, patience=2.0)), now)
+    assert now == pytest.approx(2.0)
+
+
 # ---- how long to wait ----
+
+
+def test_one_that_says_nothing_when_asked_is_not_waited_for() -> None:
+    convener, second, rest = roles(4)
+    one = machine(convener, second, *rest)
+    for _ in range(8):
+        one._standing.lateness.learn(9.0)
+    for name in (convener, second, rest[0]):
+        one.handle(ready() if name == convener else asks(name), 1.0)
+    asked = 1.0 + INVITE_SECONDS
+    assert formed(elapse(one, 1.0, asked + SILENT_SECONDS - 0.1)) is None
+    manifest = formed(elapse(one, asked + SILENT_SECONDS - 0.1, asked + SILENT_SECONDS))
+    assert manifest is not None
+    assert rest[1] not in manifest.peers
+
+
+def test_one_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    for _ in range(8):
+        one._standing.lateness.learn(4.0)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    elapse(one, 1.0, 1.0 + INVITE_SECONDS)
+    one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), 1.1 + INVITE_SECONDS)
+    assert formed(elapse(one, 1.1 + INVITE_SECONDS, 5.0)) is None
+    assert formed(one.handle(asks(rest[0]), 5.0)) is not None
+
+
+def test_a_convener_that_stood_still_hears_first_what_came_meanwhile() -> None:
+    convener, second, rest = roles(4)
+    one = machine(convener, second, *rest)
+    for _ in range(8):
+        one._standing.lateness.learn(0.01)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    elapse(one, 1.0, 1.1)
+    assert formed(one.handle(Woke(), 1.1 + 1.5)) is None, "the wait was over while it slept"
+    one.handle(asks(rest[0]), 1.1 + 1.5)
+    manifest = formed(one.handle(asks(rest[1]), 1.1 + 1.5))
+    assert manifest is not None
+    assert len(manifest.peers) == 4
+
+
+def test_a_convener_that_stood_still_for_too_long_keeps_nobody_who_has_left() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    elapse(one, 1.0, 1.1)
+    assert formed(one.handle(asks(rest[0]), 4.0)) is None, "it has kept the others waiting for too long"
+    one.handle(MessageReceived(second, LeaveRequest(RUN, join(second).ticket)), 4.0)
+    manifest = formed(elapse(one, 4.0, 6.0))
+    assert manifest is not None
+    assert second not in manifest.peers
 
 
 def closing_time(one: Matchmaking, now: float) -> float:
@@ -169,8 +256,7 @@ def test_the_wait_shrinks_with_what_is_learnt() -> None:
             one._standing.lateness.learn(0.01)
         one.handle(ready(), 1.0)
         one.handle(asks(second, round), 1.0)
-        actions = one.handle(Woke(), 1.0 + MIN_WAIT)
-        assert formed(actions) is not None
+        assert formed(elapse(one, 1.0, 1.0 + MIN_WAIT)) is not None
 
 
 def test_the_dead_are_found_out_by_asking_after_them() -> None:
@@ -178,7 +264,7 @@ def test_the_dead_are_found_out_by_asking_after_them() -> None:
     one = machine(convener, second, *rest)
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
-    actions = one.handle(Woke(), 1.0 + INVITE_SECONDS)
+    actions = elapse(one, 1.0, 1.0 + INVITE_SECONDS)
     assert [peer for peer, _ in sent(actions, Invitation)] == rest
     assert formed(one.handle(PeerLost(rest[0]), 1.6)) is not None
 
@@ -192,7 +278,9 @@ def test_a_peer_that_missed_two_rounds_is_not_waited_for_until_it_shows_itself()
         for name in names:
             actions = one.handle(asks(name, round, hops=MAX_HOPS), 10.0 * round)
         at_once = bool(sent(actions, GroupFormed))
-        one.handle(Woke(), 10.0 * round + MAX_WAIT)
+        for _ in range(20):
+            elapse(one, one._now, one._now + INVITE_SECONDS)
+            one._standing.roster.hear("dave")
         return at_once
 
     assert [closes_at_once(round, "bob", "carol") for round in range(4)] == [False, False, True, True]

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 from random import Random
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.averaging.matchmaking.events import Action, MessageReceived, Send
 from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
-from equipoise.averaging.matchmaking.seeking import LONELY_SECONDS, REPLY_SECONDS
+from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest
+from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, LONELY_SECONDS, REPLY_SECONDS
 from equipoise.averaging.outcome import NoPeers
-from equipoise.averaging.sim.matchmaking import SPEC, Weather, World, verify
+from equipoise.averaging.sim.matchmaking import RUN, SPEC, Weather, World, verify
 
 LATENCY = 0.002
 """Upper bound of the default weather's latency."""
@@ -100,7 +104,7 @@ def test_any_number_takes_part_round_after_round(count: int, group_size: int) ->
     world = warm(count, group_size, seed=1)
     for name in names(count):
         world.each_round(name, lambda: world.random.uniform(0.2, 0.4))
-    world.run(30.0)
+    world.run(60.0 if count == 3 else 30.0)
     taken = [len(peer.formed) for peer in world.peers.values()]
     # Of three in pairs, one sits out in turn.
     assert min(taken) >= 0.85 * max(taken)
@@ -263,6 +267,97 @@ def test_a_convener_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
             REPLY_SECONDS + 0.1, until=lambda w=world, p=living, t=stopped: everyone_formed(w, p, t)
         )
         assert formed, seed
+
+
+FOUND_OUT_SECONDS = 2.1
+"""From a stop to the group without it: the 2.5 s in which survivors are to be done, less what a round takes."""
+
+
+@pytest.mark.parametrize("taught", [0.03, 4.0])
+def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: float) -> None:
+    for seed, victim in itertools.product(range(8), names(4)):
+        world = warm(4, 4, seed)
+        for peer in world.peers.values():
+            for _ in range(8):
+                peer.machine._standing.lateness.learn(taught)
+        survivors = [name for name in names(4) if name != victim]
+        together(world, names(4), within=0.03)
+        world.run(0.005 * seed)
+        world.stall(victim)
+        bound = FOUND_OUT_SECONDS
+        assert world.run(bound, until=lambda w=world, s=survivors: everyone_formed(w, s, 0.0)), (seed, victim)
+        assert len(rounds_of(world)) == 1
+        check_safety(world, 4)
+
+
+@pytest.mark.parametrize("pause", [0.6, 1.1, 1.5])
+def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
+    for seed in range(20):
+        world = warm(4, 4, seed)
+        [convener] = {convener_of(world, name) for name in names(4)}
+        for peer in world.peers.values():
+            for _ in range(8):
+                peer.machine._standing.lateness.learn(0.03)
+        together(world, names(4), within=0.03)
+        world.run(0.0015 * seed)
+        world.stall(convener)
+        world.run(pause)
+        world.resume(convener)
+        assert world.run(1.0, until=lambda w=world: everyone_formed(w, names(4), 0.0)), seed
+        assert len(rounds_of(world)) == 1, seed
+
+
+@pytest.mark.parametrize("dies", [True, False])
+@pytest.mark.parametrize("told", [1, 2])
+def test_a_convener_that_is_lost_having_told_some_leaves_nobody_out(told: int, dies: bool) -> None:
+    for seed in range(10):
+        world = warm(4, 4, seed)
+        [convener] = {convener_of(world, name) for name in names(4)}
+        survivors = [name for name in names(4) if name != convener]
+        together(world, names(4), within=0.03)
+        world.run(1.0, until=lambda w=world, c=convener: len(w.peers[c].formed) > 0)
+        world.stall(convener)
+        for name in survivors[told:]:
+            world.sever(convener, name)  # What was on its way to these is lost.
+        world.run(LATENCY)
+        if dies:
+            world.kill(convener)
+        assert world.run(0.5, until=lambda w=world, s=survivors: everyone_formed(w, s, 0.0)), seed
+        assert len(rounds_of(world)) == 1
+
+
+class Holder:
+    """A convener that takes every join, speaks in time, and never closes a group."""
+
+    def __init__(self) -> None:
+        self.ready, self.deadline = False, 0.0
+        self._held: dict[str, bytes] = {}
+
+    def handle(self, event: object, now: float) -> list[Action]:
+        match event:
+            case MessageReceived(peer, JoinRequest() as request):
+                self._held[peer] = request.join.ticket
+        if now < self.deadline:
+            return []
+        self.deadline = now + 0.2
+        words = [
+            Send(peer, JoinAccepted(RUN, ticket, 10.0, 2, 4, short=False))
+            for peer, ticket in self._held.items()
+        ]
+        lures = [Send(peer, Invitation(RUN, 0)) for peer in self._held]
+        return [*words, *lures]
+
+
+def test_a_convener_that_never_closes_holds_its_group_once() -> None:
+    world = warm(4, 4)
+    [convener] = {convener_of(world, name) for name in names(4)}
+    others = [name for name in names(4) if name != convener]
+    world.peers[convener].machine = cast(Matchmaking, Holder())
+    together(world, others, within=0.03)
+    began = world.now
+    assert world.run(30.0, until=lambda: everyone_formed(world, others, 0.0))
+    assert world.now - began <= HOLD_SECONDS + 1.0
+    assert len(rounds_of(world)) == 1
 
 
 @pytest.mark.parametrize("compute", [0.3, 2.0])

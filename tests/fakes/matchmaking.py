@@ -64,6 +64,14 @@ def asks(name: str, round: int = 0, hops: int = 0, **fields: Any) -> MessageRece
     return MessageReceived(name, JoinRequest(RUN, join(name, round, **fields), hops=hops))
 
 
+def elapse(one: Matchmaking, since: float, until: float) -> list[Action]:
+    """Let time pass, with every wake-up that the machine asks for; returns what it asked for meanwhile."""
+    actions, now = [], since
+    while (now := max(now, one.deadline)) < until:
+        actions += one.handle(Woke(), now)
+    return actions + one.handle(Woke(), until)
+
+
 def sent(actions: list[Action], kind: type) -> list[tuple[str, Any]]:
     return [
         (each.peer, each.message)
