@@ -15,12 +15,11 @@ from equipoise.averaging.matchmaking.events import (
     MessageReceived,
     PeerLost,
     RoundEnded,
-    RoundHeard,
     Withdrew,
     Woke,
 )
 from equipoise.averaging.matchmaking.gathering import KEEPALIVE, OVERDUE_SECONDS
-from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT, MAX_WAIT
+from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
 from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN
 from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
@@ -33,9 +32,8 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.notices import MAX_NOTICES, NOTICE_SECONDS
 from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, SUSPECT_SECONDS
-from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, MISSED_SECONDS, REPLY_SECONDS
+from equipoise.averaging.matchmaking.seeking import REPLY_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.sim.matchmaking import RUN, Record, verify
 from fakes.matchmaking import (
@@ -192,114 +190,6 @@ def test_a_convener_that_says_nothing_more_is_left_in_time() -> None:
     one.handle(MessageReceived(convener, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
     assert one.deadline <= 1.1 + 2.0, "and half a second for the round"
     assert sent(one.handle(Woke(), 1.1 + 2.0), JoinRequest)[0][0] == second
-
-
-def accepts(convener: str, ticket: bytes, short: bool = False, wait: float = 10.0) -> MessageReceived:
-    return MessageReceived(convener, JoinAccepted(RUN, ticket, wait, 2, 4, short))
-
-
-@pytest.mark.parametrize("short", [False, True], ids=["as if it gathered", "as if nobody else came"])
-def test_a_convener_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_once(short: bool) -> None:
-    convener, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(seen(*others_of(rest[0], 4), ready=True), 1.0)
-    actions, now = one.handle(accepts(convener, request.join.ticket, short), 1.0), 1.0
-    while not sent(actions, JoinRequest):
-        assert now < 1.0 + HOLD_SECONDS + 1.0, "it is held no longer than an honest convener would"
-        now += 0.5
-        actions = one.handle(accepts(convener, request.join.ticket, short), now)
-    assert now > 1.0 + MAX_WAIT
-    assert sent(actions, LeaveRequest)[0][0] == convener
-    assert sent(actions, JoinRequest)[0][0] == second
-    for lure in (Whereabouts(RUN, 0), Invitation(RUN, 0)):
-        assert not sent(one.handle(MessageReceived(convener, lure), now + 0.1), JoinRequest)
-    [(_, again)] = sent(actions, JoinRequest)
-    redirect = JoinRefused(RUN, again.join.ticket, Why.ELSEWHERE, "to and fro", redirect=convener)
-    [(peer, last)] = sent(one.handle(MessageReceived(second, redirect), now + 0.2), JoinRequest)
-    assert (peer, last.hops) == (second, MAX_HOPS)
-
-
-def test_one_that_alone_is_ready_waits_with_its_convener_for_hours() -> None:
-    convener, _, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    for second in range(3600):
-        now = 1.0 + second
-        assert not sent(one.handle(accepts(convener, request.join.ticket, True), now), LeaveRequest)
-
-
-def test_a_convener_that_refuses_and_lures_is_left() -> None:
-    convener, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    asked = [sent(one.handle(ready(), 1.0), JoinRequest)[0]]
-    for step in range(100):
-        peer, request = asked[-1]
-        refusal = JoinRefused(RUN, request.join.ticket, Why.BUSY, "no room")
-        word = refusal if peer == convener else Whereabouts(RUN, 0)
-        asked += sent(one.handle(MessageReceived(convener, word), 1.1 + 0.01 * step), JoinRequest)
-    assert asked[-1][0] == second
-    assert sum(peer == convener for peer, _ in asked) <= HOLD_SECONDS / REPLY_SECONDS + 1
-
-
-def test_a_silent_convener_holds_nobody_by_a_long_promise() -> None:
-    convener, second, rest = roles(4)
-    one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(accepts(convener, request.join.ticket, wait=10.0), 1.1)
-    assert sent(one.handle(Woke(), 1.1 + 2.0), JoinRequest)[0][0] == second
-
-
-# ---- a round that began without the news ----
-
-
-def test_who_hears_of_a_round_asks_for_its_group_and_begins_it() -> None:
-    convener, second, rest = roles(3)
-    told, untold = machine(second, convener, *rest), machine(rest[0], convener, second)
-    joins = [sent(one.handle(ready(), 1.0), JoinRequest)[0][1].join for one in (told, untold)]
-    manifest = Manifest.of(convener, [join(convener), *joins])
-    told.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.1)
-
-    untold.handle(RoundHeard(second), 1.1)
-    untold.handle(RoundHeard(second), 1.1)
-    [(peer, word)] = sent(elapse(untold, 1.1, 1.1 + MISSED_SECONDS), Whereabouts)
-    assert peer == second
-    [(_, again)] = sent(told.handle(MessageReceived(rest[0], word), 1.4), GroupFormed)
-    assert not sent(told.handle(MessageReceived(rest[0], word), 1.4), GroupFormed), "once"
-    assert formed(untold.handle(MessageReceived(second, again), 1.5)) == manifest
-
-
-def test_news_that_comes_soon_is_not_asked_for() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(RoundHeard(second), 1.1)
-    manifest = Manifest.of(convener, [join(convener), join(second), request.join])
-    one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.2)
-    assert not sent(elapse(one, 1.2, 3.0), Whereabouts)
-
-
-def test_a_flood_of_notices_is_verified_so_many_times_a_second() -> None:
-    one = machine("alice", *NAMES[1:])
-    verified: list[str] = []
-
-    def counting(peer: str, data: bytes, signature: bytes) -> bool:
-        verified.append(peer)
-        return verify(peer, data, signature)
-
-    one._standing.verify = counting
-    for step in range(500):
-        now = 1.0 + 0.001 * step
-        for sender in NAMES[1:]:
-            manifest = Manifest.of(sender, [join(name, round=1 + step % 900) for name in NAMES[4:]])
-            one.handle(MessageReceived(sender, GroupFormed(RUN, manifest, 0.0)), now)
-    assert 0 < len(verified) <= 4 * MAX_NOTICES
-    before = len(verified)
-    bob = Manifest.of("bob", [join(name, round=950) for name in NAMES[4:]])
-    one.handle(MessageReceived("bob", GroupFormed(RUN, bob, 0.0)), 1.0 + NOTICE_SECONDS)
-    assert len(verified) == before + 4
-    one.handle(MessageReceived("bob", GroupFormed(RUN, bob, 0.0)), 1.1 + NOTICE_SECONDS)
-    assert len(verified) == before + 4, "one each"
 
 
 def test_a_redirect_is_followed() -> None:

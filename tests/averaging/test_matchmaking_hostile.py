@@ -1,0 +1,132 @@
+"""One matchmaking machine among peers that hold it, lure it and flood it, or die before they have told it all."""
+
+from __future__ import annotations
+
+import pytest
+
+from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.matchmaking.events import MessageReceived, RoundHeard, Woke
+from equipoise.averaging.matchmaking.lateness import MAX_WAIT
+from equipoise.averaging.matchmaking.messages import (
+    MAX_HOPS,
+    GroupFormed,
+    Invitation,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    LeaveRequest,
+    Whereabouts,
+    Why,
+)
+from equipoise.averaging.matchmaking.notices import MAX_NOTICES, NOTICE_SECONDS
+from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, MISSED_SECONDS, REPLY_SECONDS
+from equipoise.averaging.sim.matchmaking import RUN, verify
+from fakes.matchmaking import NAMES, elapse, formed, join, machine, others_of, ready, roles, seen, sent
+
+
+def accepts(convener: str, ticket: bytes, short: bool = False, wait: float = 10.0) -> MessageReceived:
+    return MessageReceived(convener, JoinAccepted(RUN, ticket, wait, 2, 4, short))
+
+
+@pytest.mark.parametrize("short", [False, True], ids=["as if it gathered", "as if nobody else came"])
+def test_a_convener_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_once(short: bool) -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    one.handle(seen(*others_of(rest[0], 4), ready=True), 1.0)
+    actions, now = one.handle(accepts(convener, request.join.ticket, short), 1.0), 1.0
+    while not sent(actions, JoinRequest):
+        assert now < 1.0 + HOLD_SECONDS + 1.0, "it is held no longer than an honest convener would"
+        now += 0.5
+        actions = one.handle(accepts(convener, request.join.ticket, short), now)
+    assert now > 1.0 + MAX_WAIT
+    assert sent(actions, LeaveRequest)[0][0] == convener
+    assert sent(actions, JoinRequest)[0][0] == second
+    for lure in (Whereabouts(RUN, 0), Invitation(RUN, 0)):
+        assert not sent(one.handle(MessageReceived(convener, lure), now + 0.1), JoinRequest)
+    [(_, again)] = sent(actions, JoinRequest)
+    redirect = JoinRefused(RUN, again.join.ticket, Why.ELSEWHERE, "to and fro", redirect=convener)
+    [(peer, last)] = sent(one.handle(MessageReceived(second, redirect), now + 0.2), JoinRequest)
+    assert (peer, last.hops) == (second, MAX_HOPS)
+
+
+def test_one_that_alone_is_ready_waits_with_its_convener_for_hours() -> None:
+    convener, _, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    for second in range(3600):
+        now = 1.0 + second
+        assert not sent(one.handle(accepts(convener, request.join.ticket, True), now), LeaveRequest)
+
+
+def test_a_convener_that_refuses_and_lures_is_left() -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    asked = [sent(one.handle(ready(), 1.0), JoinRequest)[0]]
+    for step in range(100):
+        peer, request = asked[-1]
+        refusal = JoinRefused(RUN, request.join.ticket, Why.BUSY, "no room")
+        word = refusal if peer == convener else Whereabouts(RUN, 0)
+        asked += sent(one.handle(MessageReceived(convener, word), 1.1 + 0.01 * step), JoinRequest)
+    assert asked[-1][0] == second
+    assert sum(peer == convener for peer, _ in asked) <= HOLD_SECONDS / REPLY_SECONDS + 1
+
+
+def test_a_silent_convener_holds_nobody_by_a_long_promise() -> None:
+    convener, second, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    one.handle(accepts(convener, request.join.ticket, wait=10.0), 1.1)
+    assert sent(one.handle(Woke(), 1.1 + 2.0), JoinRequest)[0][0] == second
+
+
+# ---- a round that began without the news ----
+
+
+def test_who_hears_of_a_round_asks_for_its_group_and_begins_it() -> None:
+    convener, second, rest = roles(3)
+    told, untold = machine(second, convener, *rest), machine(rest[0], convener, second)
+    joins = [sent(one.handle(ready(), 1.0), JoinRequest)[0][1].join for one in (told, untold)]
+    manifest = Manifest.of(convener, [join(convener), *joins])
+    told.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.1)
+
+    untold.handle(RoundHeard(second), 1.1)
+    untold.handle(RoundHeard(second), 1.1)
+    [(peer, word)] = sent(elapse(untold, 1.1, 1.1 + MISSED_SECONDS), Whereabouts)
+    assert peer == second
+    [(_, again)] = sent(told.handle(MessageReceived(rest[0], word), 1.4), GroupFormed)
+    assert not sent(told.handle(MessageReceived(rest[0], word), 1.4), GroupFormed), "once"
+    assert formed(untold.handle(MessageReceived(second, again), 1.5)) == manifest
+
+
+def test_news_that_comes_soon_is_not_asked_for() -> None:
+    convener, second, rest = roles(3)
+    one = machine(rest[0], convener, second)
+    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    one.handle(RoundHeard(second), 1.1)
+    manifest = Manifest.of(convener, [join(convener), join(second), request.join])
+    one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.2)
+    assert not sent(elapse(one, 1.2, 3.0), Whereabouts)
+
+
+def test_a_flood_of_notices_is_verified_so_many_times_a_second() -> None:
+    one = machine("alice", *NAMES[1:])
+    verified: list[str] = []
+
+    def counting(peer: str, data: bytes, signature: bytes) -> bool:
+        verified.append(peer)
+        return verify(peer, data, signature)
+
+    one._standing.verify = counting
+    for step in range(500):
+        now = 1.0 + 0.001 * step
+        for sender in NAMES[1:]:
+            manifest = Manifest.of(sender, [join(name, round=1 + step % 900) for name in NAMES[4:]])
+            one.handle(MessageReceived(sender, GroupFormed(RUN, manifest, 0.0)), now)
+    assert 0 < len(verified) <= 4 * MAX_NOTICES
+    before = len(verified)
+    bob = Manifest.of("bob", [join(name, round=950) for name in NAMES[4:]])
+    one.handle(MessageReceived("bob", GroupFormed(RUN, bob, 0.0)), 1.0 + NOTICE_SECONDS)
+    assert len(verified) == before + 4
+    one.handle(MessageReceived("bob", GroupFormed(RUN, bob, 0.0)), 1.1 + NOTICE_SECONDS)
+    assert len(verified) == before + 4, "one each"
