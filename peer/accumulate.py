@@ -17,6 +17,10 @@ LAYOUTS = (torch.strided, torch.sparse_coo)
 """Sparse gradients, as those of nn.Embedding(sparse=True), are added to the rows that they touch."""
 
 
+class NotFinite(SchemaError):
+    """A gradient holds NaN or Inf, or what fp32 cannot hold; nothing was added."""
+
+
 class Accumulator:
     """A weighted sum of gradients and the sum of their weights.
 
@@ -27,11 +31,14 @@ class Accumulator:
     def __init__(self, like: Mapping[str, torch.Tensor]) -> None:
         """Start at zero, with fp32 tensors of the shapes and devices of `like`."""
         self._sums = {
-            name: torch.zeros(tensor.shape, dtype=torch.float32, device=tensor.device)
+            name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
             for name, tensor in like.items()
         }
         self.weight = 0.0
         self._bound = 0.0  # No value of the sums is larger than that.
+        self._bare = (
+            True  # Nothing was added, whatever is in their memory: to zero it would be one more pass.
+        )
 
     def add(self, gradients: Mapping[str, torch.Tensor | None], weight: float) -> None:
         """Add `weight` * gradient; a gradient that is None counts as zeros. On an error nothing is added.
@@ -42,7 +49,8 @@ class Accumulator:
 
         Raises:
             ValueError: The weight is not a finite number >= 0.
-            SchemaError: A gradient is missing, has another shape, or holds NaN or Inf, or the sum would exceed fp32.
+            SchemaError: A gradient is missing or has another shape, or the sum would exceed fp32.
+            NotFinite: A gradient holds NaN or Inf.
         """
         weight = check_weight(weight)
         present = self._checked(gradients)
@@ -54,32 +62,37 @@ class Accumulator:
             )
         if weight > 0:
             with torch.no_grad():
-                for name, gradient in present.items():
-                    self._sums[name].add_(gradient.to(self._sums[name].device), alpha=weight)
+                for name, total in self._sums.items():
+                    _put(total, present.get(name), weight, self._bare)
+            self._bare = False
         self._bound += weight * largest
         self.weight += weight
 
     def merge(self, other: Accumulator) -> None:
         """Add what another accumulator of the same shapes holds."""
-        with torch.no_grad():
-            for name, total in other._sums.items():
-                self._sums[name].add_(total)
+        if not other._bare:
+            with torch.no_grad():
+                for name, total in other._sums.items():
+                    self._sums[name].copy_(total) if self._bare else self._sums[name].add_(total)
+            self._bare = False
         self.weight += other.weight
         self._bound += other._bound
 
     def clear(self) -> None:
         """Back to zero."""
-        for total in self._sums.values():
-            total.zero_()
         self.weight = self._bound = 0.0
+        self._bare = True
 
     def mean_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write sum / weight, or zeros where nothing has been accumulated, into fp32 tensors."""
         with torch.no_grad():
             for name, total in self._sums.items():
-                tensors[name].copy_(total)
-                if self.weight > 0:
-                    tensors[name].div_(self.weight)
+                if self._bare:
+                    tensors[name].zero_()
+                elif tensors[name].device == total.device:
+                    torch.div(total, self.weight, out=tensors[name])
+                else:
+                    tensors[name].copy_(total).div_(self.weight)
 
     def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
         present = {}
@@ -98,6 +111,17 @@ class Accumulator:
                     f"gradient {name!r} is not part of the run, which has {len(self._sums)} of them"
                 )
         return present
+
+
+def _put(total: torch.Tensor, gradient: torch.Tensor | None, weight: float, first: bool) -> None:
+    """Add weight * gradient to `total`; the `first` to zeros, whatever `total` holds."""
+    if first and gradient is not None and gradient.dtype == total.dtype and not gradient.is_sparse:
+        torch.mul(gradient.to(total.device), weight, out=total)
+        return
+    if first:
+        total.zero_()
+    if gradient is not None:
+        total.add_(gradient.to(total.device), alpha=weight)
 
 
 def _check(name: str, gradient: torch.Tensor, total: torch.Tensor) -> None:
@@ -125,7 +149,7 @@ def _largest(gradients: Mapping[str, torch.Tensor]) -> float:
     """The largest absolute value of all gradients, with one synchronisation per device.
 
     Raises:
-        SchemaError: One of them holds NaN or Inf.
+        NotFinite: One of them holds NaN or Inf.
     """
     peaks: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients.values():
@@ -145,7 +169,7 @@ def _blame(gradients: Mapping[str, torch.Tensor]) -> None:
         bad = (~torch.isfinite(flat.float())).nonzero()
         if len(bad):
             value = float(flat[bad[0]])
-            raise SchemaError(
+            raise NotFinite(
                 f"gradient {name!r} holds {value} at flat index {int(bad[0])} ({len(bad)} such values): expected "
                 f"finite values within fp32's range; nothing was accumulated"
             )

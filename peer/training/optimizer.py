@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
+from equipoise.peer.accumulate import NotFinite
 from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import (
     persistent_buffers,
@@ -284,16 +285,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def _take_in(self) -> None:
         gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
-        if _all_finite([gradient for gradient in gradients.values() if gradient is not None]):
+        try:
             self.member.accumulate(gradients, self.batch_size)
-        else:
+        except NotFinite:
             self.dropped += 1
 
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """The step that all peers make alike, of the mean in fp32."""
-        norm = _norm(mean)
+        norms = _norms(mean)
+        norm = math.hypot(*norms.values())
         if math.isfinite(norm):
-            self._hand_over(mean, _clip_factor(norm, self._options.clip))
+            held = {name: one for name, one in mean.items() if norms[name]}
+            self._hand_over(held, _clip_factor(norm, self._options.clip))
             self.inner.step()
         else:
             self.skipped += 1
@@ -302,14 +305,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.scheduler.step()
 
     def _hand_over(self, mean: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Make the mean the parameters' `.grad`; None where it is zero, most likely since nobody had a gradient, so
-        that the optimizer skips those."""
+        """Make the mean the parameters' `.grad`, its very memory where nothing has to be changed: a copy takes as long
+        as all else here. None where it is zero, most likely since nobody had a gradient: the optimizer skips those."""
         for name, parameter in self._parameters.items():
-            gradient = mean[name].to(parameter.device)
-            if not bool(gradient.any()):
+            if name not in mean:
                 parameter.grad = None
                 continue
-            scaled = gradient * factor
+            gradient = mean[name].to(parameter.device)
+            scaled = gradient if factor == 1 else gradient * factor
             parameter.grad = (scaled.to_sparse(1) if name in self._sparse else scaled).to(parameter.dtype)
 
 
@@ -414,18 +417,9 @@ def _require_positive(name: str, value: float) -> None:
         raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
 
 
-def _all_finite(gradients: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are; one synchronisation per device."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        found.setdefault(gradient.device, []).append(torch.isfinite(values).all())
-    return all(bool(torch.stack(of_device).all()) for of_device in found.values())
-
-
-def _norm(mean: Mapping[str, torch.Tensor]) -> float:
-    """The L2 norm of all values together, in double precision."""
-    return math.hypot(*(float(torch.linalg.vector_norm(one, dtype=torch.float64)) for one in mean.values()))
+def _norms(mean: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """The L2 norm of each, in double precision: 0 only where all values are, and finite only where all are."""
+    return {name: float(torch.linalg.vector_norm(one, dtype=torch.float64)) for name, one in mean.items()}
 
 
 def _clip_factor(norm: float, clip: float | None) -> float:

@@ -130,3 +130,23 @@ def test_a_sparse_gradient_that_is_not_finite_or_does_not_fit_is_named() -> None
     with pytest.raises(SchemaError, match="would exceed fp32"):  # The sum of what is given for one row twice.
         accumulator.add({"e": sparse([2, 2], torch.full((2, 2), 1e38))}, 3.0)
     assert accumulator.weight == 0.0
+
+
+@pytest.mark.parametrize("beginning", ["a", "nothing", "merged"])
+def test_what_was_cleared_does_not_come_back(beginning: str) -> None:
+    accumulator, other = Accumulator(LIKE), Accumulator(LIKE)
+    accumulator.add(gradients(7.0), 3)
+    accumulator.clear()
+    assert accumulator.weight == 0
+    if beginning == "a":
+        accumulator.add({**gradients(2.0), "b": None}, 2)
+    elif beginning == "merged":
+        other.add({**gradients(2.0), "b": None}, 2)
+        accumulator.merge(other)
+
+    expected = 0.0 if beginning == "nothing" else 2.0
+    assert torch.equal(mean(accumulator)["a"], torch.full((2, 2), expected))
+    assert torch.equal(mean(accumulator)["b"], torch.zeros(3))
+    accumulator.merge(Accumulator(LIKE))
+    accumulator.add(gradients(2.0), 2 + accumulator.weight)
+    assert torch.equal(mean(accumulator)["a"], torch.full((2, 2), 2.0))
