@@ -3,10 +3,17 @@
 Peers train the same transformer in three ways, in turns: without averaging, waiting for each step's round, and with
 `delay=True`, which applies a round's mean a step later. Each peer has a network namespace and a link of its own (root).
 
-    scripts/bench_overlap.py                     # 2 peers, links of 200 Mbit/s
+    scripts/bench_overlap.py                     # 2 peers, links of 200 Mbit/s, each trainer keeps a core busy
+    scripts/bench_overlap.py --accelerator       # ... or waits for most of a step
     scripts/bench_overlap.py --mbit 0 --json     # on loopback, which needs no root
 
-Times are medians, in ms, of the slowest peer; `x` is against training without averaging.
+Times are medians, in ms, of the slowest peer; `x` is against training without averaging. What daemon and p2pd use is
+of one peer and one step; what the kernel uses for nobody in particular, packets above all, of all of them together.
+
+Where there are as many trainers as cores, a daemon and the kernel that plays the links have only what they take from
+the training: that is what training on a CPU costs. With `--accelerator` a step's gradient is that of one window, and
+the rest of the step's time is slept: a trainer that hands its step to a GPU and waits for it, without that GPU's
+copies. The optimizer's step and all that averaging does in the trainer still run on its core.
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from typing import Any
 
 import msgspec
 from bench_load import Bystanders, end_cleanly_when_terminated
-from bench_overlap_peer import DELAYED, WAITING, WITHOUT, Times, Work
+from bench_overlap_peer import DELAYED, WAITING, WITHOUT, Times, Use, Work
 from train_text import Broken, heard
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
@@ -32,6 +39,8 @@ from e2e.netns import Network, available
 from equipoise.peer.demo.processes import Family
 
 PEER = Path(__file__).with_name("bench_overlap_peer.py")
+ACCELERATOR_MS = 300.0
+"""A step of the same length as computed by a core, of the default model and batch."""
 START_SECONDS, WORK_SECONDS = 60.0, 1800.0
 
 
@@ -84,12 +93,17 @@ def summary(found: Sequence[Times]) -> list[dict[str, Any]]:
     rows = []
     for way, seconds in steps.items():
         rounds = [value for one in found for value in one.rounds[way]]
+        uses = [use for one in found for use in one.uses[way]]
         rows.append(
             {
                 "way": way,
                 "step_ms": 1e3 * seconds,
                 "x": seconds / steps[WITHOUT],
                 "round_ms": 1e3 * statistics.median(rounds) if rounds else None,
+                "cpu_ms": {
+                    name: 1e3 * statistics.median(getattr(use, name) for use in uses)
+                    for name in Use.__struct_fields__
+                },
             }
         )
     return rows
@@ -113,6 +127,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(
             f"--{name}", type=int, default=getattr(default, name), help=f"{what} (%(default)s)"
         )
+    parser.add_argument(
+        "--accelerator",
+        type=float,
+        nargs="?",
+        const=ACCELERATOR_MS,
+        default=0.0,
+        metavar="MS",
+        help="a step waits for so long instead of computing (%(const)s)",
+    )
     parser.add_argument("--codec", default=default.codec, help="how values travel (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
     options = parser.parse_args(arguments)
@@ -124,6 +147,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     end_cleanly_when_terminated()
+    options.accelerator /= 1e3
     work = Work(**{name: getattr(options, name) for name in Work.__struct_fields__})
     try:
         found, others = measure(work, options.mbit)
@@ -132,17 +156,15 @@ def main() -> int:
         return 1
     rows = summary(found)
     if options.json:
-        print(
-            json.dumps(
-                {"values": found[0].values, "mbit": options.mbit, "others_cores": others, "ways": rows}
-            )
-        )
+        told = {"values": found[0].values, "mbit": options.mbit, "accelerator_ms": 1e3 * work.accelerator}
+        print(json.dumps({**told, "others_cores": others, "ways": rows}))
         return 0
     links = f"links of {options.mbit:g} Mbit/s" if options.mbit else "loopback"
     print(f"{work.peers} peers, {found[0].values:,} values, {links}; others kept {others:.2f} cores busy")
     for row in rows:
+        used = ", ".join(f"{name} {ms:.0f}" for name, ms in row["cpu_ms"].items())
         rounds = "" if row["round_ms"] is None else f", a round {row['round_ms']:.0f} ms"
-        print(f"{row['way']:8} {row['step_ms']:6.0f} ms a step, {row['x']:.2f}x{rounds}")
+        print(f"{row['way']:8} {row['step_ms']:6.0f} ms a step, {row['x']:.2f}x{rounds}; CPU ms: {used}")
     return 0
 
 
