@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from equipoise.peer.embedded import Peer
     from equipoise.peer.errors import ConfigError, DaemonLost, EquipoiseError, NoDaemon, Refused, RoundPending
     from equipoise.peer.pending import PendingRound
-    from equipoise.peer.run import Progress, Run
+    from equipoise.peer.progress import Progress
+    from equipoise.peer.run import Run
     from equipoise.peer.status import Status
 
 _HOMES = {
@@ -33,7 +34,8 @@ _HOMES = {
         "RoundPending",
     ),
     "equipoise.peer.pending": ("PendingRound",),
-    "equipoise.peer.run": ("Progress", "Run"),
+    "equipoise.peer.progress": ("Progress",),
+    "equipoise.peer.run": ("Run",),
     "equipoise.peer.status": ("Status",),
 }
 

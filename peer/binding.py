@@ -125,6 +125,13 @@ class Binding:
                 _hand_back(tensor, mean[name], name in self.sparse)
         self.buffers.unflatten(result[size : size + self.buffers.size], carried)
 
+    def named(self, result: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The flat vector of a step, f32, as gradients and buffers by name, sharing its memory."""
+        size = self.gradients.size
+        return _views(self.gradients, result[:size]), _views(
+            self.buffers, result[size : size + self.buffers.size]
+        )
+
 
 def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
     """Make the mean, fp32, the parameter's `.grad`, in its dtype; `sparse` leaves out the rows that are zero."""

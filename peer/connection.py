@@ -22,10 +22,12 @@ from equipoise.peer.messages import (
     AskStatus,
     Done,
     Failed,
+    FetchMean,
     FetchState,
     Hello,
     JoinRun,
     LeaveRun,
+    MeanFetched,
     NotUnderstood,
     OfferState,
     PeersAre,
@@ -48,7 +50,7 @@ from equipoise.peer.messages import (
 )
 from equipoise.peer.service import Service
 from equipoise.peer.session import Session
-from equipoise.peer.snapshots import fetch_snapshot, offer_snapshot
+from equipoise.peer.snapshots import fetch_mean, fetch_snapshot, offer_snapshot
 from equipoise.peer.status import Status
 from equipoise.peer.wire import SEND_SECONDS, FrameSocket
 
@@ -241,6 +243,12 @@ class Connection:
             transfer = await self._session(request.run).transfer()
             return StateFetched(await fetch_snapshot(transfer, request.at_least, request.timeout, image))
 
+    async def _fetch_mean(self, request: FetchMean) -> ReplyBody:
+        memory = SharedImage.attach(self._socket.take_descriptor(), request.size)
+        with contextlib.closing(memory):
+            transfer = await self._session(request.run).transfer()
+            return MeanFetched(await fetch_mean(transfer, request, memory))
+
     async def _stop_fetch(self, request: StopFetch) -> ReplyBody:
         (await self._session(request.run).transfer()).withdraw("cancelled")
         return Done()
@@ -285,6 +293,7 @@ _HANDLERS: dict[type, Handler] = {
     AskProgress: Connection._progress,
     OfferState: Connection._offer,
     FetchState: Connection._fetch,
+    FetchMean: Connection._fetch_mean,
     StopFetch: Connection._stop_fetch,
     LeaveRun: Connection._leave,
     AskStatus: Connection._status,

@@ -2,8 +2,8 @@
 
 A frame is a big-endian u32 length and that many bytes of msgpack: `[number, message]`. The client numbers its requests;
 each reply carries the number of its request, in any order; number 0 is a `Failed` for the whole connection. The first
-request is `Hello`. Tensors do not travel here: `JoinRun`, `OfferState` and `FetchState` carry a descriptor of shared
-memory beside their frames (SCM_RIGHTS).
+request is `Hello`. Tensors do not travel here: `JoinRun`, `OfferState`, `FetchState` and `FetchMean` carry a descriptor
+of shared memory beside their frames (SCM_RIGHTS).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import msgspec
 
 from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.outcome import FetchOutcome
+from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 2
+CONTROL_VERSION = 3
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -187,9 +187,29 @@ class FetchState(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopFetch(msgspec.Struct, frozen=True, tag=True):
-    """End the download that is going on, if any; `FetchState` is answered then."""
+    """End the download that is going on, if any; `FetchState` or `FetchMean` is answered then."""
 
     run: str
+
+
+class FetchMean(msgspec.Struct, frozen=True, tag=True):
+    """Get the mean that the group applied to the state `after`.
+
+    It goes, f32, into the `size` bytes of shared memory beside this frame. Where nobody has it, one that is `patient`
+    waits for those who are not as far.
+    """
+
+    run: str
+    after: StateId
+    size: int
+    timeout: float
+    patient: bool = False
+
+
+class MeanFetched(msgspec.Struct, frozen=True, tag=True):
+    """What that came to; if the round is ok, the mean is in the shared memory."""
+
+    outcome: MeanOutcome
 
 
 class StateFetched(msgspec.Struct, frozen=True, tag=True):
@@ -261,6 +281,7 @@ RequestBody = (
     | AskProgress
     | OfferState
     | FetchState
+    | FetchMean
     | StopFetch
     | LeaveRun
     | AskStatus
@@ -274,6 +295,7 @@ ReplyBody = (
     | StateIs
     | ProgressIs
     | StateFetched
+    | MeanFetched
     | StatusIs
     | PeersAre
     | RoundsAre

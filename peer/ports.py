@@ -11,7 +11,7 @@ from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.outcome import FetchOutcome
+from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.dht.state import ReachStatus, SwarmStatus
 
 
@@ -95,6 +95,15 @@ class Transfer(Protocol):
 
     async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
         """Download a snapshot; raises ValueError if a download is going on."""
+
+    async def recover(
+        self, after: StateId, timeout: float, result: torch.Tensor, patient: bool = False
+    ) -> MeanOutcome:
+        """Get a mean that was missed into `result`, f32 [D]; raises ValueError if a download is going on."""
+
+    @property
+    def values(self) -> int:
+        """D, the number of values of a mean."""
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import threading
 import time
@@ -10,36 +9,34 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
-import msgspec
 import torch
 
-from equipoise.averaging.outcome import NoPeers, Outcome, RunState, check_weight
+from equipoise.averaging.outcome import Outcome, RunState, check_weight
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.binding import Binding
+from equipoise.peer.company import Company
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
-from equipoise.peer.fetching import Fetched, PendingFetch
-from equipoise.peer.images import SharedImage, shared_copy
+from equipoise.peer.fetching import Fetched, PendingFetch, PendingMean
+from equipoise.peer.images import shared_copy
 from equipoise.peer.link import Link
-from equipoise.peer.memory import Region
+from equipoise.peer.memory import VALUE_BYTES, Region
 from equipoise.peer.messages import (
     AgreeRun,
     AskProgress,
-    AskState,
     Done,
-    FetchState,
+    FetchMean,
     LeaveRun,
     OfferState,
     ProgressIs,
-    ReplyBody,
     ReportAccumulated,
     StartRound,
-    StateIs,
     TellStatus,
 )
 from equipoise.peer.pending import PendingRound, check_timeout
+from equipoise.peer.progress import Progress
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.specs import tensor_rows
 from equipoise.peer.tensors import Gradients, Tensors, named_gradients
@@ -50,9 +47,6 @@ if TYPE_CHECKING:
 
 SHORTEST_TIMEOUT = 0.001
 """What a round is given at least, where preparing its contribution took all of the caller's timeout."""
-
-STATE_SECONDS = 0.25
-"""A daemon that is busy encoding may take so long to answer; `state` then says what it said last."""
 
 AGREE_SECONDS = 20.0
 """Time to look who is there, and to ask those who have agreed on something else what it is."""
@@ -65,21 +59,6 @@ LEAVE_SECONDS = 10.0
 
 SETTLE_SECONDS = 1.0
 """The outcome of that round is sent right after."""
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """Weight accumulated towards the next step.
-
-    Attributes:
-        local: By this peer.
-        swarm: By all known peers of the run, this one included; a little behind for the others.
-        wanted: Epoch of which some peer wants a snapshot; None while none does. To be offered by whoever holds that
-            state; a later one serves too, but then donors may differ, and the newcomer must wish again.
-    """
-
-    local: float
-    swarm: float
-    wanted: int | None = None
 
 
 class Run:
@@ -122,8 +101,7 @@ class Run:
         self._lock = threading.Lock()
         self.left = False
         self.trained_by = ""
-        self._state: RunState = NoPeers("the daemon has not said yet")
-        self._asked: concurrent.futures.Future[ReplyBody] | None = None
+        self._company = Company(link, name)
         self._stepping = False
         self._finishing: list[Callable[[], None]] = []
         self.terms: Mapping[str, str] = {}
@@ -278,13 +256,26 @@ class Run:
         Raises:
             DaemonLost: The daemon has gone.
         """
-        asked = self._asked or self._link.start(AskState(self.name))
-        if not concurrent.futures.wait([asked], STATE_SECONDS).done:
-            self._asked = asked
-            return self._state
-        self._asked = None
-        self._state = self._link.wait(asked, StateIs).state
-        return self._state
+        return self._company.state
+
+    def wait_for(self, peers: int, timeout: float = 60.0) -> bool:
+        """Wait until so many other peers of this run are known: a short loop would be over before they are.
+
+        On a run that is stepped it is called after what agrees on terms, as `optimizer` does: only peers with equal
+        ones count.
+
+        Args:
+            peers: How many, without this one.
+            timeout: Seconds to wait at most.
+
+        Returns:
+            Whether they are.
+
+        Raises:
+            ValueError: The timeout is out of range.
+            DaemonLost: The daemon has gone.
+        """
+        return self._company.wait_for(peers, time.monotonic() + check_timeout(timeout))
 
     def progress(self) -> Progress:
         """Weight accumulated towards the next step, here and in the swarm.
@@ -339,16 +330,28 @@ class Run:
             Refused: The limit is more than there can be; a download is going on (when its result is asked for).
             DaemonLost: The daemon has gone.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        memory = SharedImage.reserve(limit)
-        try:
-            request = FetchState(self.name, at_least, limit, timeout)
-            reply = self._link.start(request, [memory.fd])
-        except BaseException:
-            memory.close()
-            raise
-        pending = PendingFetch(self._link, self.name, reply, deadline, memory)
+        pending = PendingFetch(self._link, self.name, at_least, limit, timeout)
         return pending.result() if wait else pending
+
+    def recover(self, after: StateId, timeout: float = 60.0, patient: bool = False) -> PendingMean:
+        """Get from other peers the mean that the group applied to a state, where this peer missed it.
+
+        Daemons keep the last few means of a run whose `step` is given states. What comes is checked: signed by the
+        members of its round, and, by most who can tell, the one after that state. Whether it leads to the group's state
+        only its digest proves, to whom knows that state. One download at a time, of this or by `fetch`.
+
+        Args:
+            after: The state that it leads on from.
+            timeout: Seconds after which it has ended one way or the other; if nobody has it, that is known soon.
+            patient: Where nobody has it: whether to wait for those who are not as far.
+
+        Raises:
+            ValueError: The timeout is out of range.
+            DaemonLost: The daemon has gone.
+        """
+        size = VALUE_BYTES * self.schema.size
+        request = FetchMean(self.name, after, size, check_timeout(timeout), patient)
+        return PendingMean(self._link, request, self._binding.named)
 
     def take(self) -> Accumulator | None:
         """Take back what has been accumulated and is not part of a round that is going on; None if nothing has.

@@ -1,14 +1,18 @@
-"""The daemon's side of `Run.offer` and `Run.fetch`: memory that a client shares, and what the swarm does with it."""
+"""The daemon's side of `Run.offer`, `fetch` and `recover`: memory that a client shares, and what is done with it."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 
+import torch
+
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.transfer.outcome import FetchOutcome
+from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import Refused
 from equipoise.peer.images import SharedImage
+from equipoise.peer.memory import VALUE_BYTES
+from equipoise.peer.messages import FetchMean
 from equipoise.peer.ports import Transfer
 
 MAX_TIMEOUT = 86_400.0
@@ -36,8 +40,7 @@ async def fetch_snapshot(
     """
     if not 0 <= at_least <= MAX_EPOCH:
         raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {at_least}")
-    if not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
-        raise Refused(f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout}")
+    _check(timeout)
 
     async def room(size: int) -> memoryview:
         try:
@@ -48,3 +51,25 @@ async def fetch_snapshot(
             raise ValueError(str(error)) from error
 
     return await transfer.fetch(at_least, image.capacity, timeout, room)
+
+
+async def fetch_mean(transfer: Transfer, request: FetchMean, memory: SharedImage) -> MeanOutcome:
+    """Get a mean that was missed into a client's memory, which has just its size.
+
+    Raises:
+        Refused: An argument is out of range, or there is not enough memory.
+        ValueError: A download of this run is going on already.
+    """
+    _check(request.timeout)
+    if memory.capacity != transfer.values * VALUE_BYTES:
+        raise Refused(
+            f"expected shared memory of {transfer.values * VALUE_BYTES} bytes, got {memory.capacity}"
+        )
+    await asyncio.get_running_loop().run_in_executor(None, memory.allocate, memory.capacity)
+    result = torch.frombuffer(memory.view(memory.capacity, writable=True), dtype=torch.float32)
+    return await transfer.recover(request.after, request.timeout, result, request.patient)
+
+
+def _check(timeout: float) -> None:
+    if not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
+        raise Refused(f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout}")

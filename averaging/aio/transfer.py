@@ -116,6 +116,11 @@ class Transfer:
         return self._donor.wanted
 
     @property
+    def values(self) -> int:
+        """Of a mean of this run."""
+        return self._spec.schema.size
+
+    @property
     def standing(self) -> str:
         """What is being fetched or served, and why, in one line; empty if nothing."""
         fetching = self._download.standing if self._download is not None else ""
@@ -178,13 +183,16 @@ class Transfer:
             self._means[before] = mean
             self._tell(MeanKept(before, mean.size))
 
-    async def recover(self, after: StateId, timeout: float, result: torch.Tensor) -> MeanOutcome:
+    async def recover(
+        self, after: StateId, timeout: float, result: torch.Tensor, patient: bool = False
+    ) -> MeanOutcome:
         """Get the mean that the group applied to the state `after`, where this peer missed it.
 
         Args:
             after: A state.
             timeout: Seconds for everything.
             result: f32 [D]; holds the mean if there is one, else undefined.
+            patient: Where nobody has it: whether to wait for those who are not as far.
 
         Raises:
             ValueError: A download of this run is going on already.
@@ -197,7 +205,7 @@ class Transfer:
             image = await keeping.room(size)
             return image
 
-        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after)
+        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, patient)
         got = await self._get(request, timeout, room)
         round_ = Outcome(ok=False, reason=got.reason, run=self._spec.name)
         if got.ok:

@@ -28,7 +28,7 @@ class Nesterov:
         self._moments: dict[str, torch.Tensor] = {}
 
     def __str__(self) -> str:
-        return f"Nesterov(lr={self.lr:g}, momentum={self.momentum:g})"
+        return f"Nesterov(lr={float(self.lr)!r}, momentum={float(self.momentum)!r})"
 
     def step(self, agreed: Mapping[str, torch.Tensor], mean: Mapping[str, torch.Tensor]) -> None:
         """See `Outer`."""

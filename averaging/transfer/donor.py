@@ -231,7 +231,7 @@ class Donor:
         return [
             self._answer(peer, one)
             for peer, one in self._askers.items()
-            if not one.reading and any(wish < epoch for wish in one.ask.wanted)
+            if not one.reading and (one.ask.after is not None or any(wish < epoch for wish in one.ask.wanted))
         ]
 
     def _on_snapshot(self, offer: Offer) -> list[DonorAction]:

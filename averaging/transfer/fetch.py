@@ -70,6 +70,7 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: it is after the mean that leads on from there, and no snapshot.
+        patient: Where nobody has that mean: whether to wait for those who are not as far.
     """
 
     run: str
@@ -78,6 +79,7 @@ class Request:
     at_least: int
     limit: int
     after: StateId | None = None
+    patient: bool = False
 
 
 class Fetch:
@@ -92,7 +94,7 @@ class Fetch:
         self._request = request
         self._timeout = timeout
         self._expires = now + timeout
-        self._poll = Poll(request.at_least) if request.after is None else Missed(request.after)
+        self._poll = _poll_of(request)
         self._agreement: Agreement | None = None
         self._sources: Sources | None = None
         self._image: ImageId | None = None
@@ -324,3 +326,7 @@ class Fetch:
 
     def _say(self, peer: str, message: ToDonor) -> FetchAction:
         return Send(peer, message)
+
+
+def _poll_of(request: Request) -> Poll | Missed:
+    return Poll(request.at_least) if request.after is None else Missed(request.after, request.patient)

@@ -15,11 +15,17 @@ from equipoise.averaging.transfer.messages import Offer
 
 
 class Missed(Answers):
-    """What is known of the mean that leads on from `after`."""
+    """What is known of the mean that leads on from `after`.
 
-    def __init__(self, after: StateId) -> None:
+    Args:
+        after: The state.
+        patient: Whether it may yet come to be, as long as some are not as far.
+    """
+
+    def __init__(self, after: StateId, patient: bool = False) -> None:
         super().__init__()
         self._after = after
+        self._patient = patient
 
     @property
     def behind(self) -> int:
@@ -41,7 +47,8 @@ class Missed(Answers):
 
     def hopeless(self, now: float) -> str:
         """Why it cannot be had, one line; empty as long as it may."""
-        return self.standing if self._settled(now, LONE_SECONDS) else ""
+        waits = not self._settled(now, LONE_SECONDS) or (self._patient and self.behind)
+        return "" if waits else self.standing
 
     def wish(self, now: float) -> bool:
         """Nothing is wished for: a mean is kept, or it is not."""

@@ -30,10 +30,12 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import stepped_tensors
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
-from equipoise.peer.training.member import CATCH_UP_SECONDS, Member, Policy, Subject
+from equipoise.peer.training.member import CATCH_UP_SECONDS, Member
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.recording import Checkpoints, Keeper
 from equipoise.peer.training.replica import ATTENDANCE, Alone
+from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject
+from equipoise.peer.training.terms import number
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class DiLoCo:
 
     Attributes:
         steps: Inner steps, as the group counts them.
+        finished: What the end came to.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class DiLoCo:
         run.trained_by = type(self).__name__
         parameters = stepped_tensors(run.source)
         self.steps = 0
+        self.finished: Finished | None = None
         self._parameters = {id(parameter) for parameter in parameters.values()}
         self._fragments = [
             Fragment(part_run, named, copy.deepcopy(outer), self._options, at)
@@ -194,9 +198,24 @@ class DiLoCo:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _unwatch(self)
-        if error is None:
-            for fragment in self._fragments:
-                fragment.finish()
+        if error is None and self.finished is None:
+            self.finish()
+
+    def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
+        """End together with the others: apply what an exchange that goes on comes to, catch up with what they have
+        that this peer missed, and stay as long as some are not as far, `timeout` seconds at most. The end of the `with`
+        block does it, if it was not done before.
+
+        Returns:
+            Whether this peer ends with the group's state, and why not.
+        """
+        deadline = self._options.clock() + timeout
+        ends = []
+        for fragment in self._fragments:
+            fragment.finish()
+            ends.append(fragment.member.finish(max(deadline - self._options.clock(), 0.0)))
+        self.finished = min(ends, key=lambda end: end.in_step)
+        return self.finished
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Some optimizer of this process has made a step."""
@@ -255,7 +274,7 @@ class Fragment:
         model = AgreedPart(self._agreed, self._follow_agreed)
         parts: dict[str, Part] = {"outer": UserPart(outer), "model": model}
         subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
-        policy = Policy(options.alone, options.patience, options.timeout, options.clock)
+        policy = Policy(options.alone, options.patience, options.timeout, options.clock, attends_always=True)
         self.member = Member(run, subject, policy)
 
     def agree(self, kind: str, outer: Outer) -> None:
@@ -268,7 +287,7 @@ class Fragment:
                 "steps between exchanges": str(options.every),
                 "fragments": str(options.fragments),
                 "delay": str(options.delay),
-                "merge": f"{options.merge:g}",
+                "merge": number(options.merge),
             }
         )
 
@@ -278,7 +297,7 @@ class Fragment:
 
     def tick(self, step: int) -> int | None:
         """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""
-        epoch = self.member.id.epoch
+        epoch, ended = self.member.id.epoch, self.member.outcomes
         self._gave = self._gave and self.member.pending
         self._caught_up = self.diverged = False
         if self.member.in_step and self.member.pending and self._may_collect(step):
@@ -287,9 +306,12 @@ class Fragment:
             self.member.find_group(CATCH_UP_SECONDS if step == 1 else 0.0)
         if step % max(self._options.every // RETRIES, 1) == 0:
             self.member.serve()
-        if self._is_due(step):
+        # The end of a round tells where the others are; that a mean which was missed has come does not.
+        told = self.member.id.epoch != epoch and self.member.outcomes != ended
+        if not told and self._is_due(step):
             self._exchange(step)
-        return self._place(step) if self.member.id.epoch != epoch or self._caught_up else None
+            told = self.member.id.epoch != epoch and self.member.outcomes != ended
+        return self._place(step) if told or self._caught_up else None
 
     def _place(self, step: int) -> int | None:
         """Which step of the group's this is, as an outer step has just told; None if it is as this peer counts."""

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -18,10 +15,16 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import Gradients, named_gradients
+from equipoise.peer.training import events
 from equipoise.peer.training import replica as machine
-from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
-from equipoise.peer.training.ports import Pending, PendingFetch, TrainingRun
-from equipoise.peer.training.replica import Alone, Replica
+from equipoise.peer.training.crowd import Crowd, missing
+from equipoise.peer.training.downloads import Downloads
+from equipoise.peer.training.image import Image, digest
+from equipoise.peer.training.lineage import beginning
+from equipoise.peer.training.means import MEAN_BYTES, Mean, affordable, mean_of
+from equipoise.peer.training.ports import Pending, TrainingRun
+from equipoise.peer.training.replica import Replica
+from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject
 from equipoise.peer.training.tensorfile import ImageError
 
 CATCH_UP_SECONDS = 5.0
@@ -34,69 +37,18 @@ over for a reason to begin: of one that waits for a slow swarm's next round that
 POLL_SECONDS = 0.05
 """Between two looks whether a snapshot has come, while waiting for a round."""
 
-HELD_MEMORY = 0.25
-"""Share of the memory that is available for means that are kept while a snapshot comes: that takes as much again, and
-the loop goes on."""
+LOOK_AHEAD_SECONDS = 3.0
+"""Longest time that a step of the loop waits for the mean of a round that failed here: it is needed now, for what was
+given to it must not be given again. If it takes longer, the next round tells."""
 
-MEAN_BYTES = 4
-"""Of a value of a mean."""
+STAY_AWAY_SECONDS = 2.0
+"""How long one that fetches a few missed means attends no round meanwhile: it would be bound to it until its end, and
+give nothing. One mean more that it has missed by then it fetches as well."""
 
-LEAST_HELD = 2
-"""Means kept whatever memory there is: with fewer no snapshot, which always is some rounds old, could be used."""
-
-FETCH_SECONDS = 600.0
-"""For one download; a gigabyte at 16 Mbit/s. It resumes from other donors within that."""
+SHORTEST_SECONDS = 0.1
+"""For the last question."""
 
 log = logging.getLogger(__name__)
-
-Update = Callable[[Mapping[str, torch.Tensor]], None]
-"""Takes the mean, fp32, by name, and makes the update that all peers make alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """What this peer decides for itself.
-
-    Attributes:
-        alone: What to do where nobody else is known: `train` or `wait`.
-        patience: Seconds without company after which it trains alone.
-        timeout: Seconds for one round.
-        clock: Seconds on a steady clock.
-    """
-
-    alone: Alone = "train"
-    patience: float = 10.0
-    timeout: float = 30.0
-    clock: Callable[[], float] = time.monotonic
-
-
-class Mean(NamedTuple):
-    """What one round came to: gradients, or differences, by name, fp32; and averaged buffers."""
-
-    values: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-
-    def copy(self) -> Mean:
-        """A copy in the machine's memory: an accelerator has less of it."""
-        return Mean(_copied(self.values), _copied(self.buffers))
-
-
-class Subject(NamedTuple):
-    """What is trained.
-
-    Attributes:
-        tensors: What gradients, or differences, are exchanged of, by name.
-        buffers: Those that travel with them.
-        model: The part of the state that holds both.
-        state: All of it.
-        update: Makes an update.
-    """
-
-    tensors: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    model: ModelPart
-    state: TrainingState
-    update: Update
 
 
 class Member:
@@ -114,17 +66,19 @@ class Member:
         self._run = run
         self._subject = subject
         self._policy = policy
-        start = machine.beginning(subject.model.digest())
+        start = beginning(subject.model.digest())
         self._replica = self._replica_at(start)
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: Pending | None = None
-        self._fetch: PendingFetch | None = None
-        self._image: Image | None = None
+        self._gave = False
+        self._downloads = Downloads(run, subject.state)
+        self._stays_away_until: float | None = None
+        self._ends_at: float | None = None
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
-        self._crowd = ""
+        self._crowd = Crowd(run.name, run.group_size)
 
     @property
     def id(self) -> StateId:
@@ -139,7 +93,7 @@ class Member:
     @property
     def reason(self) -> str:
         """Why this peer does what it does, one line."""
-        return "; ".join(filter(None, (self._replica.reason, self._crowd)))
+        return "; ".join(filter(None, (self._replica.reason, self._crowd.told)))
 
     @property
     def pending(self) -> bool:
@@ -186,23 +140,57 @@ class Member:
         self._own = None
         self._run.take()
 
+    def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
+        """End together with the others: collect the round that goes on, catch up with what they have that this peer
+        has not, and stay as long as some of them are not as far, who may have missed a mean.
+
+        Args:
+            timeout: Seconds for all of that.
+        """
+        deadline = self._policy.clock() + timeout
+        if self._pending is not None and self._gave and self._pending.wait(timeout):
+            self.collect()
+        while self.has_company() and not self._ends(deadline) and self._policy.clock() < deadline:
+            self.serve()
+        self._ends_at = None
+        self._downloads.stop()
+        behind = self._downloads.behind
+        left = f"; {behind} others were not as far" if behind else ""
+        return Finished(self.in_step, self.reason + left)
+
+    def _ends(self, deadline: float) -> bool:
+        """Look for what came after this peer's state; returns whether there is no more to be had."""
+        self._ends_at = deadline
+        if self._pending is not None and self._pending.done():
+            self.collect()
+        if not self._downloads.busy:
+            self._do(self._replica.handle(events.Ending(), self._policy.clock()))
+        if not self._downloads.busy:
+            return True
+        self._downloads.wait(POLL_SECONDS)
+        event = self._downloads.ended()
+        if event is None:
+            return False
+        self._do(self._replica.handle(event, self._policy.clock()))
+        return isinstance(event, events.RecoveryFailed) and self._replica.phase is not machine.Phase.ASTRAY
+
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
         """Where this peer does not hold the group's state, or does not know, find out and catch up, for some
         seconds."""
         deadline = self._policy.clock() + seconds
         while not self.in_step and self.has_company():
-            if self._pending is None:
-                self._attend()
-            assert self._pending is not None, "just started"
-            if self._pending.wait(min(POLL_SECONDS, max(deadline - self._policy.clock(), 0.0))):
-                self.collect()
-            self._look_for_image()
+            left = min(POLL_SECONDS, max(deadline - self._policy.clock(), 0.0))
+            if self._pending is None and self._stays_away:
+                self._downloads.wait(left)
+            else:
+                self._attend_for(left)
+            self._look_for_download()
             if self._policy.clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
 
     def meet(self, wait: bool = True) -> None:
         """Make the update that is due: with the group, or alone, or not yet; `wait=False` only starts the round."""
-        self._do(self._replica.handle(machine.Due(self.has_company()), self._policy.clock()), wait)
+        self._do(self._replica.handle(events.Due(self.has_company()), self._policy.clock()), wait)
 
     def collect(self) -> None:
         """Wait for the round that goes on, and do what follows from it."""
@@ -213,22 +201,23 @@ class Member:
         self.outcomes += 1
         was_in_step = self.in_step
         if outcome.ok:
-            self._look_for_crowd(outcome)
-            event: machine.Event = machine.RoundSucceeded(
+            standing = self._run.state
+            self._crowd.look(outcome, standing)
+            event: events.Event = events.RoundSucceeded(
                 outcome.state,
                 outcome.states,
                 outcome.digest,
                 outcome.contributors,
                 outcome.group,
-                self._missing(outcome),
+                missing(outcome, standing),
             )
         else:
-            event = machine.RoundFailed(outcome.reason)
+            event = events.RoundFailed(outcome.reason, formed=bool(outcome.group))
         self._do(self._replica.handle(event, self._policy.clock()))
         if was_in_step != self.in_step:
             self._move_accumulated()
         if self.in_step:
-            self._stop_fetching()
+            self._downloads.stop()
 
     def load(self, image: torch.Tensor) -> StateId:
         """Become what an image holds, as from a checkpoint; the next round tells whether it is the group's.
@@ -281,26 +270,29 @@ class Member:
         held = affordable(values * MEAN_BYTES, psutil.virtual_memory().available)
         return Replica(self._run.peer, state, policy.clock(), policy.alone, policy.patience, held)
 
-    def _missing(self, outcome: Outcome) -> int:
-        state = self._run.state
-        return max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
+    @property
+    def _stays_away(self) -> bool:
+        until = None if self._policy.attends_always else self._stays_away_until
+        return self._downloads.recovering and until is not None and self._policy.clock() < until
 
-    def _look_for_crowd(self, outcome: Outcome) -> None:
-        """Say it where some cannot have been in the group: those who are make another state of it, and so on."""
-        missing = self._missing(outcome)
-        full = len(outcome.group) >= self._run.group_size
-        told = crowd_told(len(outcome.group) + missing, self._run.group_size) if full and missing else ""
-        if told and not self._crowd:
-            log.warning("run %s: %s", self._run.name, told)
-        self._crowd = told
+    def _attend_for(self, seconds: float) -> None:
+        if self._pending is None:
+            self._attend()
+        assert self._pending is not None, "just started"
+        if self._pending.wait(seconds):
+            self.collect()
 
     def _attend(self) -> None:
         """Take part in a round with nothing, to learn which state the group holds, or what its mean is."""
         self._run.take()
-        weight = self._replica.attendance(self._others_give())
+        others_give = self._others_give()
+        if others_give:
+            self._do(self._replica.handle(events.OthersBegun(), self._policy.clock()))
+        weight = self._replica.attendance(others_give)
         if weight:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
         self._start(ATTEND_SECONDS)
+        self._gave = False
 
     def _others_give(self) -> bool:
         state = self._run.state
@@ -326,31 +318,38 @@ class Member:
             return
         own, self._own = self._own, None
         if own is not None and own.weight > 0:
-            self._run.accumulate(_mean_of(own, self._subject.tensors), own.weight)
+            self._run.accumulate(mean_of(own, self._subject.tensors), own.weight)
 
-    def _do(self, actions: list[machine.Action], wait: bool = True) -> None:
+    def _do(self, actions: list[events.Action], wait: bool = True) -> None:
         todo = deque(actions)
         while todo:
             match todo.popleft():
-                case machine.Apply(before):
+                case events.Apply(before):
                     self._apply(self._held.pop(before) if before in self._held else self._mean())
-                case machine.Hold(before):
+                case events.Hold(before):
                     self._held[before] = self._mean().copy()
-                case machine.Forget(before):
+                case events.Forget(before):
                     self._held.pop(before, None)
-                case machine.Check():
-                    checked = machine.Checked(self._subject.model.digest())
+                case events.Check():
+                    checked = events.Checked(self._subject.model.digest())
                     todo.extendleft(reversed(self._replica.handle(checked, self._policy.clock())))
-                case machine.Fetch(at_least):
-                    self._stop_fetching()
-                    self._fetch = self._run.fetch(at_least, self.limit, FETCH_SECONDS, wait=False)
-                case machine.Load():
+                case events.Fetch(at_least):
+                    self._downloads.fetch(at_least, self.limit)
+                case events.Recover(after):
+                    todo.extend(self._recover(after))
+                case events.Keep(before):
+                    self._keep(before)
+                case events.DropGiven():
+                    self._run.take()
+                case events.Load():
                     self._load()
-                case machine.Meet():
+                case events.Meet():
                     self._meet(wait)
-                case machine.StepAlone():
+                case events.StepAlone():
                     self._step_alone()
         self._whole = self.id
+        if self.in_step:
+            self._stays_away_until = None
         if self.reason != self._told:
             self._told = self.reason
             log.info("run %s: %s", self._run.name, self.reason)
@@ -362,6 +361,7 @@ class Member:
                 # Just come into step it misses no mean for that; beside a single giver it has to weigh something.
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
             self._start(self._policy.timeout)
+            self._gave = True
             if wait:
                 self.collect()
 
@@ -385,11 +385,11 @@ class Member:
         own, self._own = own or self._own, None
         if own is None or own.weight == 0:
             return
-        mean = _mean_of(own, self._subject.tensors)
+        mean = mean_of(own, self._subject.tensors)
         with self._changing():
             self._subject.update(mean)
             self._subject.model.settle()
-        self._do(self._replica.handle(machine.SteppedAlone(digest(mean)), self._policy.clock()))
+        self._do(self._replica.handle(events.SteppedAlone(digest(mean)), self._policy.clock()))
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
 
     @contextmanager
@@ -400,7 +400,7 @@ class Member:
         try:
             yield
         except BaseException:
-            self._replica.handle(machine.Interrupted(), self._policy.clock())
+            self._replica.handle(events.Interrupted(), self._policy.clock())
             self._held.clear()
             raise
 
@@ -415,60 +415,40 @@ class Member:
         except (ImageError, Refused) as error:  # Others may have the memory for it.
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
-    def _stop_fetching(self) -> None:
-        fetching, self._fetch = self._fetch, None
-        if fetching is not None:
-            fetching.cancel()
+    def _recover(self, after: StateId) -> list[events.Action]:
+        """Begin to fetch a mean; one in step waits for it, and does what follows."""
+        if self._stays_away_until is None:
+            self._stays_away_until = self._policy.clock() + STAY_AWAY_SECONDS
+        astray = self._replica.phase is machine.Phase.ASTRAY
+        if self._ends_at is not None:
+            left = max(self._ends_at - self._policy.clock(), SHORTEST_SECONDS)
+            self._downloads.recover(after, left, patient=not astray)
+            return []
+        self._downloads.recover(after)
+        if astray:
+            return []
+        self._downloads.wait(LOOK_AHEAD_SECONDS)
+        event = self._downloads.ended()
+        if event is None:
+            self._downloads.stop()
+            event = events.RecoveryFailed(f"not within {LOOK_AHEAD_SECONDS:g} s")
+        return self._replica.handle(event, self._policy.clock())
 
-    def _look_for_image(self) -> None:
-        if self._fetch is None or not self._fetch.done():
+    def _keep(self, before: StateId) -> None:
+        mean = self._downloads.mean
+        assert mean is not None, "it was fetched"
+        self._held[before] = Mean(dict(mean.values), dict(mean.buffers))
+
+    def _look_for_download(self) -> None:
+        event = self._downloads.ended()
+        if event is None:
             return
-        fetching, self._fetch = self._fetch, None
-        try:
-            fetched = fetching.result()
-            event: machine.Event = machine.FetchFailed(fetched.reason)
-            if fetched.ok and fetched.image is not None:
-                self._image = self._subject.state.read(_bytes(fetched.image))
-                if self._image.id != fetched.state:
-                    raise ImageError(f"donors offered {fetched.state}, the image says {self._image.id}")
-                event = machine.ImageFetched(self._image.id)
-        except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
-            event = machine.FetchFailed(str(error))
         self._do(self._replica.handle(event, self._policy.clock()))
-        self._image = None
         if self.in_step:
             self._own = None  # Gradients of what it held before.
 
     def _load(self) -> None:
-        assert self._image is not None, "it was fetched"
+        image = self._downloads.image
+        assert image is not None, "it was fetched"
         with self._changing():
-            self._image.load()
-
-
-def affordable(size: int, available: int) -> int:
-    """How many means of `size` bytes to keep at most where so many bytes are available."""
-    return max(min(int(available * HELD_MEMORY) // max(size, 1), machine.HELD_MEANS), LEAST_HELD)
-
-
-def crowd_told(peers: int, most: int) -> str:
-    """What is wrong with so many, one line."""
-    return (
-        f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
-        f"join with group_size >= {peers}"
-    )
-
-
-def _mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    mean = {
-        name: torch.empty(one.shape, dtype=torch.float32, device=one.device) for name, one in like.items()
-    }
-    accumulator.mean_into(mean)
-    return mean
-
-
-def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-
-
-def _bytes(image: torch.Tensor | memoryview) -> torch.Tensor:
-    return image if isinstance(image, torch.Tensor) else torch.frombuffer(image, dtype=torch.uint8)
+            image.load()

@@ -35,10 +35,12 @@ from equipoise.peer.training.image import (
     UserPart,
     digest,
 )
-from equipoise.peer.training.member import Member, Policy, Subject
+from equipoise.peer.training.member import Member
 from equipoise.peer.training.pace import Pace
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.replica import Alone
+from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject
+from equipoise.peer.training.terms import number
 
 CLIP_BITS = 20
 """Bits kept of the factor that clips. Peers with other hardware, or another number of threads, add a norm up in
@@ -265,6 +267,18 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._pace.returned(self._clock())
         return loss
 
+    def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
+        """End together with the others, after the last step: apply what a round that goes on comes to, catch up with
+        what they have that this peer missed, and stay as long as some are not as far.
+
+        Args:
+            timeout: Seconds for all of that.
+
+        Returns:
+            Whether this peer ends with the group's state, and why not.
+        """
+        return self.member.finish(timeout)
+
     def _may_collect(self) -> bool:
         """Whether no round goes on, or it has to be waited for: one that is only attended must not block the loop."""
         enough = self.member.in_step and self.member.accumulated >= self._given
@@ -328,8 +342,8 @@ def terms_of(
         "optimizer": type(inner).__name__,
         "hyperparameters": hyperparameters(inner),
         "parameter groups": _grouped(inner, parameters),
-        "target batch size": f"{options.target_batch_size:g}",
-        "clip": "none" if options.clip is None else f"{options.clip:g}",
+        "target batch size": number(options.target_batch_size),
+        "clip": "none" if options.clip is None else number(options.clip),
         "scheduler": "none" if scheduler is None else _schedule(scheduler),
         "buffers": "averaged" if options.buffers else "each peer's own",
         "extra state": _short(", ".join(sorted(options.extra))) or "none",

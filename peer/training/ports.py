@@ -53,10 +53,49 @@ class PendingFetch(Protocol):
     def done(self) -> bool:
         """Whether `result` returns at once."""
 
+    def wait(self, timeout: float) -> bool:
+        """Wait, at most `timeout` seconds, until it is done; returns whether it is."""
+
     def cancel(self) -> None:
         """End it."""
 
     def result(self) -> Fetched:
+        """What it came to."""
+
+
+class Recovered(Protocol):
+    """What became of a mean that was missed."""
+
+    @property
+    def outcome(self) -> Outcome:
+        """What its round came to; not ok if it is not to be had."""
+
+    @property
+    def values(self) -> Mapping[str, torch.Tensor]:
+        """By name, fp32."""
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """By name, fp32."""
+
+    @property
+    def behind(self) -> int:
+        """If not ok: how many peers are not as far as this one."""
+
+
+class PendingMean(Protocol):
+    """The download of a mean, which goes on."""
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+
+    def wait(self, timeout: float) -> bool:
+        """Wait, at most `timeout` seconds, until it is done; returns whether it is."""
+
+    def cancel(self) -> None:
+        """End it."""
+
+    def result(self) -> Recovered:
         """What it came to."""
 
 
@@ -151,3 +190,6 @@ class TrainingRun(Protocol):
     def fetch(
         self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False]
     ) -> PendingFetch: ...
+
+    def recover(self, after: StateId, timeout: float = ..., patient: bool = ...) -> PendingMean:
+        """Get the mean that the group applied to a state."""

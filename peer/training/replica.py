@@ -9,8 +9,11 @@ compute it alike. From that a peer knows where it stands:
   out.
 - *in step*: its state is the group's: it contributes, and applies each mean.
 - *astray*: it is not. It attends with nothing, keeps the means it receives, each with the state that it belongs to, and
-  fetches a snapshot meanwhile. When that is there, it applies the means that were kept since: in step, and nobody
-  waited.
+  meanwhile gets the few means that it missed, which all daemons keep for a while, or else fetches a snapshot. When that
+  is there, it applies the means that were kept since: in step, and nobody waited.
+
+A round that failed here may have come to a mean for the others. So one in step asks for that at once; if its own
+contribution is in it, that must not be given again.
 
 An id's lineage is a running digest: of the first parameters, and of everything applied since. Every `CHECK_EVERY`
 epochs it takes in the parameters as they really are, so that hardware that computes otherwise is found out. That link
@@ -21,17 +24,40 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from typing import Literal, NamedTuple
-
-from blake3 import blake3
+from typing import Literal
 
 from equipoise.averaging.state import StateId
-
-CHECK_EVERY = 64
-"""Epochs between two looks at the parameters themselves: hashing them takes about as long as a step of a small
-model."""
+from equipoise.peer.training.events import (
+    Action,
+    Apply,
+    Check,
+    Checked,
+    DropGiven,
+    Due,
+    Ending,
+    Event,
+    Fetch,
+    FetchFailed,
+    Forget,
+    Hold,
+    ImageFetched,
+    Interrupted,
+    Keep,
+    Load,
+    MeanFetched,
+    Meet,
+    OthersBegun,
+    Recover,
+    RecoveryFailed,
+    RoundFailed,
+    RoundSucceeded,
+    StepAlone,
+    SteppedAlone,
+)
+from equipoise.peer.training.lineage import Link, follow, is_checked, leads_to, link_of, told
+from equipoise.peer.training.missed import MAX_MISSED, Missed, within_reach
 
 HELD_MEANS = 32
 """Most means kept while a snapshot comes, where memory allows, each as large as the parameters in fp32. A snapshot
@@ -59,6 +85,10 @@ MAX_INTRODUCTIONS = 3
 FAILED_ROUNDS = 3
 """Rounds that fail in a row, though others are known, before one that may train alone does; one alone is weather."""
 
+FIRST_SNAPSHOT = 2
+"""Epoch that one who finds others at work asks for at once: those who begin at the same time never come to be asked
+for it, for they are in step by then."""
+
 FETCH_PAUSE = 0.5
 """Seconds from a download that failed to the next; twice as many after each in a row: one that no image fits would
 have all donors send theirs whole after every round, for ever."""
@@ -75,119 +105,6 @@ class Phase(Enum):
     MEETING = "meeting"
     IN_STEP = "in step"
     ASTRAY = "astray"
-
-
-class RoundSucceeded(NamedTuple):
-    """A round came to a mean.
-
-    Attributes:
-        group: The group's state before it; None if nobody claims one.
-        states: What each claims to hold, by name.
-        digest: The outcome's.
-        weights: Of the contributors, by name.
-        members: Names of all who took part, in an order that all of them see.
-        missing: How many of the peers that are known did not.
-    """
-
-    group: StateId | None
-    states: Mapping[str, StateId]
-    digest: str
-    weights: Mapping[str, float]
-    members: Sequence[str]
-    missing: int = 0
-
-
-class RoundFailed(NamedTuple):
-    """A round came to nothing."""
-
-    reason: str
-
-
-class ImageFetched(NamedTuple):
-    """An image of this state is there, checked, ready to be loaded."""
-
-    state: StateId
-
-
-class FetchFailed(NamedTuple):
-    """No image came, or none that fits."""
-
-    reason: str
-
-
-class Due(NamedTuple):
-    """An update is due; `company` says whether any other peer is known."""
-
-    company: bool
-
-
-class SteppedAlone(NamedTuple):
-    """This peer applied what it had itself; `digest` is of that."""
-
-    digest: str
-
-
-class Checked(NamedTuple):
-    """The parameters have this digest now."""
-
-    digest: str
-
-
-class Interrupted(NamedTuple):
-    """An update, or a load, has raised half-way; the means that were held are given up."""
-
-
-Event = RoundSucceeded | RoundFailed | ImageFetched | FetchFailed | Due | SteppedAlone | Checked | Interrupted
-
-
-class Apply(NamedTuple):
-    """Apply the mean that leads on from this state: the last round's, or one that was held."""
-
-    before: StateId
-
-
-class Check(NamedTuple):
-    """Say what digest the parameters have (`Checked`)."""
-
-
-class Hold(NamedTuple):
-    """Keep the mean of the round that has just ended: it leads on from this state."""
-
-    before: StateId
-
-
-class Forget(NamedTuple):
-    """The mean that leads on from this state is no longer wanted."""
-
-    before: StateId
-
-
-class Fetch(NamedTuple):
-    """Get an image of this epoch or a later one."""
-
-    at_least: int
-
-
-class Load(NamedTuple):
-    """Load the image that was fetched."""
-
-
-class Meet(NamedTuple):
-    """Take part in a round."""
-
-
-class StepAlone(NamedTuple):
-    """Apply what this peer has accumulated itself."""
-
-
-Action = Apply | Check | Hold | Forget | Fetch | Load | Meet | StepAlone
-
-
-class Link(NamedTuple):
-    """A mean: where it leads from and, but for its last check, where to."""
-
-    before: StateId
-    after: StateId
 
 
 class Replica:
@@ -220,6 +137,9 @@ class Replica:
         self._company_at = now
         self._failures = 0
         self._links: deque[Link] = deque()
+        self._missed = Missed()
+        self._looks_ahead = 0
+        self._group: StateId | None = None
         self._fetching = False
         self._fetch_after = now
         self._fetch_pause = FETCH_PAUSE
@@ -263,16 +183,20 @@ class Replica:
         match event:
             case RoundSucceeded():
                 return self._round_succeeded(event, now)
-            case RoundFailed(reason):
-                self._failures += 1
-                self._stands_in = True  # Perhaps nobody did.
-                if self.phase is not Phase.ASTRAY:
-                    self.reason = f"the last round failed: {reason}"
-                return self._fetch_again(now)
+            case RoundFailed(reason, formed):
+                return self._round_failed(reason, formed, now)
             case ImageFetched(state):
                 return self._image_fetched(state, now)
             case FetchFailed(reason):
                 return self._fetch_failed(reason, now)
+            case MeanFetched(before, digest, counted):
+                return self._mean_fetched(before, digest, counted, now)
+            case RecoveryFailed(reason):
+                return self._recovery_failed(reason, now)
+            case OthersBegun():
+                return self._others_begun(now)
+            case Ending():
+                return self._ending(now)
             case Due(company):
                 return self._due(company, now)
             case SteppedAlone(digest):
@@ -282,6 +206,15 @@ class Replica:
             case Checked(digest):
                 self.state = StateId(self.state.epoch, follow(self.state.lineage, f"parameters {digest}"))
                 return self._replay(now) if self._replaying else []
+
+    def _round_failed(self, reason: str, formed: bool, now: float) -> list[Action]:
+        self._failures += 1
+        self._stands_in = True  # Perhaps nobody did.
+        if self.phase is Phase.ASTRAY:
+            return self._return(now)
+        self.reason = f"the last round failed: {reason}"
+        # For others it may not have; then what was given to it counts, and must not be given again.
+        return self._look_ahead() if formed and self.phase is Phase.IN_STEP else []
 
     def _fetch_failed(self, reason: str, now: float) -> list[Action]:
         self._fetching = False
@@ -302,6 +235,7 @@ class Replica:
         group = event.group
         if group is None:
             return self._nobody_knows(now)
+        self._group = group
         givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
         # Also those who had nothing to give yet: they will have next time, and need a second contributor then.
         lasting = {name for name in event.members if event.states.get(name) == group}
@@ -318,13 +252,14 @@ class Replica:
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
             self._fetch_pause, self._fetch_after = FETCH_PAUSE, now
             if not introduced:
-                self._links.append(_link(group, event.digest))
+                self._links.append(link_of(group, event.digest))
                 actions += self._replay(now)
         else:
             actions = self._stray(group)
             if not introduced:
-                actions += self._hold(_link(group, event.digest))
-            actions += self._fetch(self._ahead(group, now), now)
+                actions += self._hold(link_of(group, event.digest))
+            self._wanted = self._wanted if self._fetching else self._ahead(group, now)
+            actions += self._return(now)
         self._last_round = now
         return actions
 
@@ -347,7 +282,7 @@ class Replica:
         return []
 
     def _hold(self, link: Link) -> list[Action]:
-        gap = bool(self._links) and not _leads_to(self._links[-1], link.before)
+        gap = bool(self._links) and not leads_to(self._links[-1], link.before)
         forgotten: list[Action] = list(self._forget_all()) if gap else []
         if len(self._links) == self._most_held:
             forgotten.append(Forget(self._links.popleft().before))
@@ -356,18 +291,90 @@ class Replica:
 
     def _image_fetched(self, state: StateId, now: float) -> list[Action]:
         self._fetching = False
-        if self.phase is not Phase.ASTRAY:
+        if self.phase is Phase.IN_STEP or (self.phase is Phase.MEETING and state.epoch <= self.state.epoch):
             return []
-        if self._links and state.epoch < self._links[0].before.epoch:
+        older = bool(self._links) and state.epoch < self._links[0].before.epoch
+        if older and not within_reach(state, self._links[0].before):
             self.reason = (
                 f"astray: the snapshot of epoch {state.epoch} is older than the means that were kept"
             )
             return self._fetch(self._links[0].before.epoch, now)
-        actions: list[Action] = [Load()]
+        actions: list[Action] = [Load(), *_forget(self._missed.clear())]
         self.state = state
         while self._links and self._links[0].before.epoch < state.epoch:
             actions.append(Forget(self._links.popleft().before))
-        return [*actions, *self._replay(now)]
+        lone = not self._links
+        actions += self._replay(now)
+        # What the group did since it has not been told.
+        return [*actions, *self._look_ahead(MAX_MISSED)] if lone else actions
+
+    # ---- means that were missed ----
+
+    def _return(self, now: float) -> list[Action]:
+        """Back to the group: by the means that were missed or, if those cannot be had, by a snapshot."""
+        if self._fetching or self._missed.asked is not None:
+            return []
+        after = self._missed.next(self.state, self._target)
+        if after is not None:
+            return [Recover(after)]
+        return [*_forget(self._missed.clear(self._missed.given_up)), *self._fetch(self._wanted, now)]
+
+    @property
+    def _target(self) -> StateId | None:
+        """The state from where on the means are here."""
+        return self._links[0].before if self._links else self._group
+
+    def _look_ahead(self, most: int = 1) -> list[Action]:
+        """Ask whether the group has applied a mean to this peer's state, and so on, for so many at most."""
+        self._looks_ahead = most
+        return [Recover(self.state)] if most and self._missed.ask(self.state) else []
+
+    def _mean_fetched(self, before: StateId, digest: str, counted: bool, now: float) -> list[Action]:
+        if not self._missed.take(before, digest):
+            return []
+        actions: list[Action] = [Keep(before)]
+        if self.phase is not Phase.ASTRAY:
+            self._links.extend(self._missed.clear())
+            actions += [DropGiven()] if counted else []
+            self.phase, self.reason = (
+                Phase.IN_STEP,
+                f"it missed the mean after {told(before)}, and has it now",
+            )
+            actions += self._replay(now)
+            return actions if self._replaying else [*actions, *self._look_ahead(self._looks_ahead - 1)]
+        target = self._target
+        assert target is not None, "astray of it"
+        if self._missed.completes(target):
+            self._links.extendleft(reversed(self._missed.clear()))
+            return [*actions, *self._replay(now)]
+        if self._missed.links[-1].after.epoch >= target.epoch:
+            return [*actions, *self._give_up_means("they do not lead to the group's state", now)]
+        return [*actions, *self._return(now)]
+
+    def _recovery_failed(self, reason: str, now: float) -> list[Action]:
+        if self.phase is Phase.ASTRAY:
+            return self._give_up_means(reason, now)
+        self._missed.clear()
+        return []
+
+    def _give_up_means(self, reason: str, now: float) -> list[Action]:
+        self.reason += f"; the means between are not to be had: {reason}"
+        return [*_forget(self._missed.clear(reason)), *self._return(now)]
+
+    def _others_begun(self, now: float) -> list[Action]:
+        """The first round may be long in coming, and will most likely only tell that it needs a snapshot."""
+        begins = self.phase is Phase.MEETING and self.state.epoch == 0
+        return self._fetch(FIRST_SNAPSHOT, now) if begins else []
+
+    def _ending(self, now: float) -> list[Action]:
+        if self.phase is not Phase.ASTRAY:
+            return self._look_ahead()
+        last = self._links[-1].after if self._links else self._group
+        if last is not None and self._wanted > last.epoch:  # Of an epoch that may never come.
+            self._fetching, self._fetch_after, self._wanted = False, now, last.epoch
+        return self._return(now)
+
+    # ---- what is held ----
 
     def _replay(self, now: float) -> list[Action]:
         """Apply what is held, one after another, as far as the next look at the parameters."""
@@ -377,15 +384,15 @@ class Replica:
             link = self._links.popleft()
             actions.append(Apply(link.before))
             self.state = link.after
-            if self.state.epoch % CHECK_EVERY == 0:
+            if is_checked(self.state.epoch):
                 return [*actions, Check()]
         self._replaying = False
         if self._links:
             before = self._links[0].before
-            self.phase = Phase.ASTRAY
+            self.phase, self._wanted = Phase.ASTRAY, before.epoch
             self.reason = f"astray: it came to {told(self.state)}, the group to {told(before)}"
-            return [*actions, *self._fetch(before.epoch, now)]
-        if self.phase is Phase.ASTRAY:
+            return [*actions, *self._return(now)]
+        if self.phase is not Phase.IN_STEP:
             # The next round tells whether it is the group's; most likely it is.
             self.phase, self.reason = Phase.IN_STEP, f"it caught up with the group at {told(self.state)}"
         return actions
@@ -414,14 +421,14 @@ class Replica:
     def _stepped_alone(self, digest: str) -> list[Action]:
         lineage = follow(self.state.lineage, f"alone {digest}")
         self.state = StateId(self.state.epoch + 1, lineage)
-        return [Check()] if self.state.epoch % CHECK_EVERY == 0 else []
+        return [Check()] if is_checked(self.state.epoch) else []
 
     def _give_up_astray(self, reason: str) -> list[Action]:
         self.phase, self.reason, self._fetching = Phase.MEETING, reason, False
         return self._forget_all()
 
     def _forget_all(self) -> list[Action]:
-        forgotten: list[Action] = [Forget(link.before) for link in self._links]
+        forgotten = _forget([*self._missed.clear(), *self._links])
         self._links.clear()
         return forgotten
 
@@ -431,40 +438,11 @@ class Replica:
         self._fetching, self._wanted = True, at_least
         return [Fetch(at_least)]
 
-    def _fetch_again(self, now: float) -> list[Action]:
-        return self._fetch(self._wanted, now) if self.phase is Phase.ASTRAY else []
-
     def _ahead(self, group: StateId, now: float) -> int:
         """The epoch to ask for: one that all donors will have heard of before they reach it."""
         interval = max(now - self._last_round, NOTICE_SECONDS / MAX_LEAD)
         return group.epoch + min(max(math.ceil(NOTICE_SECONDS / interval), 1), self._most_held // 2)
 
 
-def beginning(digest: str) -> StateId:
-    """The id of a state nobody has trained yet, whose parameters have this digest."""
-    return StateId(0, follow("", f"parameters {digest}"))
-
-
-def follow(lineage: str, what: str) -> str:
-    """The lineage after `what` was applied: BLAKE3 in hex."""
-    return blake3(f"{lineage}\0{what}".encode()).hexdigest()
-
-
-def told(state: StateId) -> str:
-    """The state as a reason says it."""
-    return f"epoch {state.epoch} ({state.lineage[:8]})"
-
-
-def _link(before: StateId, digest: str) -> Link:
-    return Link(before, StateId(before.epoch + 1, follow(before.lineage, f"mean {digest}")))
-
-
-def _leads_to(link: Link, state: StateId) -> bool:
-    if state.epoch % CHECK_EVERY == 0:
-        return link.after.epoch == state.epoch
-    return link.after == state
-
-
-def links_told(links: Sequence[Link]) -> str:
-    """The epochs of some links, for a log."""
-    return ", ".join(str(link.before.epoch) for link in links)
+def _forget(links: Sequence[Link]) -> list[Action]:
+    return [Forget(link.before) for link in links]

@@ -1,4 +1,4 @@
-"""What `Run.offer` and `Run.fetch` promise, whichever face the run came from and whatever swarm is behind it."""
+"""What `Run.offer`, `fetch` and `recover` promise, whichever face the run came from and whatever swarm is behind it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from contracts.run import SOON, Peers, join_all
+from contracts.run import OPTIONS, SOON, Peers, join_all
 from e2e.swarm import eventually
+from equipoise.averaging.outcome import Idle
 from equipoise.averaging.state import StateId
 from equipoise.peer import Refused
 
@@ -103,6 +104,37 @@ class StateContract:
 
         assert not fetched.ok
         assert f"at most {len(IMAGE) - 1} bytes" in fetched.reason
+
+    def test_the_mean_of_a_round_that_was_missed_is_recovered(self, peers: Peers) -> None:
+        *others, last = peers(3)
+        members = join_all(others, [[torch.zeros(2)] for _ in others])
+        for run in members:
+            run.accumulate([torch.ones(2)], weight=1)
+        for run in members:
+            eventually(lambda run=run: run.progress().swarm == 2, "all that step")
+        pending = [run.step(timeout=SOON, wait=False, state=state_of(4)) for run in members]
+        outcome, _ = [one.result() for one in pending]
+        assert outcome.ok, outcome.reason
+        late = last.join("digits", [torch.zeros(2)], **OPTIONS)
+        eventually(lambda: late.state == Idle(peers=2), "the others")
+
+        found = late.recover(state_of(4), SOON).result()
+
+        assert found.outcome.ok, found.outcome.reason
+        assert found.outcome.digest == outcome.digest
+        assert found.outcome.contributors == outcome.contributors
+        assert {name: value.tolist() for name, value in found.values.items()} == {"0": [1.0, 1.0]}
+        assert found.sources
+        assert members[0].recover(state_of(4), SOON).result().outcome.counted(members[0].peer)
+
+    def test_a_mean_that_nobody_keeps_is_not_waited_for(self, peers: Peers) -> None:
+        run, _ = step_all(peers, 2)
+
+        found = run.recover(state_of(4), 100 * SOON).result()
+
+        assert not found.outcome.ok
+        assert found.outcome.reason
+        assert found.values == {}
 
     def test_what_cannot_be_offered_or_fetched_is_said(self, peers: Peers) -> None:
         (peer,) = peers(1)

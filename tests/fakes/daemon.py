@@ -17,7 +17,7 @@ from equipoise.averaging.description import describe, differences, first_differe
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.outcome import FetchOutcome
+from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
 from equipoise.peer.ports import Hub, Room, Swarm
@@ -71,6 +71,7 @@ class FakeNetwork:
         self.runs: dict[str, dict[str, Member]] = {}
         self.waiting: dict[str, dict[str, Waiting]] = {}
         self.snapshots: dict[str, dict[str, tuple[StateId, bytes]]] = {}
+        self.means: dict[tuple[str, StateId], tuple[Outcome, torch.Tensor]] = {}
         self.wishes: dict[str, dict[str, int]] = {}
         self.refused: set[str] = set()
         """Peers whose contribution does not count."""
@@ -223,6 +224,21 @@ class FakeTransfer:
         with self._network.lock:
             self._network.snapshots.setdefault(self._spec.name, {})[self._peer] = (state, bytes(image))
 
+    @property
+    def values(self) -> int:
+        return self._spec.schema.size
+
+    async def recover(
+        self, after: StateId, timeout: float, result: torch.Tensor, patient: bool = False
+    ) -> MeanOutcome:
+        with self._network.lock:
+            found = self._network.means.get((self._spec.name, after))
+        if found is None:
+            return MeanOutcome(round=Outcome(ok=False, reason="nobody keeps it", run=self._spec.name))
+        outcome, mean = found
+        result.copy_(mean)
+        return MeanOutcome(round=outcome, sources=dict.fromkeys(outcome.group, 4 * len(mean)))
+
     async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
         if self._ended is not None:
             raise ValueError("a state is being fetched already")
@@ -306,6 +322,8 @@ class FakeAverager:
         outcome = self._outcome(came, reason)
         if came:
             result.copy_(came.mean)
+            if outcome.state is not None:
+                self._network.means[self._spec.name, outcome.state] = outcome, came.mean
         self.history.append(outcome)
         return outcome
 

@@ -19,6 +19,7 @@ import torch
 
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.kept import KEPT_MEANS
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.memory import Region
@@ -53,9 +54,12 @@ class FakeSwarm:
     Attributes:
         now: Virtual seconds.
         round_seconds: What a round takes.
-        fetch_seconds: What a download takes.
+        fetch_seconds: What the download of a snapshot takes.
+        recover_seconds: And of a mean that was missed.
         gather_seconds: How long a group that could begin waits for those who are still computing.
         group_size: Most peers that average together in one round.
+        kept: Means that one who missed them can have, by the state that each leads on from.
+        recovered: Who had which of them.
         spoils: Called with the round's number: whether its mean holds infinities, as sums of fp16 may.
         fails: Called with the round's number and a peer; whether the round fails for that one, though not for others.
     """
@@ -64,6 +68,7 @@ class FakeSwarm:
         self.now = 0.0
         self.round_seconds = 0.1
         self.fetch_seconds = 0.5
+        self.recover_seconds = 0.1
         self.gather_seconds = 1.0
         self.group_size = 16
         self.fails: Callable[[int, str], bool] = lambda number, peer: False
@@ -72,6 +77,8 @@ class FakeSwarm:
         self.runs: dict[str, dict[str, FakeRun]] = {}
         self.rounds = 0
         self.bytes: Counter[str] = Counter()
+        self.kept: dict[StateId, tuple[Outcome, torch.Tensor]] = {}
+        self.recovered: list[tuple[str, StateId]] = []
         self._actors: dict[str, Actor] = {}
         self._scheduler = threading.Semaphore(0)
         self._local = threading.local()
@@ -164,10 +171,17 @@ class FakeSwarm:
             return
         self.rounds += 1
         outcome, mean = self._exchange(waiting)
+        if outcome.state is not None and not all(self.fails(self.rounds, peer) for peer in waiting):
+            self.kept[outcome.state] = outcome, mean.clone()
+            for old in list(self.kept)[:-KEPT_MEANS]:
+                del self.kept[old]
         for peer, run in waiting.items():
             waited = {"matchmaking": self.now - run.waits_since, "total": self.now - run.waits_since}
             if self.fails(self.rounds, peer):
-                run.end(Outcome(ok=False, reason="as the test says", run=run.name), None)
+                run.end(
+                    msgspec.structs.replace(outcome, ok=False, reason="as the test says", contributors={}),
+                    None,
+                )
             else:
                 run.end(msgspec.structs.replace(outcome, seconds=waited), mean)
 
@@ -232,6 +246,7 @@ class FakeRun(Run):
         self.ready_at = 0.0
         self.ended: tuple[Outcome, torch.Tensor | None] | None = None
         self.offers = 0
+        self.stands = 0
 
     @property
     def key(self) -> str:
@@ -267,6 +282,9 @@ class FakeRun(Run):
     def fetch(self, at_least: int, limit: int, timeout: float = 600.0, wait: bool = True) -> Any:
         return FakeFetch(self, at_least, timeout)
 
+    def recover(self, after: StateId, timeout: float = 60.0, patient: bool = False) -> Any:
+        return FakeRecovery(self, after, timeout if patient else 0.0)
+
     def end(self, outcome: Outcome, mean: torch.Tensor | None) -> None:
         self.waiting = False
         self.ended = (outcome, mean)
@@ -274,6 +292,7 @@ class FakeRun(Run):
 
     def _start(self, purpose: str, weight: float, deadline: float, settle: Any, state: Any = None) -> Any:
         self.weight, self.claim, self.waiting, self.waits_since = weight, state, True, self.swarm.now
+        self.stands = self.stands if state is None else state.epoch
         self.contribution = self._region.contribution[: self.size].clone()
         self.ended = None
         self.pending = FakePending(self, settle, deadline - time.monotonic())  # type: ignore[assignment]
@@ -340,6 +359,9 @@ class FakeFetch:
             return swarm.now >= self._since + swarm.fetch_seconds
         return swarm.now >= self._deadline
 
+    def wait(self, timeout: float) -> bool:
+        return self.done() or self._run.swarm.wait(self.done, timeout)
+
     def cancel(self) -> None:
         self._run.wants = None
 
@@ -351,3 +373,40 @@ class FakeFetch:
         return SimpleNamespace(
             ok=True, reason="", state=state, image=torch.frombuffer(bytearray(image), dtype=torch.uint8)
         )
+
+
+class FakeRecovery:
+    """The download of a mean: from when it is asked for, or is there."""
+
+    def __init__(self, run: FakeRun, after: StateId, patience: float) -> None:
+        self._run, self._after = run, after
+        self._at = run.swarm.now + run.swarm.recover_seconds
+        self._until = run.swarm.now + patience
+        run.stands = after.epoch
+
+    @property
+    def behind(self) -> int:
+        return sum(other.stands < self._after.epoch for other in self._run.others())
+
+    def done(self) -> bool:
+        now = self._run.swarm.now
+        waits = now < self._until and self.behind and self._after not in self._run.swarm.kept
+        return now >= self._at and not waits
+
+    def wait(self, timeout: float) -> bool:
+        return self.done() or self._run.swarm.wait(self.done, timeout)
+
+    def cancel(self) -> None:
+        pass
+
+    def result(self) -> Any:
+        run, swarm = self._run, self._run.swarm
+        found = swarm.kept.get(self._after)
+        if found is None or not run.others():
+            outcome = Outcome(ok=False, reason="nobody keeps it", run=run.name)
+            return SimpleNamespace(outcome=outcome, values={}, buffers={}, behind=self.behind)
+        outcome, mean = found
+        swarm.recovered.append((run.peer_name, self._after))
+        run.stands = self._after.epoch + 1
+        values, buffers = run._binding.named(mean.clone())
+        return SimpleNamespace(outcome=outcome, values=values, buffers=buffers, behind=0)

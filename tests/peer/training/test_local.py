@@ -116,8 +116,8 @@ def test_with_overlap_nobody_waits_for_a_round(fake: FakeSwarm) -> None:
     fake.round_seconds = 0.9
     peers = trained(fake, 2, 32, fragments=2, delay=2, merge=0.5, every=10)
     assert all(peer.images() == peers[0].images() for peer in peers)
-    # Half a second a step; two meetings at the start, of two fragments.
-    assert fake.now <= 32 * 0.5 + 2 * 0.9 + 1e-6
+    # Half a second a step; two meetings at the start, of two fragments, and two questions at the end.
+    assert fake.now <= 32 * 0.5 + 2 * 0.9 + 2 * fake.recover_seconds + 1e-6
 
 
 def test_merge_keeps_part_of_what_was_done_meanwhile(fake: FakeSwarm) -> None:
@@ -161,6 +161,16 @@ def test_a_late_joiner_of_fragments(fake: FakeSwarm) -> None:
     fake.run()
     assert late.images()[1] == early[0].images()[1]
     assert late.trained.steps == early[0].trained.steps
+
+
+def test_who_misses_the_last_exchange_ends_with_it_all_the_same(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: number == 4 and peer == "peer2"
+    fake.recover_seconds = 4.0  # Longer than a step waits for it.
+    peers = trained(fake, 3, 3 * EVERY)
+    assert [peer for peer, _ in fake.recovered] == ["peer2"]
+    assert len({peer.trained.member.id for peer in peers}) == 1
+    assert len({str(peer.named()) for peer in peers}) == 1
+    assert all(peer.trained.finished and peer.trained.finished.in_step for peer in peers)
 
 
 def test_a_round_that_fails_is_tried_again(fake: FakeSwarm) -> None:

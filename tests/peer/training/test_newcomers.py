@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from equipoise.averaging.state import StateId
-from equipoise.peer.training import replica
+from equipoise.peer.training import lineage, replica
+from equipoise.peer.training.lineage import CHECK_EVERY
 from equipoise.peer.training.member import CATCH_UP_SECONDS, POLL_SECONDS
-from equipoise.peer.training.replica import CHECK_EVERY
+from equipoise.peer.training.subject import Finished
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
 from fakes.training import FakeRun, FakeSwarm
 from oracles.training import network
@@ -79,16 +80,14 @@ def test_statistics_come_along_where_they_are_averaged(fake: FakeSwarm) -> None:
     assert int(late.num_batches_tracked) < int(early.num_batches_tracked) == 12 + (trainers[0].calls - 12)
 
 
-def test_one_that_missed_a_round_resynchronises(fake: FakeSwarm) -> None:
+def test_one_whose_round_failed_gets_its_mean_and_no_snapshot(fake: FakeSwarm) -> None:
     fake.fails = lambda number, peer: number == 4 and peer == "peer2"
     trainers = [Trainer(fake, index, 15).begin() for index in range(4)]
     fake.run()
     assert_alike(trainers)
-    assert any("astray: it holds epoch 2" in reason for _, reason in trainers[2].seen) or any(
-        "caught up" in reason for _, reason in trainers[2].seen
-    )
-    assert all(trainer.run.offers <= 1 for trainer in trainers)
-    assert sum(trainer.run.offers for trainer in trainers) == 3
+    (missed,) = fake.recovered
+    assert missed[0] == "peer2"
+    assert not any(trainer.run.offers for trainer in trainers)
 
 
 def test_peers_that_began_otherwise_take_on_what_most_have(fake: FakeSwarm) -> None:
@@ -161,7 +160,7 @@ def test_two_that_went_their_own_ways_find_together_again(fake: FakeSwarm) -> No
 def test_drift_is_found_by_the_parameters_own_digest(
     fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica, "CHECK_EVERY", 8)
+    monkeypatch.setattr(lineage, "CHECK_EVERY", 8)
 
     class Drifting(Trainer):
         def backward(self) -> None:
@@ -177,7 +176,7 @@ def test_drift_is_found_by_the_parameters_own_digest(
 
 
 def test_a_download_across_a_look_at_the_parameters(fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replica, "CHECK_EVERY", 4)
+    monkeypatch.setattr(lineage, "CHECK_EVERY", 4)
     fake.fetch_seconds = 4.0
     early = [Trainer(fake, index, 40).begin() for index in range(3)]
     late = Trainer(fake, 3, 40).begin(at=5.0)
@@ -304,7 +303,9 @@ def test_one_whose_rounds_all_fail_goes_on_alone_though_others_are_known(fake: F
 
 def test_an_image_that_says_another_id_than_its_donors_is_not_loaded(fake: FakeSwarm) -> None:
     early = [Trainer(fake, index, 30).begin() for index in range(3)]
-    late = Trainer(fake, 3, 30).begin(at=5.0)
+    late = Trainer(fake, 3, 30)
+    late.model = network(seed=7)
+    late.begin(at=5.0)
 
     class Lying(FakeRun):
         def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
@@ -374,3 +375,44 @@ def test_two_peers_find_together_without_a_round_that_fails(fake: FakeSwarm, at:
     fake.run()
     assert_alike([first, second])
     assert not [reason for trainer in (first, second) for _, reason in trainer.seen if "failed" in reason]
+
+
+# ---- ending together ----
+
+
+class Finisher(Trainer):
+    """One that ends in an orderly way."""
+
+    end: Finished
+
+    def begin(self, at: float = 0.0) -> Finisher:
+        super().begin(at)
+        return self
+
+    def train(self) -> None:
+        super().train()
+        self.end = self.opt.finish()
+
+
+def test_who_misses_the_last_mean_ends_with_it_all_the_same(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: number == 6 and peer == "peer2"
+    fake.recover_seconds = 2.0
+    trainers = [Finisher(fake, index, 5).begin() for index in range(4)]
+    fake.run()
+    assert_alike(trainers)
+    assert [peer for peer, _ in fake.recovered] == ["peer2"]
+    assert all(trainer.end.in_step for trainer in trainers)
+
+
+def test_where_all_are_as_far_nobody_stays(fake: FakeSwarm) -> None:
+    trainers = [Finisher(fake, index, 5).begin() for index in range(4)]
+    fake.run()
+    assert all(trainer.end.in_step for trainer in trainers)
+    assert fake.now < 5 * 0.62 + 1
+
+
+def test_one_that_never_came_into_step_says_so_at_the_end(fake: FakeSwarm) -> None:
+    trainer = Finisher(fake, 0, 3, target_batch_size=SAMPLES, patience=0).begin()
+    fake.run()
+    assert not trainer.end.in_step
+    assert "trains alone" in trainer.end.reason

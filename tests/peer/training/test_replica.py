@@ -10,33 +10,42 @@ from itertools import pairwise
 import pytest
 
 from equipoise.averaging.state import StateId, group_state
-from equipoise.peer.training import replica
-from equipoise.peer.training.member import affordable
-from equipoise.peer.training.replica import (
-    ATTENDANCE,
-    CHECK_EVERY,
-    FAILED_ROUNDS,
-    HELD_MEANS,
-    MAX_INTRODUCTIONS,
+from equipoise.peer.training import events, replica
+from equipoise.peer.training.events import (
     Apply,
     Check,
     Checked,
+    DropGiven,
     Due,
+    Ending,
     Fetch,
     FetchFailed,
     Forget,
     Hold,
     ImageFetched,
+    Keep,
     Load,
+    MeanFetched,
     Meet,
-    Phase,
-    Replica,
+    OthersBegun,
+    Recover,
+    RecoveryFailed,
     RoundFailed,
     RoundSucceeded,
     StepAlone,
     SteppedAlone,
-    beginning,
-    follow,
+)
+from equipoise.peer.training.lineage import CHECK_EVERY, beginning, follow
+from equipoise.peer.training.means import affordable
+from equipoise.peer.training.missed import MAX_MISSED, within_reach
+from equipoise.peer.training.replica import (
+    ATTENDANCE,
+    FAILED_ROUNDS,
+    FIRST_SNAPSHOT,
+    HELD_MEANS,
+    MAX_INTRODUCTIONS,
+    Phase,
+    Replica,
 )
 
 START = beginning("start")
@@ -76,8 +85,20 @@ def in_step(state: StateId = START) -> Replica:
 
 def astray(group: StateId) -> Replica:
     machine = Replica("a", OTHER, 0.0)
-    assert machine.handle(succeeded(group), 10.0) == [Hold(group), Fetch(group.epoch + 1)]
+    assert machine.handle(succeeded(group), 10.0) == [Hold(group), *missing(machine, group)]
+    assert nobody_keeps_any(machine, group) == [Fetch(group.epoch + 1)]
     return machine
+
+
+def missing(machine: Replica, group: StateId) -> list[events.Action]:
+    """What it asks for first where it has missed few means."""
+    return [Recover(machine.state)] if within_reach(machine.state, group) else [Fetch(group.epoch + 1)]
+
+
+def nobody_keeps_any(machine: Replica, group: StateId) -> list[events.Action]:
+    if not within_reach(machine.state, group):
+        return [Fetch(group.epoch + 1)]
+    return machine.handle(RecoveryFailed("nobody keeps it"), 10.0)
 
 
 def test_it_begins_by_meeting_with_nothing_to_give() -> None:
@@ -137,10 +158,21 @@ def test_astray_it_holds_fetches_and_replays() -> None:
 def test_a_gap_makes_what_was_held_before_useless() -> None:
     machine = astray(state_at(5))
     assert machine.handle(succeeded(state_at(7)), 20.0) == [Forget(state_at(5)), Hold(state_at(7))]
-    actions = machine.handle(ImageFetched(state_at(6)), 21.0)
-    assert actions == [Fetch(7)]
-    assert "older than the means that were kept" in machine.reason
     assert machine.handle(ImageFetched(state_at(7)), 22.0) == [Load(), Apply(state_at(7))]
+
+
+def test_a_snapshot_a_few_means_too_old_serves_if_those_can_be_had() -> None:
+    machine = astray(state_at(20))
+    machine.handle(succeeded(state_at(30)), 20.0)
+    assert machine.handle(ImageFetched(state_at(21)), 21.0) == [Fetch(30)]
+    assert "older than the means that were kept" in machine.reason
+    assert machine.handle(ImageFetched(state_at(29)), 22.0) == [Load(), Recover(state_at(29))]
+    assert machine.handle(MeanFetched(state_at(29), "m29", False), 22.1) == [
+        Keep(state_at(29)),
+        Apply(state_at(29)),
+        Apply(state_at(30)),
+    ]
+    assert machine.contributes
 
 
 def test_an_image_of_another_lineage_is_not_believed_for_long() -> None:
@@ -148,6 +180,124 @@ def test_an_image_of_another_lineage_is_not_believed_for_long() -> None:
     actions = machine.handle(ImageFetched(StateId(5, "f" * 64)), 11.0)
     assert actions == [Load(), Fetch(5)]
     assert machine.phase is Phase.ASTRAY
+
+
+def test_one_that_missed_a_few_rounds_gets_those_means_and_needs_no_snapshot() -> None:
+    machine = in_step()
+    assert machine.handle(succeeded(state_at(2)), 1.0) == [Hold(state_at(2)), Recover(START)]
+    assert machine.claim is None
+    assert machine.handle(MeanFetched(START, "m0", False), 1.1) == [Keep(START), Recover(state_at(1))]
+    assert machine.handle(succeeded(state_at(3)), 1.2) == [Hold(state_at(3))]
+    assert machine.handle(MeanFetched(state_at(1), "m1", False), 1.3) == [
+        Keep(state_at(1)),
+        *(Apply(state_at(epoch)) for epoch in range(4)),
+    ]
+    assert machine.contributes
+    assert machine.state == state_at(4)
+
+
+def test_means_that_do_not_lead_to_the_groups_state_are_not_applied() -> None:
+    machine = in_step()
+    machine.handle(succeeded(state_at(2)), 1.0)
+    machine.handle(MeanFetched(START, "a lie", False), 1.1)
+    lie = after(START, "a lie")
+    assert machine.handle(MeanFetched(lie, "m1", False), 1.3) == [
+        Keep(lie),
+        Forget(START),
+        Forget(lie),
+        Fetch(3),
+    ]
+    assert machine.state == START
+    assert "do not lead to the group's state" in machine.reason
+    assert machine.handle(succeeded(state_at(3)), 2.0) == [Hold(state_at(3))]
+
+
+def test_what_was_not_asked_for_is_not_taken() -> None:
+    machine = in_step()
+    assert machine.handle(MeanFetched(START, "m0", False), 1.0) == []
+    machine.handle(succeeded(state_at(2)), 1.0)
+    assert machine.handle(MeanFetched(state_at(1), "m1", False), 1.1) == []
+
+
+def test_one_that_missed_many_rounds_fetches_a_snapshot() -> None:
+    machine = in_step()
+    group = state_at(MAX_MISSED + 1)
+    assert machine.handle(succeeded(group), 1.0) == [Hold(group), Fetch(group.epoch + 1)]
+
+
+def test_no_chain_goes_beyond_a_look_at_the_parameters() -> None:
+    """Whose digest is in the id after it, and not in any mean."""
+    for epoch, first in ((CHECK_EVERY, Recover), (CHECK_EVERY + 1, Fetch)):
+        machine = in_step(state_at(CHECK_EVERY - 2))
+        _, action = machine.handle(succeeded(state_at(epoch)), 1.0)
+        assert isinstance(action, first)
+
+
+def test_a_chain_that_ends_at_a_look_is_compared_when_that_was_made() -> None:
+    before = state_at(CHECK_EVERY - 1)
+    checked = StateId(CHECK_EVERY, follow(after(before, f"m{before.epoch}").lineage, "parameters p"))
+    for seen, expected in (("p", [Apply(checked)]), ("q", [Fetch(CHECK_EVERY)])):
+        machine = in_step(before)
+        machine.handle(succeeded(checked), 1.0)
+        fetched = machine.handle(MeanFetched(before, f"m{before.epoch}", False), 1.1)
+        assert fetched == [Keep(before), Apply(before), Check()]
+        assert machine.handle(Checked(seen), 1.1) == expected
+
+
+def test_one_whose_round_failed_asks_at_once_whether_it_did_for_all() -> None:
+    machine = in_step()
+    assert machine.handle(RoundFailed("lost b", formed=True), 1.0) == [Recover(START)]
+    assert machine.handle(RecoveryFailed("nobody keeps it"), 1.1) == []
+    assert machine.contributes
+    assert machine.reason == "the last round failed: lost b"
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_what_it_had_given_is_dropped_if_it_is_in_the_mean(counted: bool) -> None:
+    machine = in_step()
+    machine.handle(RoundFailed("lost b", formed=True), 1.0)
+    dropped = [DropGiven()] if counted else []
+    fetched = machine.handle(MeanFetched(START, "m0", counted), 1.1)
+    assert fetched == [Keep(START), *dropped, Apply(START)]
+    assert machine.state == state_at(1)
+    assert machine.handle(succeeded(state_at(1)), 2.0) == [Apply(state_at(1))]
+
+
+def test_a_newcomer_that_finds_others_at_work_fetches_at_once() -> None:
+    machine = Replica("a", OTHER, 0.0)
+    assert machine.handle(OthersBegun(), 0.1) == [Fetch(FIRST_SNAPSHOT)]
+    assert machine.handle(OthersBegun(), 0.2) == []
+    assert machine.handle(succeeded(state_at(5)), 1.0) == [Hold(state_at(5))]
+    assert machine.handle(ImageFetched(state_at(5)), 2.0) == [Load(), Apply(state_at(5))]
+    assert machine.contributes
+
+
+def test_a_snapshot_that_comes_before_any_round_is_followed_by_what_came_since() -> None:
+    machine = Replica("a", OTHER, 0.0)
+    machine.handle(OthersBegun(), 0.1)
+    assert machine.handle(ImageFetched(state_at(5)), 2.0) == [Load(), Recover(state_at(5))]
+    assert machine.handle(MeanFetched(state_at(5), "m5", False), 2.1) == [
+        Keep(state_at(5)),
+        Apply(state_at(5)),
+        Recover(state_at(6)),
+    ]
+    assert machine.handle(RecoveryFailed("nobody keeps it"), 2.2) == []
+    assert machine.contributes
+
+
+def test_at_the_end_it_asks_for_what_it_may_have_missed() -> None:
+    machine = in_step()
+    assert machine.handle(Ending(), 1.0) == [Recover(START)]
+    assert machine.handle(MeanFetched(START, "m0", True), 1.1) == [Keep(START), DropGiven(), Apply(START)]
+    assert machine.handle(Ending(), 1.2) == [Recover(state_at(1))]
+    assert machine.handle(RecoveryFailed("nobody keeps it"), 1.3) == []
+
+
+def test_at_the_end_no_snapshot_of_an_epoch_to_come_is_waited_for() -> None:
+    machine = Replica("a", OTHER, 0.0)
+    assert machine.handle(succeeded(state_at(50)), 0.1) == [Hold(state_at(50)), Fetch(60)]
+    assert machine.handle(Ending(), 0.2) == [Fetch(51)]
+    assert machine.handle(Ending(), 0.3) == []
 
 
 def test_means_are_held_up_to_a_bound() -> None:
@@ -170,10 +320,10 @@ def test_means_take_a_share_of_the_memory_and_two_are_kept_in_any_case(
 
 def test_where_memory_is_short_fewer_means_are_held_and_it_asks_less_far_ahead() -> None:
     machine = Replica("a", OTHER, 100.0, held=4)
-    assert machine.handle(succeeded(state_at(5)), 100.001) == [Hold(state_at(5)), Fetch(5 + 2)]
-    for epoch in range(6, 9):
+    assert machine.handle(succeeded(state_at(50)), 100.001) == [Hold(state_at(50)), Fetch(50 + 2)]
+    for epoch in range(51, 54):
         assert machine.handle(succeeded(state_at(epoch)), 101.0) == [Hold(state_at(epoch))]
-    assert machine.handle(succeeded(state_at(9)), 101.0) == [Forget(state_at(5)), Hold(state_at(9))]
+    assert machine.handle(succeeded(state_at(54)), 101.0) == [Forget(state_at(50)), Hold(state_at(54))]
 
 
 @pytest.mark.parametrize(("interval", "lead"), [(5.0, 1), (1.0, 1), (0.5, 2), (0.001, replica.MAX_LEAD)])
@@ -181,8 +331,8 @@ def test_it_asks_for_an_epoch_that_donors_have_not_passed_when_they_hear_of_it(
     interval: float, lead: int
 ) -> None:
     machine = Replica("a", OTHER, 100.0)
-    actions = machine.handle(succeeded(state_at(5)), 100.0 + interval)
-    assert actions == [Hold(state_at(5)), Fetch(5 + lead)]
+    actions = machine.handle(succeeded(state_at(50)), 100.0 + interval)
+    assert actions == [Hold(state_at(50)), Fetch(50 + lead)]
 
 
 def test_it_fetches_again_after_the_next_round() -> None:
@@ -309,11 +459,12 @@ class Peer:
         self.machine = Replica(name, beginning(str(value)), 0.0, patience=3.0)
         self.held: dict[StateId, int] = {}
         self.wanted: int | None = None
-        self.alive = True
+        self.missed: StateId | None = None
+        self.found = 0
 
     def act(
         self,
-        actions: list[replica.Action],
+        actions: list[events.Action],
         now: float,
         mean: int = 0,
         image: tuple[StateId, int] | None = None,
@@ -326,8 +477,12 @@ class Peer:
                     self.held[before] = mean
                 case Forget(before):
                     self.held.pop(before, None)
+                case Keep(before):
+                    self.held[before] = self.found
                 case Fetch(at_least):
-                    self.wanted = at_least
+                    self.wanted, self.missed = at_least, None
+                case Recover(after):
+                    self.wanted, self.missed = None, after
                 case Load():
                     assert image is not None
                     self.value = image[1]
@@ -346,24 +501,26 @@ def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) ->
     stop."""
     chance = random.Random(seed)
     peers = [Peer(f"p{at}", chance.choice([0, 0, at])) for at in range(chance.randint(2, 5))]
+    kept: dict[StateId, int] = {}
     for now in range(140):
         calm = now > 90
         if not calm and chance.random() < 0.05:
             gone = chance.randrange(len(peers))
             peers[gone] = Peer(f"{peers[gone].name}'", chance.choice([0, now]))
         group = [peer for peer in peers if calm or chance.random() < 0.8]
-        _round(group, now, chance, calm)
+        _round(group, now, chance, calm, kept)
         for peer in peers:
+            _recover(peer, now, chance, calm, kept)
             _fetch(peer, peers, now, chance, calm)
         known: dict[StateId, int] = {}
         for peer in peers:
             assert known.setdefault(peer.machine.state, peer.value) == peer.value
-            assert len(peer.held) <= HELD_MEANS
+            assert len(peer.held) <= HELD_MEANS + MAX_MISSED
     assert {peer.machine.phase for peer in peers} == {Phase.IN_STEP}, [peer.machine.reason for peer in peers]
     assert len({peer.machine.state for peer in peers}) == 1
 
 
-def _round(group: list[Peer], now: int, chance: random.Random, calm: bool) -> None:
+def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:
     weights = {p.name: 8.0 if p.machine.contributes else p.machine.attendance() for p in group}
     contributors = {name: weight for name, weight in weights.items() if weight > 0}
     if len(contributors) < 2:
@@ -374,13 +531,30 @@ def _round(group: list[Peer], now: int, chance: random.Random, calm: bool) -> No
     states = {peer.name: peer.machine.claim for peer in group if peer.machine.claim is not None}
     members = sorted(peer.name for peer in group)
     mean = mixed(now, *members)
+    before = group_state(states.values())
+    if before is not None and any(weight > ATTENDANCE for weight in weights.values()):
+        kept[before] = mean
     for peer in group:
-        event: replica.Event = RoundSucceeded(
-            group_state(states.values()), states, str(mean), contributors, members, 0
-        )
+        event: events.Event = RoundSucceeded(before, states, str(mean), contributors, members, 0)
         if not calm and chance.random() < 0.1:
-            event = RoundFailed("it was cut off")
+            event = RoundFailed("it was cut off", formed=chance.random() < 0.8)
         peer.act(peer.machine.handle(event, now), now, mean)
+
+
+def _recover(peer: Peer, now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:
+    """What it missed comes now and then, and now and then what somebody has made up."""
+    while (after := peer.missed) is not None:
+        blocks = peer.machine.phase is not Phase.ASTRAY
+        if not blocks and chance.random() < (0.2 if calm else 0.5):
+            return
+        peer.missed = None
+        peer.found = kept.get(after, 0)
+        if not calm and chance.random() < 0.1:
+            peer.found = mixed("lie", now)
+        event: events.Event = MeanFetched(after, str(peer.found), chance.random() < 0.5)
+        if not peer.found or (not calm and chance.random() < 0.1):
+            event = RecoveryFailed("nobody keeps it")
+        peer.act(peer.machine.handle(event, now), now, image=None)
 
 
 def _fetch(peer: Peer, peers: list[Peer], now: int, chance: random.Random, calm: bool) -> None:

@@ -1,0 +1,107 @@
+"""What a member is fetching from others, a snapshot or a mean that it missed: one at a time."""
+
+from __future__ import annotations
+
+import torch
+
+from equipoise.averaging.state import StateId
+from equipoise.peer.errors import Refused
+from equipoise.peer.training import events
+from equipoise.peer.training.image import Image, TrainingState
+from equipoise.peer.training.ports import PendingFetch, PendingMean, Recovered, TrainingRun
+from equipoise.peer.training.tensorfile import ImageError
+
+FETCH_SECONDS = 600.0
+"""For one snapshot; a gigabyte at 16 Mbit/s. It resumes from other donors within that."""
+
+RECOVER_SECONDS = 60.0
+"""For one mean, a tenth of a snapshot. That nobody has it is known in a moment."""
+
+
+class Downloads:
+    """At most one download, and what the last one brought.
+
+    Attributes:
+        image: The snapshot that has just come, checked, until the next begins.
+        mean: The mean that has just come, until the next begins.
+        behind: How many peers are not as far as this one, when it was last asked what came next.
+    """
+
+    def __init__(self, run: TrainingRun, state: TrainingState) -> None:
+        self.image: Image | None = None
+        self.mean: Recovered | None = None
+        self.behind = 0
+        self._run = run
+        self._state = state
+        self._fetch: PendingFetch | None = None
+        self._recovery: PendingMean | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being fetched."""
+        return self._recovery is not None or self._fetch is not None
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a mean is being fetched."""
+        return self._recovery is not None
+
+    def fetch(self, at_least: int, limit: int) -> None:
+        """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes."""
+        self.stop()
+        self._fetch = self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False)
+
+    def recover(self, after: StateId, timeout: float = RECOVER_SECONDS, patient: bool = False) -> None:
+        """Begin to fetch the mean that leads on from a state, waiting for those who are not as far if `patient`."""
+        self.stop()
+        self._recovery = self._run.recover(after, timeout, patient)
+
+    def stop(self) -> None:
+        """Fetch nothing more, and let go of what has come."""
+        going = self._fetch or self._recovery
+        self._fetch = self._recovery = self.image = self.mean = None
+        if going is not None:
+            going.cancel()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for what is being fetched, at most so long; returns whether nothing is, or it has ended."""
+        going = self._fetch or self._recovery
+        return going is None or going.wait(seconds)
+
+    def ended(self) -> events.Event | None:
+        """What the download came to, if it has ended just now."""
+        if self._recovery is not None and self._recovery.done():
+            recovery, self._recovery = self._recovery, None
+            return self._recovered(recovery)
+        if self._fetch is not None and self._fetch.done():
+            fetch, self._fetch = self._fetch, None
+            return self._fetched(fetch)
+        return None
+
+    def _fetched(self, ended: PendingFetch) -> events.Event:
+        try:
+            fetched = ended.result()
+            if not fetched.ok or fetched.image is None:
+                return events.FetchFailed(fetched.reason)
+            image = self._state.read(_bytes(fetched.image))
+            if image.id != fetched.state:
+                raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
+        except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
+            return events.FetchFailed(str(error))
+        self.image = image
+        return events.ImageFetched(image.id)
+
+    def _recovered(self, ended: PendingMean) -> events.Event:
+        try:
+            found = ended.result()
+        except Refused as error:
+            return events.RecoveryFailed(str(error))
+        outcome, self.behind = found.outcome, found.behind
+        if not outcome.ok or outcome.state is None:
+            return events.RecoveryFailed(outcome.reason)
+        self.mean = found
+        return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer))
+
+
+def _bytes(image: torch.Tensor | memoryview) -> torch.Tensor:
+    return image if isinstance(image, torch.Tensor) else torch.frombuffer(image, dtype=torch.uint8)

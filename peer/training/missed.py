@@ -1,0 +1,71 @@
+"""The means that a peer has missed: which to ask for, one after another, and whether they lead to the group's state.
+
+A lineage is a digest over all that was applied. So the digests of a chain of means, from a peer's own state to one that
+the group has said it holds, prove all of them together, whoever they come from; none is applied before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from equipoise.averaging.state import StateId
+from equipoise.peer.training.lineage import Link, is_checked, leads_to, link_of
+
+MAX_MISSED = 8
+"""Means that are asked for at most, as many as daemons keep; who has missed more takes a snapshot."""
+
+
+class Missed:
+    """The chain, as far as it has come.
+
+    Attributes:
+        links: Means that are here and not applied.
+        asked: The state whose next mean is being fetched, if any.
+        given_up: Why they are not to be had from where this peer stands; empty if they may be.
+    """
+
+    def __init__(self) -> None:
+        self.links: deque[Link] = deque()
+        self.asked: StateId | None = None
+        self.given_up = ""
+
+    def next(self, state: StateId, target: StateId | None) -> StateId | None:
+        """After which state to ask for a mean, on the way from `state` to `target`; None where that leads nowhere."""
+        end = self.links[-1].after if self.links else state
+        if self.given_up or self.asked or target is None or end.epoch >= target.epoch:
+            return None
+        if not within_reach(state, target):
+            return None
+        self.asked = end
+        return end
+
+    def ask(self, state: StateId) -> bool:
+        """Whether to ask for the mean after `state`, wherever it leads: from now on it is being fetched."""
+        if self.asked is not None:
+            return False
+        self.asked = state
+        return True
+
+    def take(self, before: StateId, digest: str) -> bool:
+        """A mean has come; returns whether it is the one that was asked for."""
+        if before != self.asked:
+            return False
+        self.asked = None
+        self.links.append(link_of(before, digest))
+        return True
+
+    def completes(self, target: StateId) -> bool:
+        """Whether what is here leads to `target`."""
+        return bool(self.links) and leads_to(self.links[-1], target)
+
+    def clear(self, given_up: str = "") -> list[Link]:
+        """Begin anew, or give up; returns what was here."""
+        links, self.links, self.asked, self.given_up = list(self.links), deque(), None, given_up
+        return links
+
+
+def within_reach(state: StateId, target: StateId) -> bool:
+    """Whether means may lead there: few, and none of them beyond a state whose id only its parameters tell."""
+    between = range(state.epoch + 1, target.epoch)
+    few = state.epoch < target.epoch <= state.epoch + MAX_MISSED
+    return few and not any(map(is_checked, between))

@@ -1,0 +1,70 @@
+"""What a member trains and how: what it is given when it begins, and what it says when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from equipoise.peer.training.image import ModelPart, TrainingState
+from equipoise.peer.training.replica import Alone
+
+FINISH_SECONDS = 10.0
+"""How long one that ends stays at most: a round's stall, and some snapshot of a small model, fit in. Where all are as
+far, it goes at once."""
+
+Update = Callable[[Mapping[str, torch.Tensor]], None]
+"""Takes the mean, fp32, by name, and makes the update that all peers make alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What this peer decides for itself.
+
+    Attributes:
+        alone: What to do where nobody else is known: `train` or `wait`.
+        patience: Seconds without company after which it trains alone.
+        timeout: Seconds for one round.
+        clock: Seconds on a steady clock.
+        attends_always: Whether it attends rounds while it fetches means that it missed: that it has them does not tell
+            at which of its own steps the others are, the end of a round does.
+    """
+
+    alone: Alone = "train"
+    patience: float = 10.0
+    timeout: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+    attends_always: bool = False
+
+
+class Subject(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        tensors: What gradients, or differences, are exchanged of, by name.
+        buffers: Those that travel with them.
+        model: The part of the state that holds both.
+        state: All of it.
+        update: Makes an update.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    model: ModelPart
+    state: TrainingState
+    update: Update
+
+
+class Finished(NamedTuple):
+    """What it came to.
+
+    Attributes:
+        in_step: Whether this peer ends with the group's last state, as far as it knows.
+        reason: Why, or why not, one line.
+    """
+
+    in_step: bool
+    reason: str
