@@ -15,6 +15,7 @@ from equipoise.averaging.aio import keeping
 from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Room, flow_of
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.sendqueue import Frame
+from equipoise.averaging.allowance import Allowance
 from equipoise.averaging.manifest import Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import Outcome
@@ -35,11 +36,11 @@ from equipoise.averaging.transfer.events import (
     MeanReady,
     PeerLost,
     Release,
+    RoundsSeen,
     Send,
     SendBody,
     SnapshotReady,
     SnapshotTaken,
-    Woke,
 )
 from equipoise.averaging.transfer.fetch import Request
 from equipoise.averaging.transfer.image import MAX_IMAGE_BYTES, ImageId, digests_of
@@ -59,8 +60,8 @@ from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache during a download: who has come, and who has gone."""
 
-MAX_ASKS_AT_ONCE = 64
-"""Asks whose sender is being looked up; more are dropped, and come again in a second."""
+ASKS_SECONDS, MAX_ASKS = 0.5, 64
+"""In so long a time so many askers are looked up in the directory, each once; what is dropped comes a second later."""
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class Transfer:
         self._busy = busy
         self._loop = asyncio.get_running_loop()
         self._donor = Donor()
+        self._asks = Allowance(ASKS_SECONDS, MAX_ASKS)
         self._held: dict[bytes, _Held] = {}
         self._means: dict[StateId, EncodedMean | ImageId] = {}
         self._flows: dict[str, bytes] = {}
@@ -254,9 +256,12 @@ class Transfer:
             if self._download is not None:
                 self._download.frame(peer, message, body)
         elif isinstance(message, Ask):
-            if len(self._tasks) < MAX_ASKS_AT_ONCE:
+            if self._looked_up(peer, message):
+                self._tell(AskReceived(peer, message))
+            elif self._asks.admits(peer, self._loop.time()):
                 self._spawn(self._on_ask(peer, message))
         else:
+            self._tell(RoundsSeen(self._busy()))
             self._tell(AskReceived(peer, message))
 
     def lost(self, peer: str, reason: str, connected: bool) -> None:
@@ -296,12 +301,18 @@ class Transfer:
             )
             self._post(peer, Refusal(ask.run, ask.ticket, f"you are {known}"[:MAX_DETAIL_CHARS]))
             return
-        flow = flow_of(ask.ticket, peer)
-        if self._flows.get(peer) != flow:
+        if not self._looked_up(peer, ask):
             self._leave(peer)
-            self._flows[peer] = flow
+            flow = self._flows[peer] = flow_of(ask.ticket, peer)
             self._mesh.enter(flow, {peer: found.credential})
         self._tell(AskReceived(peer, ask))
+
+    def _looked_up(self, peer: str, ask: Ask) -> bool:
+        """Whether this asker was found in the directory already, when it first asked for the same."""
+        return ask.spec == self._spec.hash and self._flows.get(peer) == flow_of(ask.ticket, peer)
+
+    def _wake(self) -> None:
+        self._tell(RoundsSeen(self._busy()))
 
     def _tell(self, event: DonorEvent) -> None:
         if self._left:
@@ -324,7 +335,7 @@ class Transfer:
             self._timer.cancel()
             self._timer = None
         if self._donor.deadline != float("inf"):
-            self._timer = self._loop.call_at(self._donor.deadline, self._tell, Woke())
+            self._timer = self._loop.call_at(self._donor.deadline, self._wake)
 
     def _post(self, peer: str, message: ToDonor | ToNewcomer) -> None:
         self._mesh.post(peer, TRANSFER_FRAME + encode(message))

@@ -10,6 +10,7 @@ begins at most one round each time that it became ready.
 
 from __future__ import annotations
 
+from equipoise.averaging.allowance import Allowance
 from equipoise.averaging.manifest import Manifest, ManifestError
 from equipoise.averaging.matchmaking.convening import Convening
 from equipoise.averaging.matchmaking.events import (
@@ -36,7 +37,6 @@ from equipoise.averaging.matchmaking.messages import (
     LeaveRequest,
     Whereabouts,
 )
-from equipoise.averaging.matchmaking.notices import Notices
 from equipoise.averaging.matchmaking.seeking import Seeking
 from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
@@ -53,6 +53,10 @@ SETTLING_SECONDS = 10.0
 LOOK_FOR_STRANGERS = 0.25
 """Seconds between looks while joins have come from peers that the last view did not show: the view is behind."""
 
+NOTICE_SECONDS, MAX_NOTICES = 1.0, 4
+"""Groups of others that are looked at in so long a time, one of each peer: up to 64 signatures each, a twentieth of a
+core in all. A convener sends one for each round that went on without a peer; the directory tells the same later."""
+
 ANNOUNCE_PERIOD = 1.0
 """Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
 
@@ -68,7 +72,7 @@ class Matchmaking:
         self._standing = standing
         self._convening = Convening(standing)
         self._seeking = Seeking(standing, self._convening)
-        self._notices = Notices()
+        self._notices = Allowance(NOTICE_SECONDS, MAX_NOTICES)
         self._exchanging: Manifest | None = None
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")

@@ -8,7 +8,6 @@ while someone downloads it. The last means are kept too (`kept`); an image is ma
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 
 from equipoise.averaging.state import StateId
@@ -26,6 +25,7 @@ from equipoise.averaging.transfer.events import (
     MeanReady,
     PeerLost,
     Release,
+    RoundsSeen,
     Send,
     SendBody,
     SnapshotReady,
@@ -49,6 +49,7 @@ from equipoise.averaging.transfer.messages import (
 )
 from equipoise.averaging.transfer.serving import Serving
 from equipoise.averaging.transfer.shelf import Shelf
+from equipoise.averaging.transfer.wear import MAX_SERVINGS, Wear
 
 MAX_ASKERS = 64
 """Newcomers served at once; as many as a group has members."""
@@ -56,15 +57,9 @@ MAX_ASKERS = 64
 ASKER_SECONDS = 15.0
 """A newcomer says something every three seconds; one that is silent for five times as long has gone."""
 
-MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
-"""How many snapshots newcomers may ask a trainer for in how long: each costs it a copy of its memory."""
-
-HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 4.0
-"""An image is held for those who download it for so long, which a quarter of a link of 8 Mbit/s is enough for: two who
+HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 8.0
+"""An image is held for those who download it for so long, which a quarter of a link of 4 Mbit/s is enough for: two who
 never finish would keep both places, and nobody else would get a state."""
-
-MAX_SERVINGS = 4
-"""How many times one newcomer may download the chunks of one image: faults explain two, malice any number."""
 
 
 @dataclass
@@ -76,14 +71,12 @@ class _Asker:
         expires: When it is forgotten.
         reading: Digest of the image that it downloads; empty if none yet.
         told: Digest of the oldest image that it was offered, and may yet agree on with others.
-        served: Bodies that it asked for, of that image.
     """
 
     ask: Ask
     expires: float
     reading: bytes = b""
     told: bytes = b""
-    served: int = 0
 
 
 class Donor:
@@ -98,23 +91,13 @@ class Donor:
         self._taking: int | None = None
         self._fetching = False
         self._held_until: dict[bytes, float] = {}
-        self._taken: deque[float] = deque(maxlen=MAX_SNAPSHOTS)
+        self._wear = Wear()
         self._now = 0.0
 
     @property
     def wanted(self) -> int | None:
         """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
-        read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
-        full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
-        if full or self._fetching or self._worn(self._now):
-            return None
-        wishes = [
-            epoch
-            for asker in self._askers.values()
-            for epoch in asker.ask.wanted
-            if self._awaits(asker.ask, epoch)
-        ]
-        return min(wishes, default=None)
+        return min((epoch for peer in self._askers for epoch in self._wishes(peer)), default=None)
 
     def serves(self, peer: str) -> bool:
         """Whether `peer` is a newcomer that may ask for more."""
@@ -153,7 +136,8 @@ class Donor:
                 self._fetching = False
             case SnapshotTaken(state):
                 self._taking = state.epoch
-                self._taken.append(now)
+                wished = [peer for peer, one in self._askers.items() if state.epoch in one.ask.wanted]
+                self._wear.took(wished, now)
             case SnapshotReady(state, image):
                 actions += self._on_snapshot(Offer(state, image))
             case MeanKept(before, size):
@@ -164,6 +148,8 @@ class Donor:
                 actions += self._on_mean(before, image)
             case BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
+            case RoundsSeen(busy):
+                self._serving.see_rounds(busy)
         for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
             self._forget(peer)
         actions += [Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
@@ -209,19 +195,18 @@ class Donor:
         if offer is None:
             gone = Gone(message.run, message.ticket, message.digest, "it holds that image no longer")
             return [Send(peer, gone)]
-        if asker.reading != message.digest:
-            asker.reading, asker.served = message.digest, 0
+        asker.reading = message.digest
         bodies: list[Bulk] = []
         if isinstance(message, AskDigests):
             bodies = [Digests(message.run, message.ticket, message.digest)]
         else:
             chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
             bodies = [Chunk(message.run, message.ticket, message.digest, chunk) for chunk in chunks]
-        asker.served += len(bodies)
-        if asker.served > MAX_SERVINGS * (offer.image.chunks + 1):
+        room = self._wear.room(peer, message.digest, offer.image.chunks)
+        if room <= 0:
             reason = f"it was sent {MAX_SERVINGS} times already"
             return [Send(peer, Gone(message.run, message.ticket, message.digest, reason))]
-        self._serving.add(peer, bodies)
+        self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]))
         return []
 
     def _on_epoch(self, epoch: int) -> list[DonorAction]:
@@ -269,23 +254,27 @@ class Donor:
             mean = self._kept.offer(ask.after)
             return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), (mean,) if mean else ()))
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
-        willing = not self._fetching and not self._worn(self._now)
-        noted = tuple(
-            epoch for epoch in ask.wanted if epoch == self._taking or (willing and self._awaits(ask, epoch))
-        )
+        wishes = self._wishes(peer)
+        noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)
         if offers:
             asker.told = offers[-1].image.digest
         epoch = None if self._fetching else self._epoch
         return Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers))
 
+    def _wishes(self, peer: str) -> list[int]:
+        """The epochs of which the trainer is asked for a snapshot for this newcomer."""
+        read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
+        full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
+        worn = self._wear.worn(self._now) or not self._wear.may_wish(peer, self._now)
+        if full or worn or self._fetching:
+            return []
+        ask = self._askers[peer].ask
+        return [epoch for epoch in ask.wanted if self._awaits(ask, epoch)]
+
     def _awaits(self, ask: Ask, epoch: int) -> bool:
         """Whether the trainer may still take a snapshot of `epoch`, and that is of use to who asks."""
         held = any(one.state.epoch == epoch for one in self._shelf.offers)
         return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
-
-    def _worn(self, now: float) -> bool:
-        """Whether its trainer has taken snapshots enough for now."""
-        return len(self._taken) == MAX_SNAPSHOTS and now < self._taken[0] + SNAPSHOTS_SECONDS
 
     @property
     def _reading(self) -> set[bytes]:

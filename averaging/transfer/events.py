@@ -107,6 +107,13 @@ class BodySent:
     busy: bool
 
 
+@dataclass(frozen=True, slots=True)
+class RoundsSeen:
+    """Told in place of `Woke`: whether a round exchanges at this donor now."""
+
+    busy: bool
+
+
 DonorEvent = (
     AskReceived
     | PeerLost
@@ -119,6 +126,7 @@ DonorEvent = (
     | MeanKept
     | MeanReady
     | BodySent
+    | RoundsSeen
 )
 
 

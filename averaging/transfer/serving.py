@@ -20,11 +20,16 @@ MAX_SENDING = 2
 PAUSE_FACTOR = 3.0
 """During rounds a donor pauses for so many times as long as the last body took: newcomers have a quarter of a link."""
 
-MAX_PAUSE_SECONDS = 0.5
-"""A quarter of what makes a newcomer believe that its donor has stalled."""
+MAX_PAUSE_SECONDS = 60.0
+"""What three times a body's time comes to on a link of 0.4 Mbit/s. Long before, the newcomer asks others for the same,
+which is as well: whoever has a faster link should give it."""
 
-STUCK_SECONDS = 2.0
-"""A body that has not left for so long takes nobody else's turn: its newcomer does not read."""
+LOOK_SECONDS = 0.5
+"""How often a donor that pauses looks whether the round is over."""
+
+STUCK_SECONDS, STUCK_IN_ROUND_SECONDS = 2.0, 20.0
+"""A body that has not left for so long takes nobody else's turn: its newcomer does not read. During rounds it rather is
+the link that is slow, and a second body would take from the round."""
 
 
 @dataclass
@@ -33,11 +38,19 @@ class _Line:
 
     Attributes:
         waiting: Not sent yet.
-        sent_at: When each of those was sent that are on their way.
+        sending: Those on their way, and when each was sent.
     """
 
     waiting: deque[Bulk] = field(default_factory=deque)
-    sent_at: deque[float] = field(default_factory=deque)
+    sending: deque[tuple[Bulk, float]] = field(default_factory=deque)
+
+    def add(self, body: Bulk) -> bool:
+        """Whether there is room for it, and it neither waits nor is on its way already."""
+        full = len(self.waiting) + len(self.sending) >= MAX_QUEUED
+        if full or body in self.waiting or any(body == one for one, _ in self.sending):
+            return False
+        self.waiting.append(body)
+        return True
 
 
 class Serving:
@@ -53,21 +66,27 @@ class Serving:
         """Newcomers that something is sent to, or waits for."""
         return len(self._lines)
 
-    def add(self, peer: str, bodies: list[Bulk]) -> None:
-        """`peer` asks for these; what it has asked for already is not sent twice, and too much not at all."""
+    def add(self, peer: str, bodies: list[Bulk]) -> int:
+        """`peer` asks for these; what it has asked for already is not sent twice, and too much not at all.
+
+        Returns:
+            How many of them will be sent.
+        """
         line = self._lines.setdefault(peer, _Line())
-        for body in bodies:
-            if body not in line.waiting and len(line.waiting) + len(line.sent_at) < MAX_QUEUED:
-                line.waiting.append(body)
+        return sum(map(line.add, bodies))
 
     def sent(self, peer: str, busy: bool, now: float) -> None:
         """A body has left for `peer`; `busy` says whether a round exchanges here."""
         self._busy = busy
         line = self._lines.get(peer)
-        if line is not None and line.sent_at:
-            took = now - line.sent_at.popleft()
+        if line is not None and line.sending:
+            took = now - line.sending.popleft()[1]
             if busy:
                 self._resumes_at = now + min(PAUSE_FACTOR * took, MAX_PAUSE_SECONDS)
+
+    def see_rounds(self, busy: bool) -> None:
+        """Whether a round exchanges here now."""
+        self._busy = busy
 
     def drop(self, peer: str) -> None:
         """Send `peer` nothing more."""
@@ -76,22 +95,27 @@ class Serving:
     def next(self, now: float) -> tuple[str, Bulk] | None:
         """What to send now, and to whom."""
         limit = 1 if self._busy else MAX_SENDING
-        sending = sum(now < at + STUCK_SECONDS for line in self._lines.values() for at in line.sent_at)
+        sending = sum(now < at + self._stuck for line in self._lines.values() for _, at in line.sending)
         if sending >= limit or (self._busy and now < self._resumes_at):
             return None
         for peer, line in list(self._lines.items()):
-            if line.waiting and len(line.sent_at) < limit:
+            if line.waiting and len(line.sending) < limit:
                 self._lines.move_to_end(peer)
-                line.sent_at.append(now)
-                return peer, line.waiting.popleft()
-            if not line.waiting and not line.sent_at:
+                body = line.waiting.popleft()
+                line.sending.append((body, now))
+                return peer, body
+            if not line.waiting and not line.sending:
                 del self._lines[peer]
         return None
+
+    @property
+    def _stuck(self) -> float:
+        return STUCK_IN_ROUND_SECONDS if self._busy else STUCK_SECONDS
 
     def deadline(self, now: float) -> float:
         """When something may be sent that may not be sent yet."""
         if not any(line.waiting for line in self._lines.values()):
             return float("inf")
-        times = [at + STUCK_SECONDS for line in self._lines.values() for at in line.sent_at]
-        times.append(self._resumes_at)
+        times = [at + self._stuck for line in self._lines.values() for _, at in line.sending]
+        times += [self._resumes_at, *([now + LOOK_SECONDS] if self._busy else [])]
         return min((time for time in times if time > now), default=float("inf"))

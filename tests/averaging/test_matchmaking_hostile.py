@@ -7,6 +7,7 @@ import pytest
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking.events import MessageReceived, RoundHeard, Woke
 from equipoise.averaging.matchmaking.lateness import MAX_WAIT
+from equipoise.averaging.matchmaking.machine import MAX_NOTICES, NOTICE_SECONDS
 from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
     GroupFormed,
@@ -18,7 +19,6 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.notices import MAX_NOTICES, NOTICE_SECONDS
 from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, MISSED_SECONDS, REPLY_SECONDS
 from equipoise.averaging.sim.matchmaking import RUN, verify
 from fakes.matchmaking import NAMES, elapse, formed, join, machine, others_of, ready, roles, seen, sent

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from equipoise.averaging.transfer import donor as donors
-from equipoise.averaging.transfer import messages, serving
+from equipoise.averaging.transfer import messages, serving, wear
 from equipoise.averaging.transfer.donor import Donor
 from equipoise.averaging.transfer.events import (
     AskReceived,
@@ -167,7 +168,20 @@ def test_one_newcomer_is_not_served_for_ever() -> None:
             served += isinstance(one, Chunk)
         while any(isinstance(one, Chunk) for one in giver.tell(BodySent("new", False))):
             served += 1
-    assert served <= donors.MAX_SERVINGS * 3
+    assert served <= wear.MAX_SERVINGS * 3
+
+
+def test_a_new_ticket_is_no_new_download() -> None:
+    giver = Giver()
+    giver.offer(offer_of(1, chunks=2))
+    digest, served = offer_of(1, chunks=2).image.digest, 0
+    for index in range(100):
+        ticket = index.to_bytes(8, "big")
+        giver.ask(msgspec.structs.replace(ask(0), ticket=ticket))
+        served += sum(isinstance(one, Chunk) for one in giver.ask(AskChunks(RUN, ticket, digest, (0, 1))))
+        served += sum(isinstance(one, Chunk) for one in giver.tell(BodySent("new", False)))
+        giver.ask(Finished(RUN, ticket))
+    assert 0 < served <= wear.MAX_SERVINGS * 3
 
 
 def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
@@ -181,15 +195,41 @@ def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
 
 def test_trainers_are_not_asked_for_snapshots_without_end() -> None:
     giver = Giver(epoch=0)
-    for epoch in range(1, donors.MAX_SNAPSHOTS + 1):
-        giver.ask(ask(epoch, wanted=(epoch,)))
+    for epoch in range(1, wear.MAX_SNAPSHOTS + 1):
+        giver.ask(ask(epoch, wanted=(epoch,)), f"new{epoch}")
         assert giver.machine.wanted == epoch
         giver.offer(offer_of(epoch))
     giver.ask(ask(50, wanted=(50,)))
     assert giver.machine.wanted is None
-    giver.now += donors.SNAPSHOTS_SECONDS
+    giver.now += wear.SNAPSHOTS_SECONDS
     giver.ask(ask(50, wanted=(50,)))
     assert giver.machine.wanted == 50
+
+
+def test_one_newcomer_does_not_use_up_the_snapshots_of_all() -> None:
+    giver, taken = Giver(epoch=0), 0
+    for epoch in range(1, 20):
+        giver.ask(Finished(RUN, TICKET), "greedy")
+        greedy = giver.ask(ask(epoch, wanted=(epoch,)), "greedy")
+        if giver.machine.wanted is None:
+            assert all(not one.noted for one in greedy if isinstance(one, Answer))
+            break
+        giver.offer(offer_of(epoch))
+        taken += 1
+    assert taken == wear.MAX_SNAPSHOTS_EACH
+    assert giver.ask(ask(30, wanted=(30,)), "honest") == [answer(taken, noted=(30,))]
+    assert giver.machine.wanted == 30
+
+
+def test_a_wish_that_cannot_be_fulfilled_for_want_of_room_is_not_noted() -> None:
+    giver = Giver()
+    for epoch, peer in ((1, "slow"), (2, "slower")):
+        giver.offer(offer_of(epoch))
+        giver.ask(ask(0), peer)
+        giver.ask(AskDigests(RUN, TICKET, offer_of(epoch).image.digest), peer)
+    (said,) = giver.ask(ask(7, wanted=(7,)))
+    assert isinstance(said, Answer)
+    assert said.noted == ()
 
 
 # ---- in which order they are served ----
@@ -219,8 +259,26 @@ def test_during_rounds_a_donor_pauses_after_each_body() -> None:
     assert line.deadline(0.1) == pytest.approx(0.1 + serving.PAUSE_FACTOR * 0.1)
     assert line.next(0.41) is not None
     assert line.next(0.41) is None, "one at a time"
-    line.sent("a", True, 5.0)
-    assert line.deadline(5.0) == 5.0 + serving.MAX_PAUSE_SECONDS
+    assert line.deadline(0.41) == pytest.approx(0.41 + serving.LOOK_SECONDS), "the round may be over by then"
+    line.see_rounds(False)
+    assert line.next(0.5) is not None
+
+
+@pytest.mark.parametrize("took", [0.02, 0.5, 3.0, 15.0])
+def test_rounds_keep_three_quarters_of_a_link_however_slow_it_is(took: float) -> None:
+    line, now, sending, ends = Serving(), 0.0, 0.0, None
+    line.see_rounds(True)
+    for peer in ("a", "b"):
+        line.add(peer, [chunk(i) for i in range(30)])
+    while now < 100 * took:
+        if ends is not None and now >= ends[1]:
+            line.sent(ends[0], True, now)
+            ends = None
+        if (served := line.next(now)) is not None:
+            assert ends is None, "one at a time"
+            ends, sending = (served[0], now + took), sending + took
+        now = min(line.deadline(now), ends[1] if ends else float("inf"), now + 1.0)
+    assert 0.2 < sending / now < 0.27
 
 
 def test_one_that_does_not_read_takes_nobody_elses_turn_for_long() -> None:

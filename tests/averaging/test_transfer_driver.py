@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
+from equipoise.averaging.aio.transfer import ASKS_SECONDS
+from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from fakes.cluster import IMAGE, LIMIT, STATE, Cluster, Memory
+from fakes.transfer import ask
 
 
 @pytest.fixture
@@ -84,6 +87,23 @@ async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(clu
     assert memory.image == IMAGE
     assert "a: chunk" in outcome.reason
     assert "a" not in outcome.sources
+
+
+async def test_a_flood_of_asks_reads_the_directory_seldom(cluster: Cluster) -> None:
+    (donor,) = await cluster.add("a")
+    reads: list[float] = []
+    found = donor._mates
+
+    async def mates() -> list[Candidate]:
+        reads.append(asyncio.get_running_loop().time())
+        return await found()
+
+    donor._mates = mates  # type: ignore[method-assign]
+    began = asyncio.get_running_loop().time()
+    for number in range(1000):
+        donor.frame("mallory", ask(number), memoryview(b""))
+        await asyncio.sleep(0)
+    assert 1 <= len(reads) <= 1 + (reads[-1] - began) / ASKS_SECONDS
 
 
 async def test_what_is_too_large_is_not_fetched(cluster: Cluster) -> None:

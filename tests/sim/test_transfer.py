@@ -7,8 +7,9 @@ from random import Random
 import pytest
 
 from equipoise.averaging.sim.transfer import Result, Scenario, Trouble, World, image_of, state_of
-from equipoise.averaging.transfer.donor import ASKER_SECONDS, MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
+from equipoise.averaging.transfer.donor import ASKER_SECONDS
 from equipoise.averaging.transfer.events import Fail, Finish
+from equipoise.averaging.transfer.wear import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
 
 FINE = Trouble()
 
