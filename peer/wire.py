@@ -31,6 +31,8 @@ class FrameSocket:
         self._decoder = FrameDecoder()
         self._descriptors: list[int] = []
         self._sending = asyncio.Lock()
+        self._ready = asyncio.Event()
+        self._watched = False
 
     async def frames(self) -> list[bytes]:
         """The next complete frames, at least one.
@@ -69,6 +71,7 @@ class FrameSocket:
 
     def close(self) -> None:
         """Close the socket and the descriptors that nobody took; idempotent."""
+        self._watch(False)
         self._socket.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
@@ -78,7 +81,9 @@ class FrameSocket:
             try:
                 data, ancillary, flags, _ = self._socket.recvmsg(READ_BYTES, _ROOM, _RECEIVE_FLAGS)
             except BlockingIOError:
-                await _readable(self._socket)
+                self._ready.clear()
+                self._watch(True)
+                await self._ready.wait()
                 continue
             for level, kind, content in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -89,12 +94,18 @@ class FrameSocket:
                 )
             return data
 
+    def _watch(self, wanted: bool) -> None:
+        """The socket stays watched from one wait to the next: to register it each time costs as much as reading."""
+        if wanted == self._watched:
+            return
+        self._watched = wanted
+        loop = asyncio.get_running_loop()
+        if wanted:
+            loop.add_reader(self._socket, self._on_readable)
+        else:
+            loop.remove_reader(self._socket)
 
-async def _readable(connected: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(connected, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(connected)
+    def _on_readable(self) -> None:
+        if self._ready.is_set():
+            self._watch(False)  # Nobody waits: this would be called at every turn of the loop.
+        self._ready.set()
