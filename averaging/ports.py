@@ -103,6 +103,9 @@ class DirectTransport(Transport, Protocol):
             ValueError: The credential is not genuine, has expired, or is another peer's; says which.
         """
 
+    def meet(self, peer: str) -> None:
+        """A round with `peer` begins: a channel with it is worth some effort, if it was admitted."""
+
     def reaches(self, peer: str) -> bool:
         """Whether `peer` was admitted and says where it listens."""
 

@@ -155,7 +155,7 @@ class Swarm:
         self._puncher = Puncher(self._link, self._dialer, self.direct, self._runtime)
         self._puncher.mirrors = lambda: self._reach.mirrors
         self._puncher.hidden = lambda: self._reach.hidden and bool(self.direct.port)
-        self.direct.on_admit = self._puncher.want
+        self.direct.on_meet = self._puncher.want
 
     @property
     def peer(self) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Protocol
 
 from equipoise.averaging.aio.buffers import BufferPool
@@ -143,6 +143,12 @@ class Mesh:
         for peer, credential in credentials.items():
             if self.admit(peer, credential):
                 self._dial_soon(peer)
+
+    def meet(self, peers: Iterable[str]) -> None:
+        """What has been entered is a round with these, and no mere transfer."""
+        if self._direct is not None:
+            for peer in peers:
+                self._direct.meet(peer)
 
     def admit(self, peer: str, credential: bytes) -> bool:
         """Accept direct channels from `peer`, which may open one; returns whether it is admitted."""

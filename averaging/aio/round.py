@@ -150,6 +150,7 @@ class Round:
     def start(self) -> None:
         """Say hello to every member, and begin."""
         self._mesh.enter(self.id, {join.peer: join.credential for join in self._task.manifest.members})
+        self._mesh.meet(self._task.manifest.peers)
         self._beat()
         self._perform(self._machine.start(self._loop.time()))
 

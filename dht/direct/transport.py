@@ -52,7 +52,7 @@ class DirectTransport:
     """Opens and accepts direct channels with admitted peers; needs nothing of libp2p.
 
     Attributes:
-        on_admit: Called with the PeerID of a peer that a round has admitted.
+        on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
     def __init__(self, identity: Identity, folder: Path, options: DirectOptions) -> None:
@@ -75,7 +75,7 @@ class DirectTransport:
         self._handler: Handler | None = None
         self._channels = OpenChannels()
         self._parking = Parking(lambda channel: run_handler(self._handler, channel))
-        self.on_admit: Callable[[str], None] = lambda peer: None
+        self.on_meet: Callable[[str], None] = lambda peer: None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -114,7 +114,11 @@ class DirectTransport:
         except CredentialError as error:
             self._refusals.note(error.why, str(error))
             raise
-        self.on_admit(peer)
+
+    def meet(self, peer: str) -> None:
+        """A round with `peer` begins, if it was admitted: a channel with it is worth some effort."""
+        if self._admitted.get(peer) is not None:
+            self.on_meet(peer)
 
     def learn(self, peer: str, credential: bytes) -> None:
         """Verify a credential ahead of its admission, which is quick then; a bad one is counted."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+MIN_PORT = 1024
+"""Routers give outgoing connections no lower one; whoever names one has somebody else's service in mind."""
 
 MAX_INSIDE = 2
 """A member that lies has this peer send so many connections' first packets, and one more, to its neighbours."""
@@ -35,19 +39,26 @@ class NoPlace(Exception):
 def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Places:
     """Return this peer's places by what public peers have said.
 
+    Of several the most must agree on the address: one that lies would have others connect to whom it likes.
+
     Args:
         seen: Where each of them saw a connection come from; all left from one local port.
         inside: That port's own addresses.
 
     Raises:
-        NoPlace: They have said nothing.
+        NoPlace: They have said nothing, or do not agree.
     """
-    seen = list(dict.fromkeys(seen))
+    seen = list(seen)
     # A neighbour sees what is inside, which helps nobody beyond the router.
     outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
     if not outside:
         raise NoPlace("no public peer has told where its connections come from")
-    return Places(outside[0], tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=len(outside) == 1)
+    [(host, votes)] = Counter(host for host, _ in outside).most_common(1)
+    if 2 * votes <= len(outside):
+        told = " and ".join(sorted({host for host, _ in outside}))
+        raise NoPlace(f"public peers do not agree where its connections come from: {told}")
+    [(place, alike)] = Counter(place for place in outside if place[0] == host).most_common(1)
+    return Places(place, tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=2 * alike > votes)
 
 
 def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
@@ -63,7 +74,8 @@ def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
     if own.outside[0] == theirs.outside[0]:
         near = theirs.inside[:MAX_INSIDE]
         found = [place for place in near if any(_alike(one, place) for one in own.inside)] + found
-    return tuple(place for place in dict.fromkeys(found) if place not in (own.outside, *own.inside))
+    foreign = (place for place in dict.fromkeys(found) if place not in (own.outside, *own.inside))
+    return tuple(place for place in foreign if place[1] >= MIN_PORT)
 
 
 def obstacle(own: Places, theirs: Places) -> str:

@@ -17,8 +17,8 @@ from equipoise.dht.direct import mirror
 from equipoise.dht.direct.dialling import said, shown
 from equipoise.dht.punch.places import Place, Places, judge
 
-MIRRORS = 2
-"""Public peers that are asked; two tell a NAT that maps each destination to another port."""
+MIRRORS = 3
+"""Public peers that are asked: two tell a NAT that maps each destination to another port, a third outvotes a liar."""
 MIRROR_SECONDS = 2.0
 """For an answer: a connection and a round trip. Half of `machine.MEASURE_SECONDS`."""
 AGAIN_SECONDS = 0.1

@@ -36,6 +36,11 @@ CALLS_PER_SECOND = 0.1
 BURST = 4.0
 """An honest peer begins anew after 15 s at the earliest."""
 
+TRIES_PER_SECOND = 0.2
+TRIES_BURST = 12.0
+"""Tries of one address, whoever names it: a member that lies, or has been lied to, names somebody else's. Each try is
+some five packets. Twelve are four punches with peers behind one router."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -55,11 +60,12 @@ class Puncher:
         self._direct = direct
         self._wishes = Wishes()
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
+        self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
         self._inbound = Inbound(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def want(self, peer: str) -> None:
-        """A round has admitted `peer`."""
+        """A round with `peer` has begun."""
         if self.hidden():
             self._wishes.want(peer, asyncio.get_running_loop().time())
 
@@ -143,6 +149,8 @@ class Puncher:
         """Return why there is no hole; empty if there is one."""
 
         async def connect(port: SharedPort, place: Place) -> DirectChannel:
+            if not self._tries.allow(place[0], asyncio.get_running_loop().time()):
+                raise ConnectionError("that address is tried too often")
             connection = await port.connect(place)
             return await self._direct.punch(peer, connection, place, dialled=begins)
 

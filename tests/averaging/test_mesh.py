@@ -40,6 +40,7 @@ class Direct(MemoryTransport):
         net.transports[peer] = self
         self.obstacle: Callable[[], object] = lambda: None
         self.admitted: dict[str, bytes] = {}
+        self.met: list[str] = []
         self.credential = b"credential of " + peer.encode()
         self.opened = 0
 
@@ -47,6 +48,9 @@ class Direct(MemoryTransport):
         if credential != b"credential of " + peer.encode():
             raise ValueError(f"the credential is not {peer}'s")
         self.admitted[peer] = credential
+
+    def meet(self, peer: str) -> None:
+        self.met.append(peer)
 
     def reaches(self, peer: str) -> bool:
         return peer in self.admitted
@@ -93,6 +97,13 @@ async def test_a_round_goes_through_direct_channels(pair: Pair) -> None:
     pair.mesh["a"].post("b", b"control")
     assert await pair.hear(2) == [b"control", b"bulk"]
     assert not pair.streams["a"].channels
+
+
+async def test_only_a_round_meets_whom_it_admits(pair: Pair) -> None:
+    pair.begin()
+    assert pair.direct["a"].met == []
+    pair.mesh["a"].meet(["b"])
+    assert pair.direct["a"].met == ["b"]
 
 
 async def test_without_a_round_nobody_is_admitted(pair: Pair) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
-from equipoise.dht.punch import machine, wishes
+from equipoise.dht.punch import machine, puncher, wishes
 from equipoise.dht.punch.messages import PUNCH_PROTOCOL, End, decode
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.relay.service import RelayRules
@@ -31,6 +32,7 @@ class Trio:
         for one, other in ((self.first, self.second), (self.second, self.first)):
             await until(lambda one=one: knows_another(one))
             one.direct.admit(other.peer, other.direct.credential)
+            one.direct.meet(other.peer)
 
 
 async def knows_another(member: Swarm) -> bool:
@@ -91,6 +93,39 @@ async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
         assert "nobody answered at 127.0.0.1" in reached.reason
         assert not one.direct.linked(other.peer)
     assert (await trio.first.transport.open(trio.second.peer)).peer == trio.second.peer
+
+
+async def test_no_address_is_tried_without_end_whoever_names_it(trio: Trio, until, monkeypatch) -> None:
+    tried: list[tuple[str, int]] = []
+
+    async def refuse(self: SharedPort, place: tuple[str, int]) -> None:
+        tried.append(place)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(SharedPort, "connect", refuse)
+    monkeypatch.setattr(machine, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(wishes, "FIRST_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(puncher, "CALLS_PER_SECOND", 1e9)
+    monkeypatch.setattr(puncher, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(wishes, "PATIENCE_SECONDS", 0.0)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await trio.meet(until)
+    for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
+        await until(lambda one=one, other=other: "tried too often" in one.reach(other.peer).reason)
+    for _, host_tries in Counter(host for host, _ in tried).items():
+        allowed = puncher.TRIES_BURST + puncher.TRIES_PER_SECOND * (loop.time() - began)
+        assert host_tries <= 2 * allowed, "of both sides"
+
+
+async def test_who_is_admitted_for_a_transfer_alone_gets_no_hole(trio: Trio, until) -> None:
+    for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
+        one.direct.admit(other.peer, other.direct.credential)
+        assert "in no round" in one._puncher._wishes.refusal(other.peer, asyncio.get_running_loop().time())
+        one.direct.meet(other.peer)
+        assert not one._puncher._wishes.refusal(other.peer, asyncio.get_running_loop().time())
+        one.direct.meet("12D3KooWNobody")
+        assert one._puncher._wishes.refusal("12D3KooWNobody", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from equipoise.dht.punch.messages import (
     decode,
     encode,
 )
-from equipoise.dht.punch.places import MAX_INSIDE, NoPlace, Places, judge, obstacle, targets
+from equipoise.dht.punch.places import MAX_INSIDE, MIN_PORT, NoPlace, Places, judge, obstacle, targets
 
 HOME = ("192.168.1.2", 5001)
 ROUTER = ("44.0.0.1", 5001)
@@ -82,6 +82,22 @@ def test_public_peers_that_agree_are_believed() -> None:
     # A neighbour knows nothing of what is beyond the router.
     assert judge([HOME, ROUTER], [HOME]) == Places(ROUTER, (HOME,))
     assert judge([HOME], [HOME]) == Places(HOME, (HOME,))
+
+
+def test_one_public_peer_that_lies_points_at_nobody() -> None:
+    victim = ("44.0.0.9", 8080)
+    assert judge([victim, ROUTER, ROUTER], [HOME]) == Places(ROUTER, (HOME,))
+    with pytest.raises(
+        NoPlace, match=r"do not agree where its connections come from: 44\.0\.0\.1 and 44\.0\.0\.9"
+    ):
+        judge([victim, ROUTER], [HOME])
+    other_port = (ROUTER[0], 8080)
+    assert judge([other_port, ROUTER, ROUTER], [HOME]) == Places(ROUTER, (HOME,)), "nor at a neighbour"
+
+
+def test_no_service_of_somebody_else_is_tried() -> None:
+    assert targets(Places(ROUTER, (HOME,)), places("44.0.0.2", port=443)) == ()
+    assert targets(Places(ROUTER, (HOME,)), places("44.0.0.2", port=MIN_PORT)) == (("44.0.0.2", MIN_PORT),)
 
 
 def test_a_router_that_draws_ports_is_found_out() -> None:
