@@ -26,10 +26,14 @@ from equipoise.averaging.transfer.events import (
     ChunkReceived,
     DigestsReceived,
     DonorEvent,
+    Drop,
     EpochReached,
     Fail,
     FetchEvent,
     Finish,
+    MakeImage,
+    MeanKept,
+    MeanReady,
     MemoryReady,
     PeerLost,
     PeersSeen,
@@ -53,6 +57,9 @@ from equipoise.averaging.transfer.messages import (
 )
 
 RUN, SPEC = "sim/step", "5" * 64
+
+MEAN = "mean"
+"""Kind of the images of means."""
 
 DIGEST_SECONDS_PER_CHUNK = 0.0002
 """BLAKE3 of one chunk, as measured."""
@@ -106,6 +113,7 @@ class Scenario:
         busy: Whether rounds go on at the donors all the time.
         newcomers: How many fetch at the same time, nearly.
         at_least: How many epochs after the donors' present one is of use.
+        missed: How many means newcomers have missed, of which they ask for the first; 0: they are after a snapshot.
         timeout: Of each fetch.
     """
 
@@ -119,6 +127,7 @@ class Scenario:
     busy: bool = False
     newcomers: int = 1
     at_least: int = 1
+    missed: int = 0
     timeout: float = 120.0
 
 
@@ -285,8 +294,10 @@ class SimDonor:
     def step(self, epoch: int) -> None:
         """Its trainer has applied a mean."""
         if self._acts:
+            before = self._state_of(self._epoch)
             self._epoch = epoch
             self.tell(EpochReached(epoch))
+            self.tell(MeanKept(before, self._world.scenario.chunks * CHUNK_BYTES))
 
     def look(self) -> None:
         """Its trainer looks whether a snapshot is wanted, and takes it."""
@@ -297,12 +308,30 @@ class SimDonor:
             return
         self._offered = self._epoch
         self.snapshots += 1
-        state = state_of(self._epoch, "astray" if self.trouble.astray else "")
-        lie = self._name if self.trouble.lies == "image" else ""
-        image = image_of(state, self._world.scenario.chunks, lie)
+        state = self._state_of(self._epoch)
+        image = image_of(state, self._world.scenario.chunks, self._lie)
         self.tell(SnapshotTaken(state))
-        takes = DIGEST_SECONDS_PER_CHUNK * self._world.scenario.chunks * (1 + self._world.random.random())
-        self._world.at(self._world.now + takes, lambda: self._ready(state, image))
+        self._world.at(self._digested_at, lambda: self._ready(state, image))
+
+    def _make_image(self, before: StateId) -> None:
+        image = image_of(before, self._world.scenario.chunks, MEAN + self._lie)
+        self._world.at(self._digested_at, lambda: self._mean_ready(before, image))
+
+    def _mean_ready(self, before: StateId, image: ImageId) -> None:
+        if self._acts:
+            self.tell(MeanReady(before, image))
+
+    def _state_of(self, epoch: int) -> StateId:
+        return state_of(epoch, "astray" if self.trouble.astray else "")
+
+    @property
+    def _lie(self) -> str:
+        return self._name if self.trouble.lies == "image" else ""
+
+    @property
+    def _digested_at(self) -> float:
+        chunks = self._world.scenario.chunks
+        return self._world.now + DIGEST_SECONDS_PER_CHUNK * chunks * (1 + self._world.random.random())
 
     def die(self) -> None:
         """As by SIGKILL."""
@@ -321,6 +350,10 @@ class SimDonor:
                     self._send_body(to, message)
                 case Release(image):
                     self.held.discard(image)
+                case MakeImage(before):
+                    self._make_image(before)
+                case Drop():
+                    pass
         if self.machine.deadline < self._waking:
             self._waking = self.machine.deadline
             self._world.at(self._waking, self._wake)
@@ -379,6 +412,7 @@ class SimNewcomer:
             name.encode().ljust(8, b"."),
             present + scenario.at_least,
             scenario.chunks * CHUNK_BYTES,
+            state_of(max(present - scenario.missed, 0)) if scenario.missed else None,
         )
         self.request = request
         self._world = world

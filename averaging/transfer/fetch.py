@@ -224,7 +224,7 @@ class Fetch:
             actions += self._download(self._agreement, now)
         if not self.ended and now >= self._ask_at:
             actions += self._ask_all(now)
-        self._next_change = self._changes_at(now)
+        self._next_change = float("inf") if self.ended else self._changes_at(now)
         return actions
 
     def _seek(self, now: float) -> list[FetchAction]:

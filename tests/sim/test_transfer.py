@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
-from equipoise.averaging.sim.transfer import Result, Scenario, Trouble, World, image_of, state_of
+from equipoise.averaging.sim.transfer import MEAN, Result, Scenario, Trouble, World, image_of, state_of
 from equipoise.averaging.transfer.donor import ASKER_SECONDS
 from equipoise.averaging.transfer.events import Fail, Finish
+from equipoise.averaging.transfer.kept import KEPT_MEANS
 from equipoise.averaging.transfer.wear import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
 
 FINE = Trouble()
@@ -156,6 +158,50 @@ def test_of_two_donors_one_that_stops_does_not_hold_the_newcomer_up_for_ever() -
         (result,) = world.run().values()
         assert isinstance(result.end, Finish), result.end.reason
         assert result.ended_at < 30.0
+
+
+# ---- means that were missed ----
+
+
+def has_the_mean(scenario: Scenario, world: World, name: str, result: Result) -> bool:
+    after = world.newcomers[name].request.after
+    return (
+        isinstance(result.end, Finish)
+        and result.end.state == after
+        and result.end.image == image_of(result.end.state, scenario.chunks, MEAN)
+        and set(result.chunks) == set(range(scenario.chunks))
+    )
+
+
+@pytest.mark.parametrize("first", range(0, 120, 10))
+def test_a_missed_mean_comes_whatever_a_minority_does_and_without_a_snapshot(first: int) -> None:
+    for seed in range(first, first + 10):
+        scenario = replace(scenario_of(seed), missed=seed % KEPT_MEANS + 1)
+        # Who takes longer than the means are kept takes a snapshot.
+        scenario = replace(scenario, step=(max(scenario.step[0], 1.0), max(scenario.step[1], 1.5)))
+        world = World(scenario, seed)
+        honest = sum(trouble.honest for trouble in scenario.donors)
+        for name, result in world.run().items():
+            if isinstance(result.end, Finish) and honest >= 2 and 2 * honest > len(scenario.donors):
+                assert has_the_mean(scenario, world, name, result), (seed, name, result)
+        assert not any(donor.snapshots for donor in world.donors.values())
+
+
+def test_one_liar_among_three_makes_up_no_mean_and_one_that_dies_costs_little() -> None:
+    for seed in range(20):
+        donors = (FINE, FINE, Trouble(lies="image"), Trouble(killed_at=2.0 + 0.1 * seed))
+        world = World(Scenario(donors, step=(1.0, 1.2), chunk=0.01, chunks=40, missed=2), seed)
+        (result,) = world.run().values()
+        assert has_the_mean(world.scenario, world, "new0", result), result
+        assert result.ended_at < 6.0
+
+
+def test_a_mean_that_all_have_let_go_is_not_waited_for() -> None:
+    world = World(Scenario((FINE, FINE, FINE), step=(0.05, 0.06), missed=KEPT_MEANS + 4), 1)
+    (result,) = world.run().values()
+    assert isinstance(result.end, Fail)
+    assert "none of 3 peers that answered keeps the mean" in result.end.reason
+    assert result.ended_at < 1.0
 
 
 def test_donors_forget_who_has_gone() -> None:
