@@ -148,7 +148,7 @@ class Swarm:
             listen = tuple(parse_listen(text) for text in options.direct_listen)
         else:
             listen = tuple(ListenAddress(host, host, 0) for host in dict.fromkeys(one.host for one in listen))
-        self.direct = DirectTransport(self.identity, self._runtime, DirectOptions(listen, options.channel))
+        self.direct = DirectTransport(self.identity, DirectOptions(listen, options.channel))
         self.directory.credential = lambda: self.direct.credential
         self.directory.on_credential = self.direct.learn
         self._reach.direct = lambda: self.direct.port

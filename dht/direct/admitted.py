@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+
+from OpenSSL import SSL
 
 from equipoise.dht.direct.certificate import OwnCertificate
 from equipoise.dht.direct.contexts import make_context
@@ -31,14 +32,14 @@ class Admitted:
 
     credential: Credential
     fingerprint: bytes
-    _contexts: dict[tuple[str, bool], ssl.SSLContext] = field(default_factory=dict)
+    _contexts: dict[tuple[bytes, bool], SSL.Context] = field(default_factory=dict)
 
-    def context(self, own: OwnCertificate, *, server: bool) -> ssl.SSLContext:
+    def context(self, own: OwnCertificate, *, server: bool) -> SSL.Context:
         """Return a context that trusts this peer only, made at first use."""
-        key = (str(own.path), server)
+        key = (own.der, server)
         if key not in self._contexts:
-            self._contexts = {one: kept for one, kept in self._contexts.items() if one[0] == str(own.path)}
-            self._contexts[key] = make_context(own.path, self.credential.certificate, server=server)
+            self._contexts = {one: kept for one, kept in self._contexts.items() if one[0] == own.der}
+            self._contexts[key] = make_context(own, self.credential.certificate, server=server)
         return self._contexts[key]
 
 

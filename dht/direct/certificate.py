@@ -1,22 +1,20 @@
 """The TLS certificate of one daemon: an Ed25519 key that lives as long as the process, self-signed, with its PeerID
 inside.
 
-The key never leaves the runtime directory: `ssl` loads keys from files only. The certificate vouches for nothing by
-itself; `credential` binds it to the identity.
+The key never leaves this process' memory. The certificate vouches for nothing by itself; `credential` binds it to the
+identity.
 """
 
 from __future__ import annotations
 
 import datetime
-import os
 import secrets
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from equipoise.dht.direct.refusals import CredentialError
@@ -30,29 +28,26 @@ SERIAL_BYTES = 16
 
 @dataclass(frozen=True)
 class OwnCertificate:
-    """A certificate with the file that holds it and its key.
+    """A certificate with its key.
 
     Attributes:
         der: The certificate.
-        path: PEM of both, mode 0600.
+        key: What it is signed with.
         expires: Seconds since 1970.
     """
 
     der: bytes
-    path: Path
+    key: Ed25519PrivateKey = field(repr=False)
     expires: float
 
 
 def make_certificate(
-    peer: str, folder: Path, now: float, life: float = LIFE_SECONDS, authority: bool = False
+    peer: str, now: float, life: float = LIFE_SECONDS, authority: bool = False
 ) -> OwnCertificate:
-    """Make a key and its certificate, and write both into `folder`.
+    """Make a key and its certificate.
 
     Equal subjects make OpenSSL look for the wrong issuer and refuse genuine certificates: each gets its own, the PeerID
     and a random number. `authority` is for tests of what an attacker might make.
-
-    Raises:
-        OSError: The file cannot be written.
     """
     key = Ed25519PrivateKey.generate()
     name = x509.Name(
@@ -72,14 +67,8 @@ def make_certificate(
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         .sign(key, None)
     )
-    path = folder / f"direct-{secrets.token_hex(4)}.pem"
-    _write(
-        path,
-        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        + certificate.public_bytes(Encoding.PEM),
-    )
     return OwnCertificate(
-        certificate.public_bytes(Encoding.DER), path, certificate.not_valid_after_utc.timestamp()
+        certificate.public_bytes(Encoding.DER), key, certificate.not_valid_after_utc.timestamp()
     )
 
 
@@ -117,9 +106,3 @@ def check_certificate(der: bytes, peer: str, now: float) -> float:
 
 def _moment(seconds: float) -> datetime.datetime:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC)
-
-
-def _write(path: Path, data: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import ssl
+
+from OpenSSL import SSL
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.preface import (
@@ -21,13 +22,10 @@ from equipoise.dht.direct.preface import (
     encode_greeting,
     parse_greeting,
 )
-from equipoise.dht.direct.refusals import Refused, Why
+from equipoise.dht.direct.refusals import Refused
 from equipoise.dht.direct.streams import HEAD_BYTES, AeadStream, PlainStream, TlsStream
-from equipoise.dht.direct.tls import TlsSession, tls_fault
+from equipoise.dht.direct.tls import TlsFault, TlsSession
 from equipoise.dht.streams import StreamClosed
-
-_EXPIRED = {9, 10}
-"""X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED."""
 
 
 async def receive_opening(connection: socket.socket) -> bytes:
@@ -50,7 +48,7 @@ async def receive_opening(connection: socket.socket) -> bytes:
 
 
 async def secure(
-    connection: socket.socket, context: ssl.SSLContext, expected: bytes, preface: Preface, *, dialler: bool
+    connection: socket.socket, context: SSL.Context, expected: bytes, preface: Preface, *, dialler: bool
 ) -> PlainStream:
     """Prove to each other who both are, and return the stream of the layer agreed on.
 
@@ -74,9 +72,9 @@ async def secure(
         await _write(connection, tls.seal(encode_greeting(preface.layer, own)))
         theirs = parse_greeting(await _receive(connection, tls, GREETING_BYTES), preface.layer)
         return _stream(connection, tls, preface, (own, theirs), dialler)
-    except ssl.SSLError as error:
+    except TlsFault as fault:
         connection.close()
-        raise _refusal(error) from None
+        raise _refusal(fault) from None
     except BaseException:
         connection.close()
         raise
@@ -86,6 +84,7 @@ def _stream(
     connection: socket.socket, tls: TlsSession, preface: Preface, secrets: tuple[bytes, bytes], dialler: bool
 ) -> PlainStream:
     if preface.layer == "tls":
+        tls.stay()
         return TlsStream(connection, tls)
     peers = (preface.dialler, preface.acceptor)
     ordered = secrets if dialler else secrets[::-1]
@@ -131,15 +130,10 @@ async def _write(connection: socket.socket, data: bytes) -> None:
         raise Refused("went away", error.strerror or str(error)) from None
 
 
-def _refusal(error: ssl.SSLError) -> Refused:
-    if isinstance(error, ssl.SSLCertVerificationError):
-        why: Why = "expired" if error.verify_code in _EXPIRED else "impostor"
-        return Refused(why, f"its certificate is not taken: {error.verify_message}")
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return Refused("went away", "it ended the connection instead of greeting: it refuses this peer")
-    if "SIGNATURE" in (error.reason or ""):
-        return Refused("replayed certificate", "it does not hold the key of the certificate it shows")
-    return Refused("tls failure", tls_fault(error))
+def _refusal(fault: TlsFault) -> Refused:
+    if fault.why == "went away":
+        return Refused(fault.why, "it ended the connection instead of greeting: it refuses this peer")
+    return Refused(fault.why, str(fault))
 
 
 async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from equipoise.dht.direct import certificate, credential
 from equipoise.dht.direct.certificate import OwnCertificate, make_certificate
@@ -14,16 +13,10 @@ from equipoise.dht.identity import Identity
 class Presence:
     """This peer's certificate, addresses and credential."""
 
-    def __init__(self, identity: Identity, folder: Path) -> None:
-        """Make a first certificate.
-
-        Raises:
-            OSError: `folder` cannot be written to.
-        """
+    def __init__(self, identity: Identity) -> None:
         self._identity = identity
-        self._folder = folder
         self._addresses: tuple[tuple[str, int], ...] = ()
-        self._certificate = make_certificate(identity.peer, folder, time.time())
+        self._certificate = make_certificate(identity.peer, time.time())
         self._credential = b""
         self._renew_at = 0.0
 
@@ -54,7 +47,6 @@ class Presence:
     def _renew(self, now: float) -> None:
         if self._certificate.expires - now < certificate.LIFE_SECONDS / 2:
             # Who knows only the old one cannot connect until the next round's joins have gone round.
-            self._certificate.path.unlink(missing_ok=True)
-            self._certificate = make_certificate(self._identity.peer, self._folder, now)
+            self._certificate = make_certificate(self._identity.peer, now)
         self._credential = credential.issue(self._identity, self._certificate, self._addresses, now)
         self._renew_at = now + credential.LIFE_SECONDS / 2

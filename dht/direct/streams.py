@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import ssl
 from collections.abc import Iterator
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.sockets import acknowledged, waiting, wake_at
-from equipoise.dht.direct.tls import TlsSession, tls_fault
+from equipoise.dht.direct.tls import TlsFault, TlsSession
 from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Stream, StreamClosed, wake
 
 HEAD_BYTES = 4096
@@ -161,8 +160,8 @@ class TlsStream(PlainStream):
             while not (opened := self._tls.open_into(view)):
                 taken = await super()._take(self._raw, at_least, bound)
                 self._tls.feed(self._raw[:taken])
-        except ssl.SSLError as error:
-            raise StreamClosed(tls_fault(error)) from None
+        except TlsFault as fault:
+            raise StreamClosed(str(fault)) from None
         return opened
 
 

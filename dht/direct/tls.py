@@ -1,97 +1,179 @@
-"""One side of a TLS connection as a machine: bytes of the network in and out, no socket."""
+"""One side of a TLS connection as a machine: bytes of the network in and out, no socket.
+
+By pyOpenSSL, on the OpenSSL that `cryptography` brings along: an interpreter's own is often years older, and may
+encrypt at a quarter of the pace. (Measured with 3.0 and 4.0: 0.61 and 0.36 s per GB, sealed and opened.)
+"""
 
 from __future__ import annotations
 
-import ssl
-from collections.abc import Callable
-from typing import cast
+from cryptography.hazmat.primitives.serialization import Encoding
+from OpenSSL import SSL
+
+from equipoise.dht.direct.refusals import Why
+
+RECORD_BYTES = 16 * 1024
+"""Plaintext of a record at most (RFC 8446, section 5.1): what comes out of OpenSSL at a time."""
+OVERHEAD_BYTES = 32
+"""More than a record takes beside its plaintext: 5 of prefix, 16 of tag, one of type."""
+EXTRA_BYTES = 32 * 1024
+"""More than OpenSSL has to say of its own: a flight of the handshake, an alert, an answer to a change of keys."""
+PREFIX_BYTES = 5
+"""Of a record: type, version, and in two bytes the size of the rest."""
+
+_EXPIRED = {9, 10}
+"""X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED."""
+
+
+class TlsFault(Exception):
+    """TLS has failed, or the other side has ended it.
+
+    Attributes:
+        why: What a connection that ends so is counted as.
+    """
+
+    def __init__(self, why: Why, text: str) -> None:
+        super().__init__(text)
+        self.why: Why = why
 
 
 class TlsSession:
     """TLS 1.3 between two memory buffers.
 
+    OpenSSL gets a record at a time, so that nothing of what follows TLS is lost in it, until the session is told to
+    `stay` or to `leave`.
+
     Args:
-        context: Whom to trust, and this side's certificate.
+        context: Whom to trust, and this side's certificate (`contexts.make_context`).
         server: Whether this side accepts.
     """
 
-    def __init__(self, context: ssl.SSLContext, *, server: bool) -> None:
-        self._incoming = ssl.MemoryBIO()
-        self._outgoing = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
+    def __init__(self, context: SSL.Context, *, server: bool) -> None:
+        self._tls = SSL.Connection(context)
+        if server:
+            self._tls.set_accept_state()
+        else:
+            self._tls.set_connect_state()
+        self._kept: bytearray | None = bytearray()
+        self._left = 0
 
     @property
     def certificate(self) -> bytes | None:
         """DER of the other side's certificate, once the handshake is over."""
-        return self._tls.getpeercert(binary_form=True)
+        found = self._tls.get_peer_certificate(as_cryptography=True)
+        return None if found is None else found.public_bytes(Encoding.DER)
 
     def shake_hands(self) -> bool:
         """Go on with the handshake; returns whether it is over at this side.
 
         Raises:
-            ssl.SSLError: It failed.
+            TlsFault: It failed.
         """
-        try:
-            self._tls.do_handshake()
-        except ssl.SSLWantReadError:
-            return False
-        return True
+        while True:
+            try:
+                self._tls.do_handshake()
+                return True
+            except SSL.WantReadError:
+                if not self._pass_on():
+                    return False
+            except SSL.Error as error:
+                raise self._fault(error) from None
 
     def feed(self, data: memoryview | bytes) -> None:
         """Take in bytes from the network."""
-        self._incoming.write(data)
+        if self._kept is not None:
+            self._kept += data
+        elif data:  # OpenSSL takes nothing for an error.
+            self._tls.bio_write(data)
 
     def end(self) -> None:
         """The network has no more bytes."""
-        self._incoming.write_eof()
+        self._tls.bio_shutdown()
 
     def drain(self) -> bytes:
         """Return the bytes for the network that have accumulated."""
-        return self._outgoing.read()
+        return self._sealed(0)
 
     def seal(self, plain: memoryview | bytes) -> bytes:
         """Return `plain` as bytes for the network, with whatever waited to be sent."""
-        view = memoryview(plain)
-        while view:
-            view = view[self._tls.write(view) :]
-        return self._outgoing.read()
+        size = len(plain)
+        if size:
+            # All of it: `make_context` has OpenSSL write nothing in part, and memory takes everything.
+            self._tls.send(plain)
+        return self._sealed(size)
 
     def open_into(self, view: memoryview) -> int:
         """Fill the beginning of `view` from what was fed; returns how many bytes, 0 if more must be fed first.
 
         Raises:
-            ssl.SSLError: What was fed is not authentic, or the other side has ended TLS.
+            TlsFault: What was fed is not authentic, or the other side has ended TLS.
         """
-        # It says how many bytes it has put into a buffer; only without one does it return them.
-        read = cast("Callable[[int, memoryview], int]", self._tls.read)
+        read = self._tls.recv_into
         done, whole = 0, len(view)
         try:
             # A record of 16 KiB at most comes out at a time: hundreds a round, so nothing is looked up twice here.
             while done < whole:
-                opened = read(whole - done, view[done:])
-                if not opened:
-                    raise ssl.SSLZeroReturnError(ssl.SSL_ERROR_ZERO_RETURN, "closed by the other end")
-                done += opened
-        except (ssl.SSLWantReadError, ssl.SSLZeroReturnError, ssl.SSLEOFError) as error:
-            if not done and not isinstance(error, ssl.SSLWantReadError):
-                raise
+                done += read(view[done:], RECORD_BYTES)
+        except SSL.WantReadError:
+            if not done and self._pass_on():
+                return self.open_into(view)
+        except (SSL.ZeroReturnError, SSL.SysCallError) as error:
+            if not done:
+                raise self._fault(error) from None
+        except SSL.Error as error:
+            raise self._fault(error) from None
         return done
+
+    def stay(self) -> None:
+        """Go on with TLS: OpenSSL may have all that has come, and that comes from now on, at once."""
+        kept, self._kept = self._kept, None
+        if kept:
+            self._tls.bio_write(bytes(kept))
 
     def leave(self) -> bytes:
         """Leave TLS: return the bytes that were fed and belong to whatever comes after it.
 
-        OpenSSL takes one record at a time from its buffer, so nothing of what follows is lost in it.
-
         Raises:
-            ssl.SSLError: The other side has sent more inside TLS than was read.
+            TlsFault: The other side has sent more inside TLS than was read.
         """
         if self._tls.pending():
-            raise ssl.SSLError(0, "it sent more than its greeting")
-        return self._incoming.read()
+            raise TlsFault("tls failure", "it sent more than its greeting")
+        return bytes(self._kept or b"")
 
+    def _pass_on(self) -> bool:
+        """Let OpenSSL have what has come of the record that it is at, or the prefix of the next; False: there is none.
 
-def tls_fault(error: ssl.SSLError) -> str:
-    """Say in a few words why TLS ended."""
-    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-        return "closed by the other end"
-    return (error.reason or error.strerror or str(error)).lower().replace("_", " ")
+        What begins as no record does is refused at its prefix.
+        """
+        kept = self._kept
+        if not self._left and kept and len(kept) >= PREFIX_BYTES:
+            self._left = PREFIX_BYTES + int.from_bytes(kept[PREFIX_BYTES - 2 : PREFIX_BYTES], "big")
+        if not kept or not self._left:
+            return False
+        some = bytes(kept[: self._left])
+        del kept[: len(some)]
+        self._left -= len(some)
+        self._tls.bio_write(some)
+        return True
+
+    def _sealed(self, plain: int) -> bytes:
+        records = plain // RECORD_BYTES + 1
+        try:
+            return self._tls.bio_read(plain + records * OVERHEAD_BYTES + EXTRA_BYTES)
+        except SSL.WantReadError:
+            return b""
+
+    def _fault(self, error: SSL.Error) -> TlsFault:
+        """Say in a few words why TLS ended."""
+        if isinstance(error, SSL.ZeroReturnError | SSL.SysCallError):
+            return TlsFault("went away", "closed by the other end")
+        code = self._tls.get_app_data()
+        if code in _EXPIRED:
+            return TlsFault("expired", "its certificate is not taken: it is not valid at this time")
+        if code:
+            return TlsFault(
+                "impostor", f"its certificate is not taken: it is not the one announced (X.509 error {code})"
+            )
+        reasons = "; ".join(reason for _, _, reason in error.args[0]) if error.args else ""
+        if "signature" in reasons:
+            return TlsFault("replayed certificate", "it does not hold the key of the certificate it shows")
+        return TlsFault("tls failure", reasons or "OpenSSL does not say why")

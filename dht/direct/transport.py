@@ -6,7 +6,6 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.direct import handshake, mirror
@@ -55,18 +54,17 @@ class DirectTransport:
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
-    def __init__(self, identity: Identity, folder: Path, options: DirectOptions) -> None:
-        """Make a certificate, kept in `folder`.
+    def __init__(self, identity: Identity, options: DirectOptions) -> None:
+        """Make a certificate.
 
         Raises:
-            OSError: `folder` cannot be written to.
             ValueError: Unencrypted channels are to be listened for where other machines reach them.
         """
         if options.layer == "plain" and not all(is_loopback(one.host) for one in options.listen):
             raise ValueError("channels without encryption are for measurements on loopback addresses only")
         self._peer = identity.peer
         self._layer = options.layer
-        self._presence = Presence(identity, folder)
+        self._presence = Presence(identity)
         self._admitted = AdmittedPeers()
         self._listener = Listener(options.listen, self._accept)
         self._dialable = bool(options.listen)
@@ -263,10 +261,7 @@ class DirectTransport:
     ) -> PlainStream:
         if preface.layer == "plain":
             return await handshake.forgo(connection, dialler=dialler)
-        try:
-            context = admitted.context(self._presence.certificate, server=not dialler)
-        except OSError as error:
-            raise Refused("tls failure", f"this peer's own certificate cannot be used: {error}") from None
+        context = admitted.context(self._presence.certificate, server=not dialler)
         expected = admitted.credential.certificate
         return await handshake.secure(connection, context, expected, preface, dialler=dialler)
 

@@ -23,11 +23,9 @@ class Peers:
     def identity(self, name: str) -> Identity:
         return load_or_create(self.path / name)
 
-    def make(self, name: str, layer="aead", listen=LOOPBACK, folder: str = "") -> DirectTransport:
-        """A transport of the identity `name`, which keeps its key in `folder`."""
-        runtime = self.path / f"run-{folder or name}"
-        runtime.mkdir()
-        transport = DirectTransport(self.identity(name), runtime, DirectOptions(listen, layer))
+    def make(self, name: str, layer="aead", listen=LOOPBACK) -> DirectTransport:
+        """A transport of the identity `name`, with a certificate of its own."""
+        transport = DirectTransport(self.identity(name), DirectOptions(listen, layer))
         transport.serve(self._keep)
         transport.start()
         self.all.append(transport)

@@ -8,18 +8,12 @@ import dataclasses
 import socket
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from equipoise.dht.direct import admitted, certificate, handshake, transport
@@ -63,7 +57,7 @@ async def test_an_admission_may_come_after_the_connection(peers) -> None:
 async def test_the_news_of_a_restarted_peer_may_come_after_its_connection(peers) -> None:
     first, second = peers.pair()
     await first.stop()
-    again = peers.make("first", folder="again")
+    again = peers.make("first")
     again.admit(second.peer, second.credential)
     opening = asyncio.ensure_future(again.open(second.peer))
     await asyncio.wait({opening}, timeout=0.05)
@@ -75,7 +69,7 @@ async def test_the_news_of_a_restarted_peer_may_come_after_its_connection(peers)
 async def test_a_member_with_another_certificate_than_it_told_is_refused(peers, monkeypatch) -> None:
     monkeypatch.setattr(transport, "ADMIT_SECONDS", 0.05)
     _, second = peers.pair()
-    other = peers.make("first", folder="other")
+    other = peers.make("first")
     other.admit(second.peer, second.credential)
     with pytest.raises(ConnectionError, match=r"may not know this peer|reset"):
         await other.open(second.peer)
@@ -84,7 +78,7 @@ async def test_a_member_with_another_certificate_than_it_told_is_refused(peers, 
 
 async def test_an_impostor_that_claims_a_members_name_is_refused(peers, dial, layer) -> None:
     member, target = peers.pair(layer)
-    own = make_certificate(member.peer, peers.path, time.time())
+    own = make_certificate(member.peer, time.time())
     await turned_away(dial, member.peer, target, own, layer)
     assert refused(target) == {"impostor": 1}
     assert target.status().channels == 0
@@ -102,7 +96,7 @@ async def test_another_member_at_a_members_address_is_refused(peers, layer) -> N
 async def test_an_impostor_at_a_members_address_is_refused(peers, layer) -> None:
     """Right address, wrong key: the preface is understood, TLS is answered, by somebody else."""
     first, member = peers.make("first", layer), peers.identity("member")
-    own = make_certificate(member.peer, peers.path, time.time())
+    own = make_certificate(member.peer, time.time())
     async with terminating(first, own) as (address, arrived):
         first.admit(member.peer, forge(peers, "member", [address]))
         with pytest.raises(ConnectionError, match=f"{member.peer}.*not taken"):
@@ -113,7 +107,7 @@ async def test_an_impostor_at_a_members_address_is_refused(peers, layer) -> None
 
 async def test_who_terminates_tls_between_two_members_learns_nothing(peers, layer) -> None:
     first, second = peers.pair(layer)
-    fake = make_certificate(second.peer, peers.path, time.time())
+    fake = make_certificate(second.peer, time.time())
     async with terminating(first, fake) as (address, arrived):
         first.admit(second.peer, forge(peers, "second", [address], second._presence.certificate))
         with pytest.raises(ConnectionError, match="not taken"):
@@ -125,7 +119,7 @@ async def test_who_terminates_tls_between_two_members_learns_nothing(peers, laye
 async def test_a_member_that_presents_anothers_certificate_is_refused(peers) -> None:
     """It could pass connections on to the other as its own: neither end would notice."""
     first, victim = peers.pair()
-    stolen = OwnCertificate(certificate_of(victim), Path("none"), time.time() + 3600)
+    stolen = OwnCertificate(certificate_of(victim), Ed25519PrivateKey.generate(), time.time() + 3600)
     thief = peers.identity("thief")
     with pytest.raises(ValueError, match="another peer's"):
         first.admit(thief.peer, forge(peers, "thief", [port_of(victim)], stolen))
@@ -140,20 +134,21 @@ async def test_a_copy_of_a_members_certificate_with_another_key_is_refused(peers
     genuine = x509.load_der_x509_certificate(certificate_of(member))
     key = Ed25519PrivateKey.generate()
     copied = certify(genuine.subject, genuine.issuer, key, key)
-    await turned_away(dial, member.peer, target, written(peers.path / "copied.pem", key, copied), layer)
+    await turned_away(dial, member.peer, target, as_own(key, copied), layer)
     assert sum(refused(target).values()) == 1
     assert target.status().channels == 0
 
 
 async def test_a_member_that_is_an_authority_vouches_for_nobody(peers, dial, layer) -> None:
     target, member = peers.make("target", layer), peers.identity("member")
-    authority = make_certificate(member.peer, peers.path, time.time(), authority=True)
+    authority = make_certificate(member.peer, time.time(), authority=True)
     target.admit(member.peer, forge(peers, "member", (), authority))
-    signer = load_pem_private_key(authority.path.read_bytes(), None)
     name = x509.load_der_x509_certificate(authority.der).subject
     key = Ed25519PrivateKey.generate()
-    vouched = certify(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "outsider")]), name, key, signer)
-    await turned_away(dial, member.peer, target, written(peers.path / "vouched.pem", key, vouched), layer)
+    vouched = certify(
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "outsider")]), name, key, authority.key
+    )
+    await turned_away(dial, member.peer, target, as_own(key, vouched), layer)
     assert refused(target) == {"impostor": 1}
     assert "vouches" in target.status().last_refusal
     (await knock(dial, member.peer, target, authority, layer)).close()
@@ -162,10 +157,7 @@ async def test_a_member_that_is_an_authority_vouches_for_nobody(peers, dial, lay
 async def test_equal_subjects_do_not_matter(peers, dial, layer, monkeypatch) -> None:
     monkeypatch.setattr(certificate, "secrets", SimpleNamespace(token_hex=lambda size: "00" * size))
     target, member = peers.make("target", layer), peers.identity("member")
-    twins = []
-    for folder in (peers.path / "one", peers.path / "two"):
-        folder.mkdir()
-        twins.append(make_certificate(member.peer, folder, time.time()))
+    twins = [make_certificate(member.peer, time.time()) for _ in range(2)]
     for own, other in (twins, twins[::-1]):
         target.admit(member.peer, forge(peers, "member", (), own))
         (await knock(dial, member.peer, target, own, layer)).close()
@@ -187,7 +179,7 @@ async def test_an_expired_credential_is_refused(peers, monkeypatch) -> None:
 
 async def test_an_expired_certificate_is_refused(peers, dial, layer) -> None:
     member, target = peers.pair(layer)
-    old = make_certificate(member.peer, peers.path, time.time() - 7200, life=3600.0)
+    old = make_certificate(member.peer, time.time() - 7200, life=3600.0)
     with pytest.raises(ValueError, match="not valid at this time"):
         target.admit(
             member.peer, forge(peers, "first", (), dataclasses.replace(old, expires=time.time() + 60))
@@ -223,7 +215,7 @@ async def test_who_flips_bits_between_two_members_ends_the_connection_and_no_mor
 def forge(peers, name: str, where, own: OwnCertificate | None = None, life: float = 3600.0) -> bytes:
     """A credential of the identity `name` with whatever certificate and addresses."""
     identity = peers.identity(name)
-    own = own or make_certificate(identity.peer, peers.path, time.time())
+    own = own or make_certificate(identity.peer, time.time())
     return issue(identity, own, where, time.time(), life)
 
 
@@ -237,7 +229,7 @@ async def knock(dial, claimed: str, target, own: OwnCertificate, layer):
     preface = Preface(layer, claimed, target.peer, target._admitted.get(claimed).fingerprint)
     await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
     trusted = certificate_of(target)
-    context = make_context(own.path, trusted, server=False)
+    context = make_context(own, trusted, server=False)
     raw = socket.socket(fileno=connection.detach())
     raw.setblocking(False)
     return await handshake.secure(raw, context, trusted, preface, dialler=True)
@@ -264,10 +256,8 @@ def certify(subject: x509.Name, issuer: x509.Name, key, signer) -> x509.Certific
     )
 
 
-def written(path: Path, key, made: x509.Certificate) -> OwnCertificate:
-    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    path.write_bytes(pem + made.public_bytes(Encoding.PEM))
-    return OwnCertificate(made.public_bytes(Encoding.DER), path, time.time() + 3600)
+def as_own(key, made: x509.Certificate) -> OwnCertificate:
+    return OwnCertificate(made.public_bytes(Encoding.DER), key, time.time() + 3600)
 
 
 @contextlib.asynccontextmanager
@@ -299,7 +289,7 @@ async def terminating(victim, own: OwnCertificate):
     async def serve(connection: socket.socket) -> None:
         preface = parse_preface(await handshake.receive_opening(connection))
         trusted = certificate_of(victim)
-        context = make_context(own.path, trusted, server=True)
+        context = make_context(own, trusted, server=True)
         with contextlib.suppress(Refused):
             stream = await handshake.secure(connection, context, trusted, preface, dialler=False)
             arrived.append(stream)

@@ -1,0 +1,147 @@
+"""TLS between memory buffers: what a session takes, refuses, and leaves to whatever comes after it."""
+
+from __future__ import annotations
+
+import random
+import ssl
+import time
+
+import pytest
+from OpenSSL import SSL
+
+from equipoise.dht.direct.certificate import make_certificate
+from equipoise.dht.direct.contexts import make_context
+from equipoise.dht.direct.tls import TlsFault, TlsSession
+
+GREETING = bytes(range(33))
+
+
+@pytest.fixture(scope="module")
+def certificates():
+    return make_certificate("client", time.time()), make_certificate("server", time.time())
+
+
+@pytest.fixture
+def sessions(certificates) -> tuple[TlsSession, TlsSession]:
+    client, server = certificates
+    return (
+        TlsSession(make_context(client, server.der, server=False), server=False),
+        TlsSession(make_context(server, client.der, server=True), server=True),
+    )
+
+
+def meet(client: TlsSession, server: TlsSession) -> None:
+    over = [False, False]
+    while not all(over):
+        over[0] = client.shake_hands()
+        server.feed(client.drain())
+        over[1] = server.shake_hands()
+        client.feed(server.drain())
+
+
+def opened(session: TlsSession, size: int) -> bytes:
+    data = bytearray(size)
+    got = session.open_into(memoryview(data))
+    return bytes(data[:got])
+
+
+def test_each_sees_the_others_certificate(certificates, sessions) -> None:
+    meet(*sessions)
+    assert [one.certificate for one in sessions] == [one.der for one in certificates[::-1]]
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 5000])
+def test_what_follows_tls_is_handed_over_whole(sessions, most) -> None:
+    """However the network cuts it: in the records of the handshake, in the greeting, and behind it."""
+    client, server = sessions
+    rng, after = random.Random(most), bytes(range(256))
+    client.shake_hands()
+    arriving = client.drain()
+    greeting = b""
+    while not greeting:
+        for start in range(0, len(arriving), cut := rng.randint(1, most)):
+            server.feed(arriving[start : start + cut])
+            if server.shake_hands():
+                greeting += opened(server, len(GREETING) - len(greeting))
+        client.feed(server.drain())
+        arriving = b"" if not client.shake_hands() else client.drain() + client.seal(GREETING) + after
+    assert greeting == GREETING
+    assert server.leave() == after
+
+
+def test_more_than_a_greeting_inside_tls_is_refused(sessions) -> None:
+    client, server = sessions
+    meet(client, server)
+    server.feed(client.seal(GREETING + b"more"))
+    assert opened(server, len(GREETING)) == GREETING
+    with pytest.raises(TlsFault, match="more than its greeting"):
+        server.leave()
+
+
+@pytest.mark.parametrize("size", [0, 1, 16384, 16385, 300_000])
+def test_all_that_is_sealed_comes_out_at_once(sessions, size) -> None:
+    client, server = sessions
+    meet(client, server)
+    server.stay()
+    data = random.Random(size).randbytes(size)
+    server.feed(client.seal(data))
+    assert opened(server, size + 1) == data
+    assert client.drain() == b""
+
+
+def test_nothing_is_handed_out_to_resume_a_session_with(sessions) -> None:
+    client, server = sessions
+    meet(client, server)
+    assert server.drain() == b""
+    assert len(server.seal(b"x")) < 64, "no ticket goes along"
+
+
+def test_an_altered_record_ends_the_session(sessions) -> None:
+    client, server = sessions
+    meet(client, server)
+    server.stay()
+    sealed = bytearray(client.seal(b"x" * 1000))
+    sealed[500] ^= 1
+    server.feed(bytes(sealed))
+    with pytest.raises(TlsFault, match="bad record mac"):
+        opened(server, 1000)
+
+
+def test_a_farewell_and_an_end_are_told(sessions) -> None:
+    client, server = sessions
+    meet(client, server)
+    server.feed(client.seal(b"last"))
+    client._tls.shutdown()
+    server.feed(client.drain())
+    assert opened(server, 4) == b"last"
+    with pytest.raises(TlsFault, match="closed by the other end"):
+        opened(server, 1)
+    client.end()
+    with pytest.raises(TlsFault, match="closed by the other end"):
+        opened(client, 1)
+
+
+def test_older_versions_are_refused(sessions) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(coming, going).do_handshake()
+    sessions[1].feed(going.read())
+    with pytest.raises(TlsFault, match=r"version|protocol") as fault:
+        sessions[1].shake_hands()
+    assert fault.value.why == "tls failure"
+
+
+def test_who_shows_no_certificate_is_refused(sessions) -> None:
+    nobody = TlsSession(SSL.Context(SSL.TLS_CLIENT_METHOD), server=False)
+    with pytest.raises(TlsFault, match="certificate") as fault:
+        meet(nobody, sessions[1])
+    assert fault.value.why == "tls failure"
+
+
+def test_noise_is_refused_at_its_first_bytes(sessions) -> None:
+    sessions[1].feed(b"GET / HTTP/1.1\r\n")
+    with pytest.raises(TlsFault):
+        sessions[1].shake_hands()
