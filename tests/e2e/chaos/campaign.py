@@ -213,7 +213,8 @@ class Campaign:
     def _watch(self, strike: Strike) -> None:
         calls = {member: member.call for member in self.members if member.call is not None}
         strike.watch(calls.pop(strike.victim))
-        strike.calls = list(calls.values())
+        # Who is on its way back from a fault of its own may be left out for that; how soon it is back is judged apart.
+        strike.calls = [call for member, call in calls.items() if member.returning is None]
 
     def _gather(self, wanted: int) -> list[Member]:
         """Those who are free to begin a round, at least `wanted` with those who wait for a group already."""

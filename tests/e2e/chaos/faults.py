@@ -112,7 +112,7 @@ class Strike:
     Attributes:
         at: When it struck, monotonic.
         phase: Where the victim was; `AFTER` if its call had ended.
-        calls: Of the others, that had not returned when it was set.
+        calls: Of the others but those who are on their way back, that had not returned when it was set.
         now: Set by who will not wait for the trap.
         struck: Set once it has; `over` once the victim has recovered.
         observed: Of a p2pd that was killed.
@@ -137,15 +137,20 @@ class Strike:
         return f"round {self.round}: {self.fault.kind} of daemon {self.victim.index} in {self.phase or '?'}"
 
     @property
+    def place(self) -> str:
+        """Where the fault met the others: while a group was sought, in a group of two, or in a larger one."""
+        groups = [call.outcome.group for call in self.calls if call.outcome is not None]
+        pair = any(len(group) == 2 and self.victim.peer_id in group for group in groups)
+        return self.phase if self.phase == MATCHING else "a pair" if pair else "the round"
+
+    @property
     def survivors_seconds(self) -> float | None:
         """From the fault to the last outcome of those who were in a round with the victim; None if nobody was."""
         peer, searching = self.victim.peer_id, self.phase == MATCHING
         ends = []
         for call in self.calls:
             group = call.outcome.group if call.outcome is not None else ()
-            # One of two is no majority: it can but wait for the other.
-            concerned = len(group) > 2 and peer in group
-            if call.ended > self.at and (concerned or not group or searching):
+            if call.ended > self.at and (peer in group or not group or searching):
                 ends.append(call.ended)
         return max(ends) - self.at if ends else None
 
