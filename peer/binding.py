@@ -103,14 +103,19 @@ class Binding:
         accumulated.mean_into(_views(self.gradients, contribution[:size]))
 
     def read_step(
-        self, result: torch.Tensor, stepped: Mapping[str, torch.Tensor], mean: dict[str, torch.Tensor]
+        self,
+        result: torch.Tensor,
+        stepped: Mapping[str, torch.Tensor],
+        mean: dict[str, torch.Tensor],
+        hand_back: bool = True,
     ) -> None:
         """Take over what a step came to.
 
         Args:
             result: The flat vector, f32.
-            stepped: The tensors whose gradients were exchanged; of a module their `.grad` is overwritten.
+            stepped: The tensors whose gradients were exchanged.
             mean: By name, fp32, on the tensors' devices; overwritten, or filled.
+            hand_back: Whether to overwrite the `.grad` of a module's parameters.
 
         Raises:
             SchemaError: A buffer has changed since join; nothing was written.
@@ -121,7 +126,7 @@ class Binding:
             if name not in mean or mean[name].device != tensor.device:
                 mean[name] = torch.empty(value.shape, dtype=torch.float32, device=tensor.device)
             mean[name].copy_(value)
-            if isinstance(self.source, torch.nn.Module):
+            if hand_back and isinstance(self.source, torch.nn.Module):
                 _hand_back(tensor, mean[name], name in self.sparse)
         self.buffers.unflatten(result[size : size + self.buffers.size], carried)
 
