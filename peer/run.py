@@ -98,6 +98,7 @@ class Run:
         self._region = region
         self._accumulated: Accumulator | None = None
         self._contributed: Accumulator | None = None
+        self._spare: Accumulator | None = None
         self._lock = threading.Lock()
         self.left = False
         self.trained_by = ""
@@ -191,7 +192,8 @@ class Run:
         """
         with self._lock:
             if self._accumulated is None:
-                self._accumulated = Accumulator(self._binding.stepped())
+                self._accumulated = self._spare or Accumulator(self._binding.stepped())
+                self._spare = None
             self._accumulated.add(named_gradients(gradients), weight)
             self._stepping = True
             total = self._accumulated.weight
@@ -211,10 +213,10 @@ class Run:
     ) -> Outcome | PendingRound:
         """Exchange what has been accumulated for the mean of all that the group has accumulated.
 
-        If ok, `mean` holds it, and where the run was joined with a module, so does the `.grad` of its parameters, in
-        their dtype; sparse for the weight of an `nn.Embedding(sparse=True)` that nothing else uses. What was
-        accumulated is dropped only if this peer's contribution counted. A peer that has accumulated nothing observes.
-        What is accumulated while a step with `wait=False` goes on belongs to the next.
+        If ok, `mean` holds it, and where the run was joined with a module that nothing of ours trains, so does the
+        `.grad` of its parameters, in their dtype; sparse for the weight of an `nn.Embedding(sparse=True)` that nothing
+        else uses. What was accumulated is dropped only if this peer's contribution counted. A peer that has accumulated
+        nothing observes. What is accumulated while a step with `wait=False` goes on belongs to the next.
 
         Args:
             timeout: Seconds after which the round has ended one way or the other.
@@ -259,17 +261,10 @@ class Run:
         return self._company.state
 
     def wait_for(self, peers: int, timeout: float = 60.0) -> bool:
-        """Wait until so many other peers of this run are known: a short loop would be over before they are.
+        """Wait until so many other peers of this run are known, `timeout` seconds at most; returns whether they are.
 
         On a run that is stepped it is called after what agrees on terms, as `optimizer` does: only peers with equal
         ones count.
-
-        Args:
-            peers: How many, without this one.
-            timeout: Seconds to wait at most.
-
-        Returns:
-            Whether they are.
 
         Raises:
             ValueError: The timeout is out of range.
@@ -395,6 +390,9 @@ class Run:
         optimizer = SwarmOptimizer(self, inner, Options(**options))
         if checkpoints is not None:
             optimizer.register_step_post_hook(Keeper(optimizer.member, self, checkpoints).after_step)
+        self.before_leaving(
+            optimizer.leave
+        )  # After the keeper: what it keeps at last is what this ends with.
         return optimizer
 
     def tell(self, topic: str, line: str) -> None:
@@ -477,17 +475,16 @@ class Run:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                self._binding.read_step(self._region.result, tensors, self.mean)
+                self._binding.read_step(self._region.result, tensors, self.mean, not self.trained_by)
             left = self.accumulated
         with contextlib.suppress(DaemonLost):  # The outcome stands; the next call will tell.
             self._link.start(ReportAccumulated(self.name, left))
 
     def _drop(self) -> None:
         """Forget what has been contributed; its memory serves again."""
-        contributed, self._contributed = self._contributed, None
-        if contributed is not None and self._accumulated is None:
-            contributed.clear()
-            self._accumulated = contributed
+        self._spare, self._contributed = self._contributed, None
+        if self._spare is not None:
+            self._spare.clear()
 
     def _keep(self) -> None:
         """Take back what has been contributed, with what was accumulated since."""

@@ -34,7 +34,7 @@ from equipoise.peer.training.member import CATCH_UP_SECONDS, Member
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.recording import Checkpoints, Keeper
 from equipoise.peer.training.replica import ATTENDANCE, Alone
-from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject
+from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject, wait_for
 from equipoise.peer.training.terms import number
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class LocalOptions:
         merge: How much of its own, alpha, a peer keeps of what it did in those steps: own <- agreed + alpha (own -
             agreed); equation 4.
         weight: Of this peer in the mean.
+        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most.
         alone: Where nobody else is known: `train` makes outer steps of the own differences, `wait` makes none.
         patience: Seconds without company before it does so.
         timeout: Seconds for one round.
@@ -71,6 +72,7 @@ class LocalOptions:
     delay: int = 0
     merge: float = 0.0
     weight: float = 1.0
+    wait_for: int = 0
     alone: Alone = "train"
     patience: float = 10.0
     timeout: float = 30.0
@@ -148,6 +150,8 @@ class DiLoCo:
         ]
         for fragment in self._fragments:
             fragment.agree(type(self).__name__, outer)
+        for fragment in self._fragments:
+            wait_for(fragment.run, self._options.wait_for)
         self._counted: weakref.ref[torch.optim.Optimizer] | None = None
         self._keepers = [fragment.keep(checkpoints) for fragment in self._fragments] if checkpoints else []
         if checkpoints:
@@ -249,6 +253,7 @@ class Fragment:
     """Some of the parameters, exchanged together.
 
     Attributes:
+        run: Its run.
         member: This peer's part in the fragment's training.
         sent_at: The step at which the last exchange began.
         diverged: Whether it has just found that local steps led to NaN or Inf, and given them up.
@@ -263,7 +268,7 @@ class Fragment:
         at: int,
     ) -> None:
         self.sent_at = 0
-        self._run = run
+        self.run = run
         self._local = dict(local)
         self._outer = outer
         self._options = options
@@ -280,7 +285,7 @@ class Fragment:
     def agree(self, kind: str, outer: Outer) -> None:
         """Meet only peers that train alike."""
         options = self._options
-        self._run.agree(
+        self.run.agree(
             {
                 "training": kind,
                 "outer step": str(outer),
@@ -293,7 +298,7 @@ class Fragment:
 
     def keep(self, checkpoints: Checkpoints) -> Keeper:
         """Start from a checkpoint, if that is wanted, and write others."""
-        return Keeper(self.member, self._run, checkpoints)
+        return Keeper(self.member, self.run, checkpoints)
 
     def tick(self, step: int) -> int | None:
         """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ from equipoise.peer.training.member import Member
 from equipoise.peer.training.pace import Pace
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.replica import Alone
-from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject
+from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject, wait_for
 from equipoise.peer.training.terms import number
 
 CLIP_BITS = 20
@@ -69,6 +70,8 @@ class Options:
         extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
         delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
             this peer has as much again as it gave. Gradients are then up to one step old.
+        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most: a short loop would be
+            over before they are known.
         alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others: `step` then
             returns all the same and goes on adding gradients up, but makes no update; `epoch` stands still, `reason`
             says so.
@@ -84,6 +87,7 @@ class Options:
     buffers: bool = False
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     delay: bool = False
+    wait_for: int = 0
     alone: Alone = "train"
     patience: float = 10.0
     timeout: float = 30.0
@@ -162,6 +166,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._paced: Outcome | None = None
         self._given = 0.0
         run.trained_by = "an optimizer"
+        self._finished: Finished | None = None
+        wait_for(run, options.wait_for)
 
     # ---- what is the wrapped optimizer's ----
 
@@ -269,7 +275,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
         """End together with the others, after the last step: apply what a round that goes on comes to, catch up with
-        what they have that this peer missed, and stay as long as some are not as far.
+        what they have that this peer missed, and stay as long as some are not as far. Leaving the run does it, if it
+        was not done before, and nothing was raised.
 
         Args:
             timeout: Seconds for all of that.
@@ -277,7 +284,13 @@ class SwarmOptimizer(torch.optim.Optimizer):
         Returns:
             Whether this peer ends with the group's state, and why not.
         """
-        return self.member.finish(timeout)
+        self._finished = self.member.finish(timeout)
+        return self._finished
+
+    def leave(self) -> None:
+        """What the run calls when it is left."""
+        if self._finished is None and sys.exc_info()[0] is None:  # Who is thrown out does not linger.
+            self.finish()
 
     def _may_collect(self) -> bool:
         """Whether no round goes on, or it has to be waited for: one that is only attended must not block the loop."""

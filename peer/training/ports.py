@@ -176,6 +176,9 @@ class TrainingRun(Protocol):
     @overload
     def step(self, timeout: float = ..., *, wait: Literal[False], state: StateId | None = ...) -> Pending: ...
 
+    def wait_for(self, peers: int, timeout: float = ...) -> bool:
+        """Wait until so many others are known; returns whether they are."""
+
     def progress(self) -> Progress:
         """Weight accumulated towards the next step, and whether a snapshot is wanted."""
 

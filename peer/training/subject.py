@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,11 +11,17 @@ from typing import NamedTuple
 import torch
 
 from equipoise.peer.training.image import ModelPart, TrainingState
+from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.replica import Alone
+
+WAIT_SECONDS = 60.0
+"""Sixteen processes that import torch on two cores take half of it."""
 
 FINISH_SECONDS = 10.0
 """How long one that ends stays at most: a round's stall, and some snapshot of a small model, fit in. Where all are as
 far, it goes at once."""
+
+log = logging.getLogger(__name__)
 
 Update = Callable[[Mapping[str, torch.Tensor]], None]
 """Takes the mean, fp32, by name, and makes the update that all peers make alike."""
@@ -38,6 +45,18 @@ class Policy:
     timeout: float = 30.0
     clock: Callable[[], float] = time.monotonic
     attends_always: bool = False
+
+
+def wait_for(run: TrainingRun, peers: int) -> None:
+    """Wait until so many others have joined on equal terms; who does not come in time is met later.
+
+    Raises:
+        ValueError: That is no number of peers.
+    """
+    if isinstance(peers, bool) or not isinstance(peers, int) or peers < 0:
+        raise ValueError(f"wait_for: expected a whole number of peers >= 0, got {peers!r}")
+    if peers and not run.wait_for(peers, WAIT_SECONDS):
+        log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
 
 
 class Subject(NamedTuple):

@@ -215,7 +215,7 @@ def train_locally(folder: Path, steps: int, fragments: int) -> list[DiLoCo]:
                 inner.zero_grad()
                 loss_of(model, batch_of(peer, local.steps, SAMPLES)).backward()
                 inner.step()
-        runs: list[Any] = [run, *(fragment._run for fragment in local._fragments)]
+        runs: list[Any] = [run, *(fragment.run for fragment in local._fragments)]
         for one in runs:
             one.leave()
 
