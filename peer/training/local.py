@@ -384,7 +384,6 @@ class Fragment:
         )
         for name, agreed in self._agreed.items():
             local = self._local[name]
-            local.grad = None  # The run left the mean there.
             local.copy_(
                 torch.lerp(agreed, local.float(), self._options.merge) if self._options.merge else agreed
             )
