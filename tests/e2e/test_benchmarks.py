@@ -50,3 +50,18 @@ def test_a_soak_counts_rounds_and_failures() -> None:
     assert 0 < verdict["p50_ms"] <= verdict["p99_ms"]
     # On a busy machine so few rounds may well have a late one.
     assert not [line for line in verdict["violations"] if not line.startswith("p99")]
+
+
+@pytest.mark.timeout(180)
+def test_overlap_is_measured_in_three_ways() -> None:
+    small = ["--mbit", "0", "--steps", "2", "--turns", "1", "--width", "32", "--accelerator", "50"]
+    status, result = run("bench_overlap.py", *small)
+    assert status == 0
+    without, waiting, delayed = result["ways"]
+    assert without["x"] == 1
+    assert without["round_ms"] is None
+    assert waiting["round_ms"] > 0 < delayed["round_ms"]
+    for way in result["ways"]:
+        assert way["step_ms"] > 50
+        assert way["cpu_ms"].keys() == {"trainer", "daemon", "p2pd", "kernel"}
+        assert way["cpu_ms"]["trainer"] > 0
