@@ -115,6 +115,9 @@ class SwarmOptimizer(torch.optim.Optimizer):
     one whose `.grad` is None: after an average nobody can tell them apart. So is LoRA's A in the first step, as long
     as B is zero.
 
+    The wrapped optimizer's gradients lie where the next mean will, as after `zero_grad(set_to_none=False)`: one that
+    keeps some of them for its next step keeps copies.
+
     Attributes:
         inner: The optimizer that makes the steps.
         batch_size: Samples in the next call of `step`.
