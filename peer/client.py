@@ -11,7 +11,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
-from equipoise.peer.link import CONNECT_SECONDS, Link, open_link
+from equipoise.peer.link import CONNECT_SECONDS, START_SECONDS, Link, open_link
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import (
     AskPeers,
@@ -150,7 +150,7 @@ class Client:
 
 
 def connect(home: str | os.PathLike[str] | None = None, timeout: float = CONNECT_SECONDS) -> Client:
-    """Connect to the daemon that runs on this machine.
+    """Connect to the daemon that runs on this machine; one that is just starting is waited for.
 
     Args:
         home: Its home; by default `$EQUIPOISE_HOME`, else the user's data directory.
@@ -161,4 +161,4 @@ def connect(home: str | os.PathLike[str] | None = None, timeout: float = CONNECT
         ControlError: It is of another version.
         DaemonLost: It does not answer.
     """
-    return Client(open_link(find_home(home, os.environ)[0], timeout))
+    return Client(open_link(find_home(home, os.environ)[0], timeout, START_SECONDS))

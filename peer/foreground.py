@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -37,7 +38,7 @@ def run_daemon(loaded: Loaded) -> int:
     Raises:
         EquipoiseError: It cannot start.
     """
-    return _run(_serve(loaded))
+    return _run(_serve(_load(loaded, sys.stdout)))
 
 
 def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
@@ -73,8 +74,8 @@ def _print(stream: TextIO, line: str) -> None:
         print(line, file=stream, flush=True)
 
 
-def _daemon(loaded: Loaded, stream: TextIO, home: Home | None = None) -> Daemon:
-    """Make the daemon of this process; importing what it is made of takes a second."""
+def _load(loaded: Loaded, stream: TextIO, home: Home | None = None) -> Daemon:
+    """Import what the daemon of this process is made of, which takes a second, and make it."""
     import torch
 
     from equipoise.dht.lean import bare_packages
@@ -86,9 +87,7 @@ def _daemon(loaded: Loaded, stream: TextIO, home: Home | None = None) -> Daemon:
     return Daemon(loaded, partial(_print, stream), home=home)
 
 
-async def _serve(loaded: Loaded) -> int:
-    daemon = _daemon(loaded, sys.stdout)
-
+async def _serve(daemon: Daemon) -> int:
     def asked(number: signal.Signals) -> None:
         daemon.request_stop(f"signal {number.name}")
 
@@ -116,27 +115,41 @@ async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[s
         raise EquipoiseError(
             f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
         ) from error
+    ended = asyncio.create_task(child.wait())
+    serving = asyncio.create_task(_serve_beside(loaded, home))
     with _signals(partial(_forward, child), forced=partial(_kill, child)):
-        try:
-            daemon = _daemon(loaded, sys.stderr, home)
-            await _start(daemon)
-            status = await child.wait()
-        finally:
+        await asyncio.wait({ended, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done() and serving.exception():
             await _end(child)
-    await daemon.stop()
+        status = await ended
+    serving.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await serving
     return status if status >= 0 else 128 - status
+
+
+async def _serve_beside(loaded: Loaded, home: Home) -> None:
+    """Run the daemon of a script until that has ended, or somebody stops it."""
+    try:
+        await asyncio.to_thread(importlib.import_module, "torch")  # Signals reach the script meanwhile.
+        daemon = _load(loaded, sys.stderr, home)
+    except BaseException:
+        home.release()
+        raise
+    await _start(daemon)
+    try:
+        await daemon.serve()
+    finally:
+        await daemon.stop()
 
 
 async def _end(child: asyncio.subprocess.Process) -> None:
     """End a script whose daemon could not start."""
-    if child.returncode is not None:
-        return
     _send(child, signal.SIGTERM)
     try:
         await asyncio.wait_for(child.wait(), END_SECONDS)
     except TimeoutError:
         _send(child, signal.SIGKILL)
-        await child.wait()
 
 
 def _exit(number: signal.Signals) -> NoReturn:

@@ -25,13 +25,11 @@ OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "swarm.json",
 MAX_SOCKET_PATH_BYTES = 103
 """sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""
 
-BACKLOG = 16
+BACKLOG = 128
+"""All processes of a machine with many accelerators connect at once, when the daemon that they wait for listens."""
 
 POLL_SECONDS = 0.05
 """How often a lock is tried again; file locks have no timeout of their own."""
-
-START_SECONDS = 60.0
-"""A daemon takes its home first and listens when it serves: a second later, on busy machines and slow disks many."""
 
 
 class Home:
@@ -99,13 +97,18 @@ def wait_until_free(path: Path, seconds: float) -> bool:
     return True
 
 
-def connect_socket(home: Path, timeout: float) -> socket.socket:
-    """Connect to the control socket of the daemon on `home`; of one that is just starting, wait until it listens.
+def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.socket:
+    """Connect to the control socket of the daemon on `home`.
+
+    Args:
+        home: The home.
+        timeout: Seconds in which it must accept.
+        patience: Seconds to wait until a daemon that has taken the home, but is just starting, listens.
 
     Raises:
         NoDaemon: None runs there, or what is there is not a socket of this user.
     """
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + patience
     try:
         while (control := _connect(home, timeout)) is None:
             if _is_free(home):
@@ -113,7 +116,9 @@ def connect_socket(home: Path, timeout: float) -> socket.socket:
                     f"no daemon is running on {home}", f"start one with: equipoise daemon --home {home}"
                 )
             if time.monotonic() > deadline:
-                raise NoDaemon(f"the daemon on {home} does not listen", f"see {home / LOG_FILE}")
+                raise NoDaemon(
+                    f"the daemon on {home} is starting, or stopping", f"try again, or see {home / LOG_FILE}"
+                )
             time.sleep(POLL_SECONDS)
     except PermissionError:
         raise NoDaemon(

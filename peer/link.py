@@ -9,7 +9,6 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -35,7 +34,13 @@ ANSWER_SECONDS = 10.0
 """What is answered at once takes milliseconds; on a machine that swaps, seconds."""
 
 CONNECT_SECONDS = 10.0
-"""A daemon that is starting accepts connections before it has joined anything."""
+"""A daemon that listens answers at once, before it has joined anything."""
+
+ASKING_SECONDS = 5.0
+"""For a daemon to start that somebody asks something of: it takes two, where nothing else needs the processor."""
+
+START_SECONDS = 60.0
+"""For a training script to wait for its daemon; on busy machines and slow disks libraries take long to load."""
 
 READ_BYTES = 64 * 1024
 
@@ -192,17 +197,15 @@ class Link:
             return
 
 
-def open_link(home: Path, timeout: float = CONNECT_SECONDS) -> Link:
-    """Connect to the daemon on `home`.
+def open_link(home: Path, timeout: float = CONNECT_SECONDS, patience: float = ASKING_SECONDS) -> Link:
+    """Connect to the daemon on `home`; where one is just starting, wait for it with some patience, in seconds.
 
     Raises:
         NoDaemon: None runs there.
         ControlError: It speaks another version.
         DaemonLost: It does not answer.
     """
-    deadline = time.monotonic() + timeout
-    connected = connect_socket(home, timeout)
-    return Link.open(connected, max(deadline - time.monotonic(), 0.0))
+    return Link.open(connect_socket(home, timeout, patience), timeout)
 
 
 def _send(connected: socket.socket, frame: bytes, fds: Sequence[int]) -> None:

@@ -415,6 +415,16 @@ def test_launch_ends_the_script_whose_daemon_cannot_start(swarm: Swarm) -> None:
     assert "Traceback" not in launched.errors
 
 
+def test_launch_passes_on_how_a_script_ended_before_its_daemon_was_up(swarm: Swarm) -> None:
+    launched = swarm.command(
+        "launch", "--home", str(swarm.folder / "home"), *LOCAL, "--", "sh", "-c", "exit 3"
+    )
+
+    assert launched.wait() == 3
+    assert launched.errors == ""
+    assert not (swarm.folder / "home" / "daemon.pid").exists()
+
+
 def test_a_peer_that_nobody_closes_ends_with_its_script(swarm: Swarm) -> None:
     code = (
         "import torch; from equipoise.peer import Peer\n"

@@ -140,7 +140,7 @@ def test_nobody_home(tmp_path: Path) -> None:
 def test_whoever_connects_waits_for_a_daemon_that_is_starting(tmp_path: Path) -> None:
     home = Home.take(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        connecting = threads.submit(connect_socket, tmp_path, 1.0)
+        connecting = threads.submit(connect_socket, tmp_path, 1.0, 60.0)
         with pytest.raises(TimeoutError):
             connecting.result(0.2)
         with home.listen():
@@ -148,10 +148,17 @@ def test_whoever_connects_waits_for_a_daemon_that_is_starting(tmp_path: Path) ->
     home.release()
 
 
+def test_patience_ends(tmp_path: Path) -> None:
+    home = Home.take(tmp_path)
+    with pytest.raises(NoDaemon, match="is starting, or stopping"):
+        connect_socket(tmp_path, 1.0)
+    home.release()
+
+
 def test_whoever_waits_for_a_daemon_that_cannot_start_is_told(tmp_path: Path) -> None:
     home = Home.take(tmp_path)
     with concurrent.futures.ThreadPoolExecutor() as threads:
-        connecting = threads.submit(connect_socket, tmp_path, 1.0)
+        connecting = threads.submit(connect_socket, tmp_path, 1.0, 60.0)
         with pytest.raises(TimeoutError):
             connecting.result(0.2)
         home.release()
