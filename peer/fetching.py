@@ -68,6 +68,7 @@ class Recovered:
         buffers: By name, fp32: what the module's buffers would become.
         sources: PeerID -> bytes that came from it.
         behind: If not ok: how many peers are not as far as this one.
+        unheard: If not ok: how many have not said whether they have it: a round may still be going on there.
     """
 
     outcome: Outcome
@@ -75,6 +76,7 @@ class Recovered:
     buffers: Named = field(default_factory=dict)
     sources: dict[str, int] = field(default_factory=dict)
     behind: int = 0
+    unheard: int = 0
 
 
 class _Download(Pending[Ended]):
@@ -143,7 +145,7 @@ class PendingMean(_Download[Recovered]):
     def _take(self, limit: float) -> Recovered:
         found = self._link.wait(self._reply, MeanFetched, limit).outcome
         if not found.round.ok:
-            return Recovered(found.round, behind=found.behind)
+            return Recovered(found.round, behind=found.behind, unheard=found.unheard)
         memory = self._memory.view(self._memory.capacity, writable=True)
         values, buffers = self._read(torch.frombuffer(memory, dtype=torch.float32))
         return Recovered(found.round, values, buffers, dict(found.sources))

@@ -195,14 +195,20 @@ class StopFetch(msgspec.Struct, frozen=True, tag=True):
 class FetchMean(msgspec.Struct, frozen=True, tag=True):
     """Get the mean that the group applied to the state `after`.
 
-    It goes, f32, into the `size` bytes of shared memory beside this frame. Where nobody has it, one that is `patient`
-    waits for those who are not as far.
+    Attributes:
+        run: Name of the run.
+        after: The state.
+        size: Bytes of the shared memory beside this frame, into which it goes, f32.
+        timeout: Seconds.
+        proved: Whether the client will know by its digest whether it is the group's.
+        patient: Where nobody has it: whether to wait for those who are not as far.
     """
 
     run: str
     after: StateId
     size: int
     timeout: float
+    proved: bool = False
     patient: bool = False
 
 

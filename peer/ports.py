@@ -97,9 +97,14 @@ class Transfer(Protocol):
         """Download a snapshot; raises ValueError if a download is going on."""
 
     async def recover(
-        self, after: StateId, timeout: float, result: torch.Tensor, patient: bool = False
+        self,
+        after: StateId,
+        timeout: float,
+        result: Callable[[], torch.Tensor],
+        proved: bool = False,
+        patient: bool = False,
     ) -> MeanOutcome:
-        """Get a mean that was missed into `result`, f32 [D]; raises ValueError if a download is going on."""
+        """Get a mean that was missed into what `result` makes, f32 [D]; raises ValueError if a download is going on."""
 
     @property
     def values(self) -> int:

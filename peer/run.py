@@ -328,24 +328,26 @@ class Run:
         pending = PendingFetch(self._link, self.name, at_least, limit, timeout)
         return pending.result() if wait else pending
 
-    def recover(self, after: StateId, timeout: float = 60.0, patient: bool = False) -> PendingMean:
+    def recover(
+        self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
+    ) -> PendingMean:
         """Get from other peers the mean that the group applied to a state, where this peer missed it.
 
-        Daemons keep the last few means of a run whose `step` is given states. What comes is checked: signed by the
-        members of its round, and, by most who can tell, the one after that state. Whether it leads to the group's state
-        only its digest proves, to whom knows that state. One download at a time, of this or by `fetch`.
+        Daemons keep the last few of a run whose `step` is given states. That it is the group's, only the state tells
+        that it must lead to, or that most offer it. One download at a time, of this or by `fetch`.
 
         Args:
-            after: The state that it leads on from.
+            after: The state.
             timeout: Seconds after which it has ended one way or the other; if nobody has it, that is known soon.
+            proved: Whether the caller will check where it leads to; if not, most known peers must offer it.
             patient: Where nobody has it: whether to wait for those who are not as far.
 
         Raises:
             ValueError: The timeout is out of range.
-            DaemonLost: The daemon has gone.
+            Refused: So much memory cannot be set aside.
         """
         size = VALUE_BYTES * self.schema.size
-        request = FetchMean(self.name, after, size, check_timeout(timeout), patient)
+        request = FetchMean(self.name, after, size, check_timeout(timeout), proved, patient)
         return PendingMean(self._link, request, self._binding.named)
 
     def take(self) -> Accumulator | None:
@@ -419,8 +421,9 @@ class Run:
         if self.left:
             return
         try:
-            while self._finishing:
-                self._finishing.pop()()
+            with contextlib.ExitStack() as finishing:  # One that raises must not cost the others theirs.
+                while self._finishing:
+                    finishing.callback(self._finishing.pop(0))
         finally:
             self.left = True
             # It may have been left before, or the daemon has gone: it has ended.

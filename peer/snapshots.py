@@ -8,6 +8,7 @@ import math
 import torch
 
 from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.transfer.mean import MeanError
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import Refused
 from equipoise.peer.images import SharedImage
@@ -57,7 +58,7 @@ async def fetch_mean(transfer: Transfer, request: FetchMean, memory: SharedImage
     """Get a mean that was missed into a client's memory, which has just its size.
 
     Raises:
-        Refused: An argument is out of range, or there is not enough memory.
+        Refused: An argument is out of range.
         ValueError: A download of this run is going on already.
     """
     _check(request.timeout)
@@ -65,9 +66,15 @@ async def fetch_mean(transfer: Transfer, request: FetchMean, memory: SharedImage
         raise Refused(
             f"expected shared memory of {transfer.values * VALUE_BYTES} bytes, got {memory.capacity}"
         )
-    await asyncio.get_running_loop().run_in_executor(None, memory.allocate, memory.capacity)
-    result = torch.frombuffer(memory.view(memory.capacity, writable=True), dtype=torch.float32)
-    return await transfer.recover(request.after, request.timeout, result, request.patient)
+
+    def result() -> torch.Tensor:
+        try:
+            memory.allocate(memory.capacity)
+            return torch.frombuffer(memory.view(memory.capacity, writable=True), dtype=torch.float32)
+        except Refused as error:
+            raise MeanError(str(error)) from error
+
+    return await transfer.recover(request.after, request.timeout, result, request.proved, request.patient)
 
 
 def _check(timeout: float) -> None:

@@ -224,7 +224,9 @@ class Download:
                 seconds=seconds,
             )
         else:
-            outcome = FetchOutcome(ok=False, reason=action.reason, seconds=seconds, behind=action.behind)
+            outcome = FetchOutcome(
+                ok=False, reason=action.reason, seconds=seconds, behind=action.behind, unheard=action.unheard
+            )
         for peer in self._entered:
             self._mesh.leave(flow_of(self._ticket, peer))
         self._memory = memoryview(b"")

@@ -195,7 +195,10 @@ class Hub:
         over = [one for one in self._rounds.values() if one.run == task.spec.name and one.outcome.done()]
         for one in over[:-MAX_LINGERING]:
             one.close()
-        round = Round(task, self._mesh, self._forget, self._transfers[task.spec.name].keep)
+        transfer = self._transfers[task.spec.name]
+        transfer.begin(task.manifest)
+        round = Round(task, self._mesh, self._forget, transfer.keep)
+        round.outcome.add_done_callback(transfer.over)
         self._rounds[round.id] = round
         round.start()
         for peer in task.manifest.peers:

@@ -8,6 +8,7 @@ of its state, only the digest tells, to whom knows what state it must lead to.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,10 @@ from equipoise.compression import CodecError, parse_codec
 
 PART_SLACK_BYTES = 64
 """What a part's encoding takes beyond its share of the whole vector's, rounded up: the scale of a block cut short."""
+
+
+Room = Callable[[], torch.Tensor]
+"""Makes room for a mean, f32 [D]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,7 @@ async def room(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
-def decode(image: memoryview, spec: RunSpec, after: StateId, verify: Verify, result: torch.Tensor) -> Outcome:
+def decode(image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Room) -> Outcome:
     """Check an image of a mean, and decode it; for a thread.
 
     Args:
@@ -75,7 +80,7 @@ def decode(image: memoryview, spec: RunSpec, after: StateId, verify: Verify, res
         spec: The run.
         after: The state that it must lead on from.
         verify: Checks a join's signature.
-        result: f32 [D]; undefined if this raises.
+        room: Makes room for the mean; what is there is undefined if this raises.
 
     Returns:
         What the round came to.
@@ -92,6 +97,7 @@ def decode(image: memoryview, spec: RunSpec, after: StateId, verify: Verify, res
         mean = EncodedMean(manifest, contributors, parts)
         if mean.before != after:
             raise MeanError(f"expected the mean after epoch {after.epoch}, got one after {mean.before}")
+        result = room()
         for part, encoded in zip(group.parts, parts, strict=True):
             codec.check(encoded, part.size)
             codec.decode(encoded, result[part.start : part.stop])

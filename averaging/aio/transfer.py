@@ -16,12 +16,12 @@ from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Room, flo
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.sendqueue import Frame
 from equipoise.averaging.allowance import Allowance
-from equipoise.averaging.manifest import Verify
+from equipoise.averaging.manifest import Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate, Directory
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import StateId
+from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.transfer.donor import Donor
 from equipoise.averaging.transfer.events import (
     AskReceived,
@@ -36,6 +36,8 @@ from equipoise.averaging.transfer.events import (
     MeanReady,
     PeerLost,
     Release,
+    RoundBegan,
+    RoundOver,
     RoundsSeen,
     Send,
     SendBody,
@@ -185,21 +187,39 @@ class Transfer:
             self._means[before] = mean
             self._tell(MeanKept(before, mean.size))
 
+    def begin(self, manifest: Manifest) -> None:
+        """A round of this run exchanges values here; `over` is called when it has ended."""
+        before = group_state(join.state for join in manifest.members if join.state is not None)
+        if before is not None:
+            self._tell(RoundBegan(before))
+
+    def over(self, outcome: object) -> None:
+        """It has ended."""
+        self._tell(RoundOver())
+
     async def recover(
-        self, after: StateId, timeout: float, result: torch.Tensor, patient: bool = False
+        self,
+        after: StateId,
+        timeout: float,
+        result: Callable[[], torch.Tensor],
+        proved: bool = False,
+        patient: bool = False,
     ) -> MeanOutcome:
         """Get the mean that the group applied to the state `after`, where this peer missed it.
 
         Args:
             after: A state.
             timeout: Seconds for everything.
-            result: f32 [D]; holds the mean if there is one, else undefined.
+            result: Makes room for the mean, f32 [D], once it is here; called in a thread.
+            proved: Whether who asks will know whether it is the group's; if not, it must be what most peers offer, and
+                this peer stands at that state.
             patient: Where nobody has it: whether to wait for those who are not as far.
 
         Raises:
             ValueError: A download of this run is going on already.
         """
-        self.reach(after.epoch)
+        if not proved:
+            self.reach(after.epoch)
         ticket, limit, image = Download.ticket(), keeping.most_bytes(self._spec), memoryview(b"")
 
         async def room(size: int) -> memoryview:
@@ -207,18 +227,17 @@ class Transfer:
             image = await keeping.room(size)
             return image
 
-        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, patient)
+        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, proved, patient)
         got = await self._get(request, timeout, room)
         round_ = Outcome(ok=False, reason=got.reason, run=self._spec.name)
         if got.ok:
             decode = partial(keeping.decode, image, self._spec, after, self._verify, result)
             try:
                 round_ = await self._loop.run_in_executor(None, decode)
-                self.reach(after.epoch + 1)
             except MeanError as error:
                 round_ = msgspec.structs.replace(round_, reason=f"what others keep is no mean: {error}")
         log.info("run %s, after epoch %d: %s", self._spec.name, after.epoch, round_.reason)
-        return MeanOutcome(round=round_, sources=got.sources, behind=got.behind)
+        return MeanOutcome(round=round_, sources=got.sources, behind=got.behind, unheard=got.unheard)
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""

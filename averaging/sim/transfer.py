@@ -413,6 +413,7 @@ class SimNewcomer:
             present + scenario.at_least,
             scenario.chunks * CHUNK_BYTES,
             state_of(max(present - scenario.missed, 0)) if scenario.missed else None,
+            proved=True,
         )
         self.request = request
         self._world = world

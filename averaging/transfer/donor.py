@@ -25,6 +25,8 @@ from equipoise.averaging.transfer.events import (
     MeanReady,
     PeerLost,
     Release,
+    RoundBegan,
+    RoundOver,
     RoundsSeen,
     Send,
     SendBody,
@@ -88,6 +90,7 @@ class Donor:
         self._kept = Kept()
         self._serving = Serving()
         self._epoch: int | None = None
+        self._exchanging: StateId | None = None
         self._taking: int | None = None
         self._fetching = False
         self._held_until: dict[bytes, float] = {}
@@ -140,6 +143,10 @@ class Donor:
                 self._wear.took(wished, now)
             case SnapshotReady(state, image):
                 actions += self._on_snapshot(Offer(state, image))
+            case RoundBegan(before):
+                self._exchanging = before
+            case RoundOver():
+                actions += self._on_round_over()
             case MeanKept(before, size):
                 actions += map(Drop, self._kept.keep(before, size, self._reading))
                 if any(one.ask.after == before for one in self._askers.values()):
@@ -188,6 +195,8 @@ class Donor:
         asker.ask, asker.expires = ask, now + ASKER_SECONDS
         if ask.after is not None and self._kept.lacks_image(ask.after):
             return self._make_image(ask.after)  # The answer is an offer, when there is one.
+        if ask.after is not None and not self._has_ended(ask.after):
+            return []  # The answer is what comes of that round.
         return [self._answer(peer, asker)]
 
     def _on_reading(self, peer: str, asker: _Asker, message: AskDigests | AskChunks) -> list[DonorAction]:
@@ -216,7 +225,8 @@ class Donor:
         return [
             self._answer(peer, one)
             for peer, one in self._askers.items()
-            if not one.reading and (one.ask.after is not None or any(wish < epoch for wish in one.ask.wanted))
+            if not one.reading
+            and (self._has_ended(one.ask.after) or any(wish < epoch for wish in one.ask.wanted))
         ]
 
     def _on_snapshot(self, offer: Offer) -> list[DonorAction]:
@@ -233,6 +243,16 @@ class Donor:
             if one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
         ]
         return [*(Release(one.image) for one in released), *answers]
+
+    def _has_ended(self, after: StateId | None) -> bool:
+        """Whether no round from this state goes on here, and no image is made of what it came to."""
+        return after is not None and after != self._exchanging and not self._kept.lacks_image(after)
+
+    def _on_round_over(self) -> list[DonorAction]:
+        before, self._exchanging = self._exchanging, None
+        if not self._has_ended(before):
+            return []
+        return [self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before]
 
     def _make_image(self, before: StateId) -> list[DonorAction]:
         return [MakeImage(before)] if self._kept.begins_image(before) else []

@@ -79,6 +79,18 @@ class SnapshotReady:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundBegan:
+    """Values are exchanged in a round of this run that leads on from the state `before`."""
+
+    before: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOver:
+    """That round has ended here; if it came to a mean, that is kept by now."""
+
+
+@dataclass(frozen=True, slots=True)
 class MeanKept:
     """A round has come to a mean, of `size` bytes, which leads on from the state `before`; the driver holds it."""
 
@@ -123,6 +135,8 @@ DonorEvent = (
     | FetchEnded
     | SnapshotTaken
     | SnapshotReady
+    | RoundBegan
+    | RoundOver
     | MeanKept
     | MeanReady
     | BodySent
@@ -273,10 +287,12 @@ class Fail:
     Attributes:
         reason: Why, in one line.
         behind: Of a mean: how many peers are not as far as whoever asks for it.
+        unheard: Of a mean: how many peers have not said whether they have it.
     """
 
     reason: str
     behind: int = 0
+    unheard: int = 0
 
 
 FetchAction = Send | Allocate | Finish | Fail

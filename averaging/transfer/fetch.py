@@ -70,6 +70,7 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: it is after the mean that leads on from there, and no snapshot.
+        proved: Whether who asks for it will know by its digest whether it is the group's.
         patient: Where nobody has that mean: whether to wait for those who are not as far.
     """
 
@@ -79,6 +80,7 @@ class Request:
     at_least: int
     limit: int
     after: StateId | None = None
+    proved: bool = False
     patient: bool = False
 
 
@@ -314,8 +316,10 @@ class Fetch:
         return [*self._end(), finish]
 
     def _fail(self, reason: str) -> list[FetchAction]:
-        behind = self._poll.behind if isinstance(self._poll, Missed) else 0
-        return [*self._end(), Fail("; ".join([reason, *self._notes]), behind)]
+        behind, unheard = 0, 0
+        if isinstance(self._poll, Missed):
+            behind, unheard = self._poll.behind, self._poll.unheard
+        return [*self._end(), Fail("; ".join([reason, *self._notes]), behind, unheard)]
 
     def _end(self) -> list[FetchAction]:
         self.ended = True
@@ -329,4 +333,8 @@ class Fetch:
 
 
 def _poll_of(request: Request) -> Poll | Missed:
-    return Poll(request.at_least) if request.after is None else Missed(request.after, request.patient)
+    return (
+        Poll(request.at_least)
+        if request.after is None
+        else Missed(request.after, request.proved, request.patient)
+    )

@@ -58,11 +58,14 @@ class EncodedMean:
         """Bytes of its parts."""
         return sum(len(part) for part in self.parts)
 
-    def image(self) -> bytes:
-        """All of it as bytes, the same at every member."""
+    def image(self) -> bytearray:
+        """All of it as bytes, the same at every member; copied part by part, so that other threads have their turn."""
         manifest = msgspec.msgpack.encode(self.manifest)
         mask = self.contributors.to_bytes(MASK_BYTES, "little")
-        return b"".join((_LENGTH.pack(len(manifest)), manifest, mask, *self.parts))
+        image = bytearray(_LENGTH.pack(len(manifest)) + manifest + mask)
+        for part in self.parts:
+            image += part
+        return image
 
     def digest(self) -> bytes:
         """As of the round's outcome."""

@@ -1,8 +1,8 @@
 """Which mean one that missed it takes: decided from what the peers answer, and in no more time than that takes.
 
-Whoever holds the state after is asked for what led there. A mean is taken if most of those offer it who have a say:
-who keep one that leads on from that state, or stand at it themselves, and so know that nothing came of the round. Who
-is further and keeps it no longer has none. What is taken is proved later, by who knows which state it must lead to.
+Whoever holds the state after is asked for what led there. Who knows which state it must lead to proves what it gets
+by that, and takes what most offer. Who does not takes only what most of all known peers offer, whether they answer or
+not. A peer at which that very round goes on answers when it has ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ class Missed(Answers):
 
     Args:
         after: The state.
+        proved: Whether who asks will know whether it is the group's.
         patient: Whether it may yet come to be, as long as some are not as far.
     """
 
-    def __init__(self, after: StateId, patient: bool = False) -> None:
+    def __init__(self, after: StateId, proved: bool = False, patient: bool = False) -> None:
         super().__init__()
         self._after = after
+        self._proved = proved
         self._patient = patient
 
     @property
@@ -33,17 +35,20 @@ class Missed(Answers):
         epochs = [answer.epoch for answer in self._answers.values()]
         return sum(epoch is None or epoch < self._after.epoch for epoch in epochs)
 
+    @property
+    def unheard(self) -> int:
+        """How many have not answered."""
+        return len(self.peers) - len(self._answers)
+
     def agreement(self, now: float) -> Agreement | None:
         """What to download; None if that is not clear yet, or nobody keeps it."""
         if not self._tally:
             return None
         offer, count = max(self._tally.items(), key=lambda item: (item[1], item[0].image.digest))
-        if 2 * count <= len(self.peers) and not self._settled(now):
+        most = 2 * count > len(self.peers)
+        if not most and not (self._proved and self._settled(now)):
             return None
-        voters = self._tally.total() + self._standing
-        if 2 * count <= voters:
-            return None
-        return self._agreed(offer, f"{count} of {counted(voters)} with a say offer it")
+        return self._agreed(offer, f"{count} of {counted(len(self.peers))} offer it")
 
     def hopeless(self, now: float) -> str:
         """Why it cannot be had, one line; empty as long as it may."""
@@ -62,16 +67,11 @@ class Missed(Answers):
         offering = self._tally.total()
         if not offering:
             return f"none of {counted(len(self._answers))} that answered keeps the mean after epoch {self._after.epoch}"
-        say = counted(offering + self._standing)
-        return f"{offering} of {say} with a say offer the mean after epoch {self._after.epoch}, not most the same"
+        of = f"{offering} of {counted(len(self.peers))}"
+        return f"{of} offer the mean after epoch {self._after.epoch}, not most the same"
 
     @property
     def _tally(self) -> Counter[Offer]:
         return Counter(
             offer for one in self._answers.values() for offer in one.offers[:1] if offer.state == self._after
         )
-
-    @property
-    def _standing(self) -> int:
-        """How many stand at that state, as far as an epoch tells."""
-        return sum(one.epoch == self._after.epoch and not one.offers for one in self._answers.values())

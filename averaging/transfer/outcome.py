@@ -19,6 +19,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
         sources: PeerID -> bytes that came from it.
         seconds: From the first question to the last byte.
         behind: Of a mean that is not to be had: how many peers are not as far as this one.
+        unheard: Of one: how many peers have not said whether they have it.
     """
 
     ok: bool
@@ -28,6 +29,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     sources: dict[str, int] = {}
     seconds: float = 0.0
     behind: int = 0
+    unheard: int = 0
 
 
 class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +39,10 @@ class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
         round: What the round came to, as those see it who did not miss it; not ok if its mean is not to be had.
         sources: PeerID -> bytes that came from it.
         behind: If not ok: how many peers are not as far as this one.
+        unheard: If not ok: how many have not said whether they have it: a round may still be going on there.
     """
 
     round: Outcome
     sources: dict[str, int] = {}
     behind: int = 0
+    unheard: int = 0

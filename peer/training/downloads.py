@@ -25,21 +25,23 @@ class Downloads:
         image: The snapshot that has just come, checked, until the next begins.
         mean: The mean that has just come, until the next begins.
         behind: How many peers are not as far as this one, when it was last asked what came next.
+        unheard: How many did not say then what they have.
     """
 
     def __init__(self, run: TrainingRun, state: TrainingState) -> None:
         self.image: Image | None = None
         self.mean: Recovered | None = None
-        self.behind = 0
+        self.behind = self.unheard = 0
         self._run = run
         self._state = state
         self._fetch: PendingFetch | None = None
         self._recovery: PendingMean | None = None
+        self._refused: events.Event | None = None
 
     @property
     def busy(self) -> bool:
         """Whether something is being fetched."""
-        return self._recovery is not None or self._fetch is not None
+        return any(one is not None for one in (self._recovery, self._fetch, self._refused))
 
     @property
     def recovering(self) -> bool:
@@ -49,19 +51,32 @@ class Downloads:
     def fetch(self, at_least: int, limit: int) -> None:
         """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes."""
         self.stop()
-        self._fetch = self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False)
+        try:
+            self._fetch = self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False)
+        except Refused as error:
+            self._refused = events.FetchFailed(str(error))
 
-    def recover(self, after: StateId, timeout: float = RECOVER_SECONDS, patient: bool = False) -> None:
-        """Begin to fetch the mean that leads on from a state, waiting for those who are not as far if `patient`."""
+    def recover(
+        self, after: StateId, timeout: float = RECOVER_SECONDS, proved: bool = False, patient: bool = False
+    ) -> None:
+        """Begin to fetch the mean that leads on from a state; see `Run.recover`."""
         self.stop()
-        self._recovery = self._run.recover(after, timeout, patient)
+        try:
+            self._recovery = self._run.recover(after, timeout, proved, patient)
+        except Refused as error:
+            self._refused = events.RecoveryFailed(str(error))
 
     def stop(self) -> None:
         """Fetch nothing more, and let go of what has come."""
         going = self._fetch or self._recovery
-        self._fetch = self._recovery = self.image = self.mean = None
+        self._fetch = self._recovery = self._refused = self.image = self.mean = None
         if going is not None:
             going.cancel()
+
+    def stop_snapshot(self) -> None:
+        """Fetch no snapshot any more; a mean may be on its way."""
+        if self._fetch is not None:
+            self.stop()
 
     def wait(self, seconds: float) -> bool:
         """Wait for what is being fetched, at most so long; returns whether nothing is, or it has ended."""
@@ -70,6 +85,9 @@ class Downloads:
 
     def ended(self) -> events.Event | None:
         """What the download came to, if it has ended just now."""
+        if self._refused is not None:
+            refused, self._refused = self._refused, None
+            return refused
         if self._recovery is not None and self._recovery.done():
             recovery, self._recovery = self._recovery, None
             return self._recovered(recovery)
@@ -96,9 +114,9 @@ class Downloads:
             found = ended.result()
         except Refused as error:
             return events.RecoveryFailed(str(error))
-        outcome, self.behind = found.outcome, found.behind
+        outcome, self.behind, self.unheard = found.outcome, found.behind, found.unheard
         if not outcome.ok or outcome.state is None:
-            return events.RecoveryFailed(outcome.reason)
+            return events.RecoveryFailed(outcome.reason, decided=not found.unheard)
         self.mean = found
         return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer))
 

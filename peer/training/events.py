@@ -67,13 +67,23 @@ class MeanFetched(NamedTuple):
 
 
 class RecoveryFailed(NamedTuple):
-    """Nobody has that mean."""
+    """That mean is not to be had.
+
+    Attributes:
+        reason: Why.
+        decided: Whether all peers have said so: if not, a round may still be going on with some of them.
+    """
 
     reason: str
+    decided: bool = True
 
 
 class OthersBegun(NamedTuple):
     """Others train already, with more than this peer knows of."""
+
+
+class Stopped(NamedTuple):
+    """What was being fetched is not any more; what was fetched and not applied is given up."""
 
 
 class Ending(NamedTuple):
@@ -110,6 +120,7 @@ Event = (
     | MeanFetched
     | RecoveryFailed
     | OthersBegun
+    | Stopped
     | Ending
     | Due
     | SteppedAlone

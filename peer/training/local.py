@@ -150,8 +150,7 @@ class DiLoCo:
         ]
         for fragment in self._fragments:
             fragment.agree(type(self).__name__, outer)
-        for fragment in self._fragments:
-            wait_for(fragment.run, self._options.wait_for)
+        wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
         self._counted: weakref.ref[torch.optim.Optimizer] | None = None
         self._keepers = [fragment.keep(checkpoints) for fragment in self._fragments] if checkpoints else []
         if checkpoints:
@@ -214,10 +213,10 @@ class DiLoCo:
             Whether this peer ends with the group's state, and why not.
         """
         deadline = self._options.clock() + timeout
-        ends = []
-        for fragment in self._fragments:
-            fragment.finish()
-            ends.append(fragment.member.finish(max(deadline - self._options.clock(), 0.0)))
+        open_ = self.members
+        while open_:
+            open_ = tuple(member for member in open_ if not member.ends(deadline))
+        ends = [member.ended() for member in self.members]
         self.finished = min(ends, key=lambda end: end.in_step)
         return self.finished
 
@@ -329,11 +328,6 @@ class Fragment:
     def _may_collect(self, step: int) -> bool:
         """At its step, alike on all peers; a round that this peer only attends goes on without it, meanwhile."""
         return step >= self.sent_at + self._options.delay if self._gave else self.member.round_done
-
-    def finish(self) -> None:
-        """Apply what an exchange that goes on comes to."""
-        if self._gave:
-            self.member.collect()
 
     def _is_due(self, step: int) -> bool:
         regular = step % self._options.every == self._offset % self._options.every

@@ -148,17 +148,34 @@ class Member:
             timeout: Seconds for all of that.
         """
         deadline = self._policy.clock() + timeout
-        if self._pending is not None and self._gave and self._pending.wait(timeout):
+        while not self.ends(deadline):
+            pass
+        return self.ended()
+
+    def ends(self, deadline: float) -> bool:
+        """A moment of `finish`, which is to be over at `deadline`; returns whether it is."""
+        now = self._policy.clock()
+        if self._pending is not None and self._gave:
+            if not self._pending.wait(max(min(POLL_SECONDS, deadline - now), 0.0)):
+                return now >= deadline
             self.collect()
-        while self.has_company() and not self._ends(deadline) and self._policy.clock() < deadline:
-            self.serve()
+        if now >= deadline or not self.has_company():
+            return True
+        self.serve()
+        return self._has_all(deadline)
+
+    def ended(self) -> Finished:
+        """What `finish` came to; whatever it was still waiting for is given up."""
         self._ends_at = None
         self._downloads.stop()
-        behind = self._downloads.behind
-        left = f"; {behind} others were not as far" if behind else ""
-        return Finished(self.in_step, self.reason + left)
+        self._do(self._replica.handle(events.Stopped(), self._policy.clock()))
+        behind, unheard = self._downloads.behind, self._downloads.unheard
+        notes = [self.reason]
+        notes += [f"{behind} others were not as far"] if behind else []
+        notes += [f"{unheard} others did not say what they have"] if unheard else []
+        return Finished(self.in_step, "; ".join(notes))
 
-    def _ends(self, deadline: float) -> bool:
+    def _has_all(self, deadline: float) -> bool:
         """Look for what came after this peer's state; returns whether there is no more to be had."""
         self._ends_at = deadline
         if self._pending is not None and self._pending.done():
@@ -217,7 +234,7 @@ class Member:
         if was_in_step != self.in_step:
             self._move_accumulated()
         if self.in_step:
-            self._downloads.stop()
+            self._downloads.stop_snapshot()
 
     def load(self, image: torch.Tensor) -> StateId:
         """Become what an image holds, as from a checkpoint; the next round tells whether it is the group's.
@@ -336,7 +353,7 @@ class Member:
                 case events.Fetch(at_least):
                     self._downloads.fetch(at_least, self.limit)
                 case events.Recover(after):
-                    todo.extend(self._recover(after))
+                    todo.extendleft(reversed(self._recover(after)))
                 case events.Keep(before):
                     self._keep(before)
                 case events.DropGiven():
@@ -422,16 +439,16 @@ class Member:
         astray = self._replica.phase is machine.Phase.ASTRAY
         if self._ends_at is not None:
             left = max(self._ends_at - self._policy.clock(), SHORTEST_SECONDS)
-            self._downloads.recover(after, left, patient=not astray)
+            self._downloads.recover(after, left, proved=astray, patient=not astray)
             return []
-        self._downloads.recover(after)
+        self._downloads.recover(after, proved=astray)
         if astray:
             return []
         self._downloads.wait(LOOK_AHEAD_SECONDS)
         event = self._downloads.ended()
         if event is None:
             self._downloads.stop()
-            event = events.RecoveryFailed(f"not within {LOOK_AHEAD_SECONDS:g} s")
+            event = events.RecoveryFailed(f"not within {LOOK_AHEAD_SECONDS:g} s", decided=False)
         return self._replica.handle(event, self._policy.clock())
 
     def _keep(self, before: StateId) -> None:

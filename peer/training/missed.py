@@ -29,12 +29,13 @@ class Missed:
         self.asked: StateId | None = None
         self.given_up = ""
 
-    def next(self, state: StateId, target: StateId | None) -> StateId | None:
-        """After which state to ask for a mean, on the way from `state` to `target`; None where that leads nowhere."""
+    def next(self, state: StateId, target: StateId | None, most: int = MAX_MISSED) -> StateId | None:
+        """After which state to ask for a mean, on the way from `state` to `target`, of `most` that memory has room for;
+        None where that leads nowhere."""
         end = self.links[-1].after if self.links else state
         if self.given_up or self.asked or target is None or end.epoch >= target.epoch:
             return None
-        if not within_reach(state, target):
+        if not within_reach(state, target, min(most, MAX_MISSED)):
             return None
         self.asked = end
         return end
@@ -64,8 +65,7 @@ class Missed:
         return links
 
 
-def within_reach(state: StateId, target: StateId) -> bool:
-    """Whether means may lead there: few, and none of them beyond a state whose id only its parameters tell."""
-    between = range(state.epoch + 1, target.epoch)
-    few = state.epoch < target.epoch <= state.epoch + MAX_MISSED
-    return few and not any(map(is_checked, between))
+def within_reach(state: StateId, target: StateId, most: int = MAX_MISSED) -> bool:
+    """Whether means may lead there: few, and to no state whose id only its parameters tell."""
+    epochs = range(state.epoch + 1, target.epoch + 1)
+    return 0 < len(epochs) <= most and not any(map(is_checked, epochs))

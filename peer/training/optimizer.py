@@ -170,7 +170,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._given = 0.0
         run.trained_by = "an optimizer"
         self._finished: Finished | None = None
-        wait_for(run, options.wait_for)
+        wait_for([run], options.wait_for)
 
     # ---- what is the wrapped optimizer's ----
 

@@ -82,6 +82,10 @@ class Recovered(Protocol):
     def behind(self) -> int:
         """If not ok: how many peers are not as far as this one."""
 
+    @property
+    def unheard(self) -> int:
+        """If not ok: how many have not said whether they have it."""
+
 
 class PendingMean(Protocol):
     """The download of a mean, which goes on."""
@@ -194,5 +198,7 @@ class TrainingRun(Protocol):
         self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False]
     ) -> PendingFetch: ...
 
-    def recover(self, after: StateId, timeout: float = ..., patient: bool = ...) -> PendingMean:
+    def recover(
+        self, after: StateId, timeout: float = ..., proved: bool = ..., patient: bool = ...
+    ) -> PendingMean:
         """Get the mean that the group applied to a state."""

@@ -55,6 +55,7 @@ from equipoise.peer.training.events import (
     RoundSucceeded,
     StepAlone,
     SteppedAlone,
+    Stopped,
 )
 from equipoise.peer.training.lineage import Link, follow, is_checked, leads_to, link_of, told
 from equipoise.peer.training.missed import MAX_MISSED, Missed, within_reach
@@ -139,6 +140,7 @@ class Replica:
         self._links: deque[Link] = deque()
         self._missed = Missed()
         self._looks_ahead = 0
+        self._unsure = self._meets = False
         self._group: StateId | None = None
         self._fetching = False
         self._fetch_after = now
@@ -191,8 +193,11 @@ class Replica:
                 return self._fetch_failed(reason, now)
             case MeanFetched(before, digest, counted):
                 return self._mean_fetched(before, digest, counted, now)
-            case RecoveryFailed(reason):
-                return self._recovery_failed(reason, now)
+            case RecoveryFailed(reason, decided):
+                return self._recovery_failed(reason, decided, now)
+            case Stopped():
+                self._fetching = self._meets = False
+                return _forget(self._missed.clear())
             case OthersBegun():
                 return self._others_begun(now)
             case Ending():
@@ -231,7 +236,7 @@ class Replica:
         return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
 
     def _round_succeeded(self, event: RoundSucceeded, now: float) -> list[Action]:
-        self._failures, self._company_at = 0, now
+        self._failures, self._company_at, self._unsure = 0, now, False
         group = event.group
         if group is None:
             return self._nobody_knows(now)
@@ -314,7 +319,7 @@ class Replica:
         """Back to the group: by the means that were missed or, if those cannot be had, by a snapshot."""
         if self._fetching or self._missed.asked is not None:
             return []
-        after = self._missed.next(self.state, self._target)
+        after = self._missed.next(self.state, self._target, self._most_held - len(self._links) + 1)
         if after is not None:
             return [Recover(after)]
         return [*_forget(self._missed.clear(self._missed.given_up)), *self._fetch(self._wanted, now)]
@@ -334,6 +339,7 @@ class Replica:
             return []
         actions: list[Action] = [Keep(before)]
         if self.phase is not Phase.ASTRAY:
+            self._meets = self._unsure = False
             self._links.extend(self._missed.clear())
             actions += [DropGiven()] if counted else []
             self.phase, self.reason = (
@@ -351,11 +357,14 @@ class Replica:
             return [*actions, *self._give_up_means("they do not lead to the group's state", now)]
         return [*actions, *self._return(now)]
 
-    def _recovery_failed(self, reason: str, now: float) -> list[Action]:
+    def _recovery_failed(self, reason: str, decided: bool, now: float) -> list[Action]:
         if self.phase is Phase.ASTRAY:
             return self._give_up_means(reason, now)
         self._missed.clear()
-        return []
+        meets, self._meets = self._meets, False
+        # Asked once more before it gives anything again, and then no more: the next round tells.
+        self._unsure = not decided and not meets and self._failures > 0
+        return [Meet()] if meets else []
 
     def _give_up_means(self, reason: str, now: float) -> list[Action]:
         self.reason += f"; the means between are not to be had: {reason}"
@@ -368,10 +377,12 @@ class Replica:
 
     def _ending(self, now: float) -> list[Action]:
         if self.phase is not Phase.ASTRAY:
+            self._fetching = False
             return self._look_ahead()
+        self._fetch_after = now
         last = self._links[-1].after if self._links else self._group
         if last is not None and self._wanted > last.epoch:  # Of an epoch that may never come.
-            self._fetching, self._fetch_after, self._wanted = False, now, last.epoch
+            self._fetching, self._wanted = False, last.epoch
         return self._return(now)
 
     # ---- what is held ----
@@ -402,7 +413,9 @@ class Replica:
             self._company_at = now
             if self.gives_up:
                 return self._step_alone(f"{self._failures} rounds in a row failed")
-            return [Meet()]
+            ahead = self._look_ahead() if self._unsure else []
+            self._meets, self._unsure = bool(ahead), False
+            return ahead or [Meet()]
         if self._alone == "wait":
             self.reason = "it waits: no other peer of this run is known"
             return []

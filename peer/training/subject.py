@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ from equipoise.peer.training.replica import Alone
 
 WAIT_SECONDS = 60.0
 """Sixteen processes that import torch on two cores take half of it."""
+
+LOOK_SECONDS = 0.1
+"""For one more look, where that time is over."""
 
 FINISH_SECONDS = 10.0
 """How long one that ends stays at most: a round's stall, and some snapshot of a small model, fit in. Where all are as
@@ -47,16 +50,18 @@ class Policy:
     attends_always: bool = False
 
 
-def wait_for(run: TrainingRun, peers: int) -> None:
-    """Wait until so many others have joined on equal terms; who does not come in time is met later.
+def wait_for(runs: Sequence[TrainingRun], peers: int) -> None:
+    """Wait until so many others have joined each of these on equal terms; who does not come in time is met later.
 
     Raises:
         ValueError: That is no number of peers.
     """
     if isinstance(peers, bool) or not isinstance(peers, int) or peers < 0:
         raise ValueError(f"wait_for: expected a whole number of peers >= 0, got {peers!r}")
-    if peers and not run.wait_for(peers, WAIT_SECONDS):
-        log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
+    deadline = time.monotonic() + WAIT_SECONDS
+    for run in runs if peers else ():
+        if not run.wait_for(peers, max(deadline - time.monotonic(), LOOK_SECONDS)):
+            log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
 
 
 class Subject(NamedTuple):

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -229,14 +229,19 @@ class FakeTransfer:
         return self._spec.schema.size
 
     async def recover(
-        self, after: StateId, timeout: float, result: torch.Tensor, patient: bool = False
+        self,
+        after: StateId,
+        timeout: float,
+        result: Callable[[], torch.Tensor],
+        proved: bool = False,
+        patient: bool = False,
     ) -> MeanOutcome:
         with self._network.lock:
             found = self._network.means.get((self._spec.name, after))
         if found is None:
             return MeanOutcome(round=Outcome(ok=False, reason="nobody keeps it", run=self._spec.name))
         outcome, mean = found
-        result.copy_(mean)
+        result().copy_(mean)
         return MeanOutcome(round=outcome, sources=dict.fromkeys(outcome.group, 4 * len(mean)))
 
     async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:

@@ -282,7 +282,9 @@ class FakeRun(Run):
     def fetch(self, at_least: int, limit: int, timeout: float = 600.0, wait: bool = True) -> Any:
         return FakeFetch(self, at_least, timeout)
 
-    def recover(self, after: StateId, timeout: float = 60.0, patient: bool = False) -> Any:
+    def recover(
+        self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
+    ) -> Any:
         return FakeRecovery(self, after, timeout if patient else 0.0)
 
     def end(self, outcome: Outcome, mean: torch.Tensor | None) -> None:
@@ -404,9 +406,9 @@ class FakeRecovery:
         found = swarm.kept.get(self._after)
         if found is None or not run.others():
             outcome = Outcome(ok=False, reason="nobody keeps it", run=run.name)
-            return SimpleNamespace(outcome=outcome, values={}, buffers={}, behind=self.behind)
+            return SimpleNamespace(outcome=outcome, values={}, buffers={}, behind=self.behind, unheard=0)
         outcome, mean = found
         swarm.recovered.append((run.peer_name, self._after))
         run.stands = self._after.epoch + 1
         values, buffers = run._binding.named(mean.clone())
-        return SimpleNamespace(outcome=outcome, values=values, buffers=buffers, behind=0)
+        return SimpleNamespace(outcome=outcome, values=values, buffers=buffers, behind=0, unheard=0)

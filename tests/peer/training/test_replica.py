@@ -32,6 +32,7 @@ from equipoise.peer.training.events import (
     RoundSucceeded,
     StepAlone,
     SteppedAlone,
+    Stopped,
 )
 from equipoise.peer.training.lineage import CHECK_EVERY, beginning, follow
 from equipoise.peer.training.means import affordable
@@ -223,23 +224,38 @@ def test_one_that_missed_many_rounds_fetches_a_snapshot() -> None:
     assert machine.handle(succeeded(group), 1.0) == [Hold(group), Fetch(group.epoch + 1)]
 
 
-def test_no_chain_goes_beyond_a_look_at_the_parameters() -> None:
+def test_no_chain_leads_to_a_look_at_the_parameters() -> None:
     """Whose digest is in the id after it, and not in any mean."""
-    for epoch, first in ((CHECK_EVERY, Recover), (CHECK_EVERY + 1, Fetch)):
-        machine = in_step(state_at(CHECK_EVERY - 2))
+    for epoch, first in ((CHECK_EVERY - 1, Recover), (CHECK_EVERY, Fetch), (CHECK_EVERY + 1, Fetch)):
+        machine = in_step(state_at(CHECK_EVERY - 3))
         _, action = machine.handle(succeeded(state_at(epoch)), 1.0)
         assert isinstance(action, first)
 
 
-def test_a_chain_that_ends_at_a_look_is_compared_when_that_was_made() -> None:
-    before = state_at(CHECK_EVERY - 1)
-    checked = StateId(CHECK_EVERY, follow(after(before, f"m{before.epoch}").lineage, "parameters p"))
-    for seen, expected in (("p", [Apply(checked)]), ("q", [Fetch(CHECK_EVERY)])):
-        machine = in_step(before)
-        machine.handle(succeeded(checked), 1.0)
-        fetched = machine.handle(MeanFetched(before, f"m{before.epoch}", False), 1.1)
-        assert fetched == [Keep(before), Apply(before), Check()]
-        assert machine.handle(Checked(seen), 1.1) == expected
+def test_where_memory_is_short_it_asks_for_fewer_means() -> None:
+    machine = Replica("a", START, 0.0, held=4)
+    assert machine.handle(succeeded(state_at(5)), 1.0) == [Hold(state_at(5)), Fetch(6)]
+    machine = Replica("a", START, 0.0, held=4)
+    assert machine.handle(succeeded(state_at(4)), 1.0) == [Hold(state_at(4)), Recover(START)]
+
+
+def test_as_long_as_others_may_still_be_at_it_nothing_is_given_again() -> None:
+    machine = in_step()
+    machine.handle(RoundFailed("cut off", formed=True), 1.0)
+    machine.handle(RecoveryFailed("not within 3 s", decided=False), 4.0)
+    assert machine.handle(Due(company=True), 4.0) == [Recover(START)]
+    assert machine.handle(RecoveryFailed("not within 3 s", decided=False), 7.0) == [Meet()]
+    assert machine.handle(Due(company=True), 8.0) == [Meet()]
+
+
+def test_what_is_stopped_can_be_asked_for_again() -> None:
+    machine = astray(state_at(50))
+    machine.handle(Stopped(), 11.0)
+    assert machine.handle(succeeded(state_at(51)), 12.0) == [Hold(state_at(51)), Fetch(52)]
+    machine = in_step()
+    machine.handle(Ending(), 1.0)
+    machine.handle(Stopped(), 2.0)
+    assert machine.handle(Ending(), 3.0) == [Recover(START)]
 
 
 def test_one_whose_round_failed_asks_at_once_whether_it_did_for_all() -> None:
