@@ -215,6 +215,7 @@ class Campaign:
         strike.watch(calls.pop(strike.victim))
         # Who is on its way back from a fault of its own may be left out for that; how soon it is back is judged apart.
         strike.calls = [call for member, call in calls.items() if member.returning is None]
+        strike.whole = len(strike.calls) == len(self.members) - 1
 
     def _gather(self, wanted: int) -> list[Member]:
         """Those who are free to begin a round, at least `wanted` with those who wait for a group already."""

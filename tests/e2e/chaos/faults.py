@@ -113,6 +113,7 @@ class Strike:
         at: When it struck, monotonic.
         phase: Where the victim was; `AFTER` if its call had ended.
         calls: Of the others but those who are on their way back, that had not returned when it was set.
+        whole: Whether those are all the others. If not, whoever seeks a group waits for who is there and late.
         now: Set by who will not wait for the trap.
         struck: Set once it has; `over` once the victim has recovered.
         observed: Of a p2pd that was killed.
@@ -128,6 +129,7 @@ class Strike:
         self.observed: Observed | None = None
         self.failure: BaseException | None = None
         self.calls: list[Call] = []
+        self.whole = False
         self.now = threading.Event()
         self.struck = threading.Event()
         self.over = threading.Event()
@@ -141,7 +143,9 @@ class Strike:
         """Where the fault met the others: while a group was sought, in a group of two, or in a larger one."""
         groups = [call.outcome.group for call in self.calls if call.outcome is not None]
         pair = any(len(group) == 2 and self.victim.peer_id in group for group in groups)
-        return self.phase if self.phase == MATCHING else "a pair" if pair else "the round"
+        if self.phase == MATCHING:
+            return MATCHING if self.whole else f"{MATCHING}, some away"
+        return "a pair" if pair else "the round"
 
     @property
     def survivors_seconds(self) -> float | None:
