@@ -82,6 +82,10 @@ class OthersBegun(NamedTuple):
     """Others train already, with more than this peer knows of."""
 
 
+class Overdue(NamedTuple):
+    """Nobody has come to this peer's round for a while: the others may be further, or have ended."""
+
+
 class Stopped(NamedTuple):
     """What was being fetched is not any more; what was fetched and not applied is given up."""
 
@@ -120,6 +124,7 @@ Event = (
     | MeanFetched
     | RecoveryFailed
     | OthersBegun
+    | Overdue
     | Stopped
     | Ending
     | Due

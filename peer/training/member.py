@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from equipoise.averaging.outcome import Idle, NoPeers, Outcome
+from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
@@ -72,6 +72,7 @@ class Member:
         self._own: Accumulator | None = None
         self._pending: Pending | None = None
         self._gave = False
+        self._claimed: StateId | None = None
         self._downloads = Downloads(run, subject.state)
         self._stays_away_until: float | None = None
         self._ends_at: float | None = None
@@ -155,7 +156,7 @@ class Member:
     def ends(self, deadline: float) -> bool:
         """A moment of `finish`, which is to be over at `deadline`; returns whether it is."""
         now = self._policy.clock()
-        if self._pending is not None and self._gave:
+        if self._pending is not None and self._gave and self._claimed == self.id:
             if not self._pending.wait(max(min(POLL_SECONDS, deadline - now), 0.0)):
                 return now >= deadline
             self.collect()
@@ -210,13 +211,15 @@ class Member:
         self._do(self._replica.handle(events.Due(self.has_company()), self._policy.clock()), wait)
 
     def collect(self) -> None:
-        """Wait for the round that goes on, and do what follows from it."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+        """Wait for the round that goes on, and do what follows from it; or until others turn out to be further."""
+        if self._pending is None or not self._comes(self._pending):
             return
+        pending, self._pending = self._pending, None
         outcome = self.last = pending.result()
         self.outcomes += 1
         was_in_step = self.in_step
+        if outcome.ok and outcome.state == self._claimed != self.id and self._gave:
+            return  # Of those who had missed what this peer has had since; the next round tells.
         if outcome.ok:
             standing = self._run.state
             self._crowd.look(outcome, standing)
@@ -235,6 +238,17 @@ class Member:
             self._move_accumulated()
         if self.in_step:
             self._downloads.stop_snapshot()
+
+    def _comes(self, pending: Pending) -> bool:
+        """Wait for a round; returns whether it has ended. If not, what it was for has been made good meanwhile."""
+        before = self.id
+        while not pending.wait(LOOK_AHEAD_SECONDS):
+            if not self._gave or self._ends_at is not None or isinstance(self._run.state, Exchanging):
+                continue
+            self._do(self._replica.handle(events.Overdue(), self._policy.clock()))
+            if self.id != before:
+                return False
+        return True
 
     def load(self, image: torch.Tensor) -> StateId:
         """Become what an image holds, as from a checkpoint; the next round tells whether it is the group's.
@@ -326,7 +340,8 @@ class Member:
                 self._run.name,
             )
             self._run.take()
-        self._pending = self._run.step(seconds, wait=False, state=self._replica.claim)
+        self._claimed = self._replica.claim
+        self._pending = self._run.step(seconds, wait=False, state=self._claimed)
 
     def _move_accumulated(self) -> None:
         """Into the run what fits the group's state; out of it what does not."""

@@ -49,6 +49,7 @@ from equipoise.peer.training.events import (
     MeanFetched,
     Meet,
     OthersBegun,
+    Overdue,
     Recover,
     RecoveryFailed,
     RoundFailed,
@@ -195,6 +196,8 @@ class Replica:
                 return self._mean_fetched(before, digest, counted, now)
             case RecoveryFailed(reason, decided):
                 return self._recovery_failed(reason, decided, now)
+            case Overdue():
+                return self._look_ahead() if self.phase is Phase.IN_STEP else []
             case Stopped():
                 self._fetching = self._meets = False
                 return _forget(self._missed.clear())

@@ -15,6 +15,7 @@ from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import Run, connect
 from equipoise.peer.fetching import PendingMean, Recovered
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
+from equipoise.peer.training.subject import Finished
 from oracles.training import batch_of, loss_of, network
 
 pytestmark = pytest.mark.timeout(240)
@@ -72,6 +73,11 @@ def train(trainer: Watched, optimizer: SwarmOptimizer, epoch: int) -> None:
         optimizer.step()
 
 
+def train_to_the_end(trainer: Watched, optimizer: SwarmOptimizer, epoch: int) -> Finished:
+    train(trainer, optimizer, epoch)
+    return optimizer.finish()
+
+
 def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,8 +100,7 @@ def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
         # The last has other things to do for a while.
         list(pool.map(train, trainers[:-1], optimizers[:-1], [6] * (PEERS - 1)))
         assert optimizers[-1].epoch == 3
-        list(pool.map(train, trainers, optimizers, [8] * PEERS))
-        ends = list(pool.map(SwarmOptimizer.finish, optimizers))
+        ends = list(pool.map(train_to_the_end, trainers, optimizers, [8] * PEERS))
 
         assert all(end.in_step for end in ends), ends
         assert len({optimizer.id for optimizer in optimizers}) == 1

@@ -404,6 +404,33 @@ def test_who_misses_the_last_mean_ends_with_it_all_the_same(fake: FakeSwarm) -> 
     assert all(trainer.end.in_step for trainer in trainers)
 
 
+def test_who_waits_for_others_that_have_ended_finds_out_that_they_are_further(fake: FakeSwarm) -> None:
+    fake.fails = lambda number, peer: number == 7 and peer == "peer2"
+    trainers = [Finisher(fake, index, 6) for index in range(4)]
+    nobody = StateId(0, "f" * 64)
+    asked: list[StateId] = []
+
+    class Deaf(FakeRun):
+        """The first time it asks, nobody answers."""
+
+        def recover(self, after: StateId, *args: Any, **options: Any) -> Any:
+            asked.append(after)
+            return super().recover(after if len(asked) > 1 else nobody, *args, **options)
+
+    def deafen() -> None:
+        fake.compute(0.1)
+        trainers[2].run.__class__ = Deaf
+
+    for trainer in trainers:
+        trainer.begin()
+    fake.peer("deafen", deafen)
+    fake.run()
+    assert_alike(trainers)
+    assert all(trainer.end.in_step for trainer in trainers)
+    assert asked[0] == asked[1]
+    assert fake.now < 6 * 0.62 + 1 + 5, "it did not wait for its round to time out"
+
+
 def test_where_all_are_as_far_nobody_stays(fake: FakeSwarm) -> None:
     trainers = [Finisher(fake, index, 5).begin() for index in range(4)]
     fake.run()
