@@ -143,7 +143,7 @@ class Convening:
         own = None
         for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
             outlook = self._outlook(gathering, now)
-            gathering.catch_up(outlook, now)
+            gathering.catch_up(now)
             closing = gathering.decide(outlook, now)
             if closing is not None:
                 own = self._close(gathering, closing, now) or own

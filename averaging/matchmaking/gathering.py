@@ -17,12 +17,15 @@ OVERDUE_SECONDS = 1.8
 """Silence beyond the promised word after which a convener has stopped: busy cores have held up a live one for a second.
 Both and a round must fit the 2.5 s in which a group is done without one that stopped."""
 
-INVITE_SECONDS = 0.5
+INVITE_SECONDS = 0.2
 """After waiting this long a convener asks those who are missing whether they are there: the dead are found out then."""
 
 GRACE = 0.25
 """Seconds that a group whose members are short of time stays open after its latest join, for those close behind; and
 one whose convener has stood still, for what was sent meanwhile."""
+
+MAX_SHIFT = OVERDUE_SECONDS
+"""Seconds of standing still that a gathering makes good in all: on a machine that is always late it would never end."""
 
 PATIENCE_SPENT = 0.5
 """A group closes when half its joins have waited this part of what they are going to wait at all: the round itself
@@ -83,6 +86,7 @@ class Gathering:
         self._opened: float | None = None
         self._told_at = float("-inf")
         self._invited = False
+        self._shifted = 0.0
         self._closes_from = float("-inf")
 
     def park(self, parked: Parked) -> bool:
@@ -99,6 +103,7 @@ class Gathering:
         if self._opened is None:
             self._opened = parked.arrived
             self._invited = False
+            self._shifted = 0.0
         return True
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
@@ -117,7 +122,7 @@ class Gathering:
         if not self.parked:
             return float("inf")
         invite = float("inf") if self._invited or self._opened is None else self._opened + INVITE_SECONDS
-        return min(self.promise(outlook), invite)
+        return max(min(self.promise(outlook), invite), self._closes_from)
 
     def promise(self, outlook: Outlook) -> float:
         """When the parked will hear more at the latest."""
@@ -130,15 +135,17 @@ class Gathering:
         """Whether those who are parked could not be a group."""
         return bool(shortfall(self._choose(outlook)))
 
-    def catch_up(self, outlook: Outlook, now: float) -> None:
+    def catch_up(self, now: float) -> None:
         """See whether this peer itself has stood still: that was nobody else's lateness.
 
         What others sent meanwhile is still to be handled. To close at once would leave out who was in time, or would
         have members that have left for good reason.
         """
-        held_up = now - self.promise(outlook) if self.parked else 0.0
+        held_up = now - self._told_at - KEEPALIVE if self.parked else 0.0
         if held_up >= GRACE and self._opened is not None:
-            self._opened = min(self._opened + held_up, now)
+            shift = min(held_up, MAX_SHIFT - self._shifted)
+            self._shifted += shift
+            self._opened = min(self._opened + shift, now)
         if held_up >= OVERDUE_SECONDS:
             self._closes_from = now + GRACE
 

@@ -57,6 +57,9 @@ NOTICE_SECONDS, MAX_NOTICES = 1.0, 4
 """Groups of others that are looked at in so long a time, one of each peer: up to 64 signatures each, a twentieth of a
 core in all. A convener sends one for each round that went on without a peer; the directory tells the same later."""
 
+FORGER_SECONDS, MAX_FORGERS = 30.0, 64
+"""Groups from a peer that has sent an invalid one are not looked at for so long: each has signatures to verify."""
+
 ANNOUNCE_PERIOD = 1.0
 """Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
 
@@ -72,6 +75,7 @@ class Matchmaking:
         self._standing = standing
         self._convening = Convening(standing)
         self._seeking = Seeking(standing, self._convening)
+        self._forgers: dict[str, float] = {}
         self._notices = Allowance(NOTICE_SECONDS, MAX_NOTICES)
         self._exchanging: Manifest | None = None
         self._announced: tuple[bool, int] | None = None
@@ -145,10 +149,10 @@ class Matchmaking:
                 self._exchanging = None
                 self._reason = "withdrawn"
             case MessageReceived(peer, message):
-                self._standing.roster.hear(peer)
+                self._standing.roster.hear(peer, now)
                 self._receive(peer, message, now)
             case RoundHeard(peer):
-                self._standing.roster.hear(peer)
+                self._standing.roster.hear(peer, now)
                 self._seeking.missed(peer, now)
             case PeerLost(peer):
                 self._convening.drop(peer)
@@ -192,7 +196,7 @@ class Matchmaking:
                     self._standing.roster.advance(peer, message.round)
 
     def _take_manifest(self, peer: str, message: GroupFormed, now: float) -> None:
-        if self._standing.roster.shuns(peer, now):
+        if now < self._forgers.get(peer, float("-inf")):
             return
         try:
             manifest = self._seeking.formed(message)
@@ -202,6 +206,9 @@ class Matchmaking:
         except ManifestError as error:
             self._reason = f"{peer} sent a manifest that is not valid: {error}"
             self._seeking.give_up(peer, now)
+            self._forgers[peer] = now + FORGER_SECONDS
+            if len(self._forgers) > MAX_FORGERS:
+                del self._forgers[next(iter(self._forgers))]
             return
         self._standing.learn(message)
         self._convening.remember(message, now)

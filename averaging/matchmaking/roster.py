@@ -24,10 +24,13 @@ DOUBT_SECONDS = 10.0
 """A peer whose channel broke, and again within this time, cannot be reached: opening one to a machine that has gone may
 take a transport most of it."""
 
-SILENT_SECONDS = 1.3
-"""A peer that was asked whether it is there, and says nothing for so long, has stopped or cannot be reached: a live one
-answers in one round trip, whatever its trainer does, or in a second on busy cores. With the half second before it is
-asked, and a round, it fits the 2.5 s in which a group is done without one that stopped."""
+SILENT_SECONDS = 1.7
+"""A peer that was asked whether it is there, and says nothing for so long, has stopped: a live one answers in one round
+trip, whatever its trainer does, or in a second on busy cores. With the moment before it is asked, and a round, it fits
+the 2.5 s in which a group is done without one that stopped."""
+
+WARM_SECONDS = 30.0
+"""Only who was heard from of late is expected to answer so soon: a channel to others may have to be opened first."""
 
 SHUN_SECONDS = 30.0
 """A convener that has cost more time than an honest one could is left alone this long, whatever it says meanwhile."""
@@ -57,6 +60,7 @@ class _Other(msgspec.Struct):
     doubted_at: float = float("-inf")
     suspect_until: float = float("-inf")
     asked_at: float = float("inf")
+    heard_at: float = float("-inf")
 
 
 class Roster:
@@ -113,17 +117,17 @@ class Roster:
             other.suspect_until = now + min(SUSPECT_SECONDS * 2.0**other.losses, MAX_SUSPECT_SECONDS)
             other.losses += 1
 
-    def hear(self, peer: str) -> None:
+    def hear(self, peer: str, now: float) -> None:
         """Note that the peer is alive."""
         other = self._others.get(peer)
         if other is not None:
             other.suspect_until, other.losses, other.doubted_at = float("-inf"), 0, float("-inf")
-            other.asked_at = float("inf")
+            other.asked_at, other.heard_at = float("inf"), now
 
     def ask(self, peer: str, now: float) -> None:
         """Note that the peer is asked whether it is there."""
         other = self._others.get(peer)
-        if other is not None:
+        if other is not None and now - other.heard_at <= WARM_SECONDS:
             other.asked_at = min(other.asked_at, now)
 
     def lose_silent(self, now: float) -> None:
@@ -139,11 +143,15 @@ class Roster:
         return min((one.asked_at for one in self._others.values()), default=float("inf")) + SILENT_SECONDS
 
     def shun(self, peer: str, now: float) -> None:
-        """Let this peer convene nothing for a while, alive or not, nor wait for it."""
+        """Let this peer convene nothing for a while, alive or not."""
         self._shunned.pop(peer, None)
         self._shunned[peer] = now + SHUN_SECONDS
         if len(self._shunned) > MAX_SHUNNED:
             del self._shunned[next(iter(self._shunned))]
+
+    def pardon(self, peer: str) -> None:
+        """Shun this peer no longer."""
+        self._shunned.pop(peer, None)
 
     def shuns(self, peer: str, now: float) -> bool:
         """Whether the peer may convene nothing for now."""
@@ -199,7 +207,7 @@ class Roster:
         return {
             peer
             for peer in self.group(self.peer, round)
-            if self.alive(peer, now) and not self.shuns(peer, now) and self._may_come(peer, round)
+            if self.alive(peer, now) and self._may_come(peer, round)
         }
 
     def convener(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:

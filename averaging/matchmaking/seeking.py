@@ -36,8 +36,9 @@ SHORT_SECONDS = 2.0
 ASK_AGAIN_SECONDS = 1.0
 """With nobody to ask, look again this often."""
 
-MISSED_SECONDS = 0.2
-"""Who speaks of a round unknown here is asked for its group after so long: mostly the news of it is on its way."""
+MISSED_SECONDS = 0.1
+"""Who speaks of a round unknown here is asked for its group after so long: mostly the news of it is on its way. Less
+than until a convener asks who is missing, or those who were not told would make a group of their own."""
 
 MAX_MISSED = 64
 """Peers that are asked so, each once for one join; as many as a group has members."""
@@ -131,11 +132,17 @@ class Seeking:
     def invited(self, peer: str, round: int, now: float) -> None:
         """A convener waits for this peer: go there from where nobody else is, but not to and fro for ever."""
         same_round = self._join is not None and round == self._join.round == self._standing.round
-        roster = self._standing.roster
-        known = roster.knows(peer) and not roster.shuns(peer, now)  # Anybody can say that it convenes.
+        known = self._standing.roster.knows(peer)  # Anybody can say that it convenes.
         in_company = not self._short
         if self._asked == self._standing.peer:
             in_company = self._convening.count(round, now)[0] > 1
+        if known and self._standing.roster.shuns(peer, now):
+            # An honest one that could not close without its own trainer says so when that has come.
+            if not self._excused.get(peer, False):
+                return
+            self._excused[peer] = False
+            self._standing.roster.pardon(peer)
+            in_company = in_company and not self._short
         if known and same_round and peer != self._asked and not in_company and self._hops < MAX_HOPS:
             self._leave()
             self._hops += 1
@@ -293,6 +300,7 @@ class Seeking:
         if self._cost[convener] > HOLD_SECONDS:
             self.reason = f"{convener} forms no group within {HOLD_SECONDS:.0f} s"
             self._standing.roster.shun(convener, now)
+            self._excused.setdefault(convener, self._short)
             del self._cost[convener]
 
     def _ask(self, convener: str, now: float) -> None:
@@ -333,6 +341,7 @@ class Seeking:
         self._could_close = False
         self._heard_at = float("-inf")
         self._cost: dict[str, float] = {}
+        self._excused: dict[str, bool] = {}
         self._missed: dict[str, float] = {}
         self._short = True
         self._retried = False

@@ -211,11 +211,11 @@ class Donor:
         else:
             chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
             bodies = [Chunk(message.run, message.ticket, message.digest, chunk) for chunk in chunks]
-        room = self._wear.room(peer, message.digest, offer.image.chunks)
+        room = self._wear.room(peer, message.digest, offer.image.chunks, self._now)
         if room <= 0:
             reason = f"it was sent {MAX_SERVINGS} times already"
             return [Send(peer, Gone(message.run, message.ticket, message.digest, reason))]
-        self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]))
+        self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]), self._now)
         return []
 
     def _on_epoch(self, epoch: int) -> list[DonorAction]:

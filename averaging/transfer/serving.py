@@ -39,10 +39,14 @@ class _Line:
     Attributes:
         waiting: Not sent yet.
         sending: Those on their way, and when each was sent.
+        took: Seconds that the last of them took; 0 before.
+        resumes_at: When it may be sent more during rounds.
     """
 
     waiting: deque[Bulk] = field(default_factory=deque)
     sending: deque[tuple[Bulk, float]] = field(default_factory=deque)
+    took: float = 0.0
+    resumes_at: float = float("-inf")
 
     def add(self, body: Bulk) -> bool:
         """Whether there is room for it, and it neither waits nor is on its way already."""
@@ -58,7 +62,7 @@ class Serving:
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, _Line] = OrderedDict()
-        self._resumes_at = 0.0
+        self._sent_at = float("-inf")
         self._busy = False
 
     @property
@@ -80,9 +84,9 @@ class Serving:
         self._busy = busy
         line = self._lines.get(peer)
         if line is not None and line.sending:
-            took = now - line.sending.popleft()[1]
+            line.took = now - line.sending.popleft()[1]
             if busy:
-                self._resumes_at = now + min(PAUSE_FACTOR * took, MAX_PAUSE_SECONDS)
+                self._sent_at, line.resumes_at = now, now + _pause(line.took)
 
     def see_rounds(self, busy: bool) -> None:
         """Whether a round exchanges here now."""
@@ -99,7 +103,8 @@ class Serving:
         if sending >= limit or (self._busy and now < self._resumes_at):
             return None
         for peer, line in list(self._lines.items()):
-            if line.waiting and len(line.sending) < limit:
+            rests = self._busy and now < line.resumes_at
+            if line.waiting and len(line.sending) < limit and not rests:
                 self._lines.move_to_end(peer)
                 body = line.waiting.popleft()
                 line.sending.append((body, now))
@@ -107,6 +112,12 @@ class Serving:
             if not line.waiting and not line.sending:
                 del self._lines[peer]
         return None
+
+    @property
+    def _resumes_at(self) -> float:
+        """When the link has rested: as the quickest says, for the others may have slow links of their own."""
+        quickest = min((line.took for line in self._lines.values() if line.waiting), default=0.0)
+        return self._sent_at + _pause(quickest)
 
     @property
     def _stuck(self) -> float:
@@ -117,5 +128,14 @@ class Serving:
         if not any(line.waiting for line in self._lines.values()):
             return float("inf")
         times = [at + self._stuck for line in self._lines.values() for _, at in line.sending]
-        times += [self._resumes_at, *([now + LOOK_SECONDS] if self._busy else [])]
+        if self._busy:
+            times += [
+                now + LOOK_SECONDS,
+                self._resumes_at,
+                *(line.resumes_at for line in self._lines.values()),
+            ]
         return min((time for time in times if time > now), default=float("inf"))
+
+
+def _pause(took: float) -> float:
+    return min(PAUSE_FACTOR * took, MAX_PAUSE_SECONDS)

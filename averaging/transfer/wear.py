@@ -14,6 +14,9 @@ MAX_SNAPSHOTS_EACH = 3
 MAX_SERVINGS = 4
 """How many times one newcomer may download the chunks of one image: faults explain two, malice any number."""
 
+DOWNLOAD_SECONDS = 600.0
+"""So long after the last body a download is forgotten: who comes back then has been restarted."""
+
 MAX_DOWNLOADS = 1024
 """Downloads that are remembered, whatever ticket they go by: some for each of a group, of each image that is held."""
 
@@ -23,7 +26,7 @@ class Wear:
 
     def __init__(self) -> None:
         self._taken: deque[tuple[float, frozenset[str]]] = deque(maxlen=MAX_SNAPSHOTS)
-        self._served: OrderedDict[tuple[str, bytes], int] = OrderedDict()
+        self._served: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()
 
     def took(self, peers: Collection[str], now: float) -> None:
         """The trainer has taken a snapshot, which these newcomers wished for."""
@@ -38,13 +41,17 @@ class Wear:
         recent = Counter(one for at, peers in self._taken if now < at + SNAPSHOTS_SECONDS for one in peers)
         return recent[peer] < MAX_SNAPSHOTS_EACH
 
-    def room(self, peer: str, digest: bytes, chunks: int) -> int:
+    def room(self, peer: str, digest: bytes, chunks: int, now: float) -> int:
         """How many bodies more of an image of so many chunks this newcomer may be sent."""
-        return MAX_SERVINGS * (chunks + 1) - self._served.get((peer, digest), 0)
+        count, last = self._served.get((peer, digest), (0, now))
+        return MAX_SERVINGS * (chunks + 1) - (count if now < last + DOWNLOAD_SECONDS else 0)
 
-    def served(self, peer: str, digest: bytes, bodies: int) -> None:
+    def served(self, peer: str, digest: bytes, bodies: int, now: float) -> None:
         """So many bodies of an image are sent to this newcomer."""
-        self._served[peer, digest] = self._served.get((peer, digest), 0) + bodies
+        if not bodies:
+            return
+        count, last = self._served.get((peer, digest), (0, now))
+        self._served[peer, digest] = (count if now < last + DOWNLOAD_SECONDS else 0) + bodies, now
         self._served.move_to_end((peer, digest))
         if len(self._served) > MAX_DOWNLOADS:
             self._served.popitem(last=False)

@@ -38,8 +38,11 @@ BURST = 4.0
 
 TRIES_PER_SECOND = 0.2
 TRIES_BURST = 12.0
-"""Tries of one address, whoever names it: a member that lies, or has been lied to, names somebody else's. Each try is
-some five packets. Twelve are four punches with peers behind one router."""
+"""Tries of one address that one peer names: a member that lies, or has been lied to, names somebody else's. Each try is
+some five packets; a punch has three."""
+ADDRESS_TRIES_PER_SECOND = 1.0
+ADDRESS_TRIES_BURST = 60.0
+"""Tries of one address, whoever names it: twenty punches with peers behind one router."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class Puncher:
         self._wishes = Wishes()
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
+        self._address_tries = RateLimit(ADDRESS_TRIES_PER_SECOND, ADDRESS_TRIES_BURST)
         self._inbound = Inbound(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -149,7 +153,8 @@ class Puncher:
         """Return why there is no hole; empty if there is one."""
 
         async def connect(port: SharedPort, place: Place) -> DirectChannel:
-            if not self._tries.allow(place[0], asyncio.get_running_loop().time()):
+            now, host = asyncio.get_running_loop().time(), place[0]
+            if not (self._tries.allow(f"{peer} {host}", now) and self._address_tries.allow(host, now)):
                 raise ConnectionError("that address is tried too often")
             connection = await port.connect(place)
             return await self._direct.punch(peer, connection, place, dialled=begins)

@@ -187,6 +187,7 @@ def test_one_that_says_nothing_when_asked_is_not_waited_for() -> None:
     one = machine(convener, second, *rest)
     for _ in range(8):
         one._standing.lateness.learn(9.0)
+    one._standing.roster.hear(rest[1], 0.5)
     for name in (convener, second, rest[0]):
         one.handle(ready() if name == convener else asks(name), 1.0)
     asked = 1.0 + INVITE_SECONDS
@@ -222,6 +223,28 @@ def test_a_convener_that_stood_still_hears_first_what_came_meanwhile() -> None:
     manifest = formed(one.handle(asks(rest[1]), 1.1 + 1.5))
     assert manifest is not None
     assert len(manifest.peers) == 4
+
+
+def test_a_convener_that_stood_still_closes_soon_though_its_members_have_no_patience_left() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(patience=1.0), 1.0)
+    one.handle(MessageReceived(second, JoinRequest(RUN, join(second), patience=1.0)), 1.0)
+    one.handle(Woke(), 5.0)
+    assert one.deadline > 5.0, "it does not spin"
+    assert formed(elapse(one, 5.0, 5.5)) is not None
+
+
+def test_a_convener_that_is_always_a_little_late_closes_all_the_same() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    now, actions = 1.0, []
+    while not formed(actions):
+        now = one.deadline + 0.3
+        actions = [*one.handle(Woke(), now), *one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), now)]
+        assert now < 1.0 + INITIAL_WAIT + 2.5
 
 
 def test_a_convener_that_stood_still_for_too_long_keeps_nobody_who_has_left() -> None:
@@ -280,7 +303,7 @@ def test_a_peer_that_missed_two_rounds_is_not_waited_for_until_it_shows_itself()
         at_once = bool(sent(actions, GroupFormed))
         for _ in range(20):
             elapse(one, one._now, one._now + INVITE_SECONDS)
-            one._standing.roster.hear("dave")
+            one._standing.roster.hear("dave", one._now)
         return at_once
 
     assert [closes_at_once(round, "bob", "carol") for round in range(4)] == [False, False, True, True]

@@ -92,7 +92,7 @@ def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
     one = machine(convener, *others_of(convener, 4))
     for name in (second, *rest):
         one.handle(asks(name), 10.0)
-    one._standing.roster.hear(convener)
+    one._standing.roster.hear(convener, 10.0)
     actions = elapse(one, 10.0, 10.0 + INITIAL_WAIT)
     assert formed(actions) is None
     [(_, message), *_rest] = sent(actions, GroupFormed)

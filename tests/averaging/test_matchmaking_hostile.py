@@ -42,12 +42,27 @@ def test_a_convener_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_on
     assert now > 1.0 + MAX_WAIT
     assert sent(actions, LeaveRequest)[0][0] == convener
     assert sent(actions, JoinRequest)[0][0] == second
-    for lure in (Whereabouts(RUN, 0), Invitation(RUN, 0)):
+    # One that said that nobody else came may have been waiting for its own trainer: once it is heeded.
+    for lure in (Whereabouts(RUN, 0), *([] if short else [Invitation(RUN, 0)])):
         assert not sent(one.handle(MessageReceived(convener, lure), now + 0.1), JoinRequest)
     [(_, again)] = sent(actions, JoinRequest)
     redirect = JoinRefused(RUN, again.join.ticket, Why.ELSEWHERE, "to and fro", redirect=convener)
     [(peer, last)] = sent(one.handle(MessageReceived(second, redirect), now + 0.2), JoinRequest)
     assert (peer, last.hops) == (second, MAX_HOPS)
+
+
+def test_one_that_lures_again_and_again_is_heeded_once() -> None:
+    convener, _, rest = roles(4)
+    one = machine(rest[0], *others_of(rest[0], 4))
+    asked, now = sent(one.handle(ready(), 1.0), JoinRequest), 1.0
+    one.handle(seen(*others_of(rest[0], 4), ready=True), 1.0)
+    while now < 1.0 + 2 * HOLD_SECONDS + 4.0:
+        now += 0.5
+        peer, request = asked[-1]
+        word = JoinAccepted(RUN, request.join.ticket, 0.2, 2, 4, True)
+        asked += sent(one.handle(MessageReceived(peer, word), now), JoinRequest)
+        asked += sent(one.handle(MessageReceived(convener, Invitation(RUN, 0)), now), JoinRequest)
+    assert sum(peer == convener for peer, _ in asked) <= 2
 
 
 def test_one_that_alone_is_ready_waits_with_its_convener_for_hours() -> None:

@@ -171,6 +171,18 @@ def test_one_newcomer_is_not_served_for_ever() -> None:
     assert served <= wear.MAX_SERVINGS * 3
 
 
+def test_who_comes_back_after_a_long_time_is_served_again() -> None:
+    giver = Giver()
+    giver.offer(offer_of(1, chunks=2))
+    digest = offer_of(1, chunks=2).image.digest
+    for _ in range(3 * wear.MAX_SERVINGS):
+        giver.now += wear.DOWNLOAD_SECONDS
+        giver.ask(ask(0))
+        assert any(isinstance(one, Chunk) for one in giver.ask(AskChunks(RUN, TICKET, digest, (0, 1))))
+        giver.tell(BodySent("new", False))
+        giver.ask(Finished(RUN, TICKET))
+
+
 def test_a_new_ticket_is_no_new_download() -> None:
     giver = Giver()
     giver.offer(offer_of(1, chunks=2))
@@ -279,6 +291,23 @@ def test_rounds_keep_three_quarters_of_a_link_however_slow_it_is(took: float) ->
             ends, sending = (served[0], now + took), sending + took
         now = min(line.deadline(now), ends[1] if ends else float("inf"), now + 1.0)
     assert 0.2 < sending / now < 0.27
+
+
+def test_one_with_a_slow_link_does_not_slow_down_another() -> None:
+    line, now, ends, sent = Serving(), 0.0, None, {"slow": 0, "fast": 0}
+    line.see_rounds(True)
+    while now < 300.0:
+        for peer in sent:
+            line.add(peer, [chunk(i) for i in range(30)])
+        if ends is not None and now >= ends[1]:
+            line.sent(ends[0], True, now)
+            sent[ends[0]] += 1
+            ends = None
+        if (served := line.next(now)) is not None:
+            ends = served[0], now + {"slow": 9.0, "fast": 0.05}[served[0]]
+        now = min(line.deadline(now), ends[1] if ends else float("inf"))
+    assert sent["slow"] >= 5
+    assert sent["fast"] > 600, "of 1500 if it were alone"
 
 
 def test_one_that_does_not_read_takes_nobody_elses_turn_for_long() -> None:

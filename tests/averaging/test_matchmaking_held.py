@@ -1,0 +1,42 @@
+"""Runs in virtual time whose convener is honest and not ready: nobody takes it for one that holds its group."""
+
+from __future__ import annotations
+
+import pytest
+
+from equipoise.averaging.sim.matchmaking import World
+
+READY_AFTER = 20.0
+"""Seconds; longer than any convener may take that could have closed a group."""
+
+
+def convener_of(world: World) -> str:
+    standing = next(iter(world.peers.values())).machine._standing
+    convener = standing.roster.convener(standing.peer, standing.round, world.now)
+    assert convener is not None
+    return convener
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_convener_that_is_ready_late_meets_a_trainer_and_an_observer(seed: int) -> None:
+    world = World(["a", "b", "c"], 4, seed=seed)
+    world.run(3.0)
+    convener = convener_of(world)
+    trainer, observer = (name for name in world.peers if name != convener)
+    world.ready(trainer)
+    world.ready(observer, weight=0.0)
+    world.ready(convener, after=READY_AFTER)
+    assert world.run(READY_AFTER + 5.0, until=lambda: all(peer.formed for peer in world.peers.values()))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_only_one_that_can_be_dialled_may_be_ready_late(seed: int) -> None:
+    world = World(["a"], 4, seed=seed)
+    for name in ("b", "c"):
+        world.add(name, dialable=False)
+        world.ready(name, after=3.0)
+    world.ready("a", after=3.0 + READY_AFTER, weight=0.0)
+    world.run(3.0)
+    assert convener_of(world) == "a"
+    # The two that nobody can dial are a group once it takes part.
+    assert world.run(READY_AFTER + 5.0, until=lambda: all(peer.formed for peer in world.peers.values()))
