@@ -10,8 +10,9 @@ in text_loops.py: plain PyTorch, the same with target batches (`sync`), and the 
 All make the same number of AdamW steps, each process with one thread. `alone` is one peer with its own batches, `whole`
 one process with the batches of all peers; a method closes 0 % of the gap between their losses if its peers learn
 nothing from each other. Waiting is the share of the time that the loops stood still for averaging. Bytes are compared
-with gradients sent in fp32 after every step. Losses are of files that nobody trains on. Exits 1 if a trainer failed, or
-if peers ended with different parameters: one that was late for the last exchange finds that the others have gone.
+with gradients sent in fp32 after every step. Losses are of files that nobody trains on. Peers end together: one that
+missed the last exchange gets it from the others, who stay for that. Exits 1 if a trainer failed, or if peers ended with
+different parameters.
 """
 
 from __future__ import annotations

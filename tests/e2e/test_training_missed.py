@@ -123,7 +123,7 @@ def test_a_straggler_ends_with_the_last_exchange_that_it_missed(
         with DiLoCo(trainer.run, every=every, patience=60.0) as group:
             groups[trainer.index] = group
             assert trainer.run.wait_for(PEERS - 1)
-            for _ in range(2 * every - late):
+            while group.epoch < 2 - late:
                 inner.zero_grad()
                 trainer.backward()
                 inner.step()
