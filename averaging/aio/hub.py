@@ -87,7 +87,9 @@ class Hub:
         run = Averager(spec, self._surroundings)
         self._runs[spec.name] = run
         directory, verify = self._surroundings.directory, self._surroundings.identity.verify
-        self._transfers[spec.name] = Transfer(spec, self._mesh, directory, verify, self._busy)
+        self._transfers[spec.name] = Transfer(
+            spec, self._mesh, directory, verify, self._busy, lambda: len(self._runs)
+        )
         run.start()
         return run
 

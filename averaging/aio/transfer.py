@@ -62,6 +62,10 @@ from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache during a download: who has come, and who has gone."""
 
+KEPT_BYTES = 256 * 1024 * 1024
+"""Of all means that a daemon keeps, but the last of each run, which is kept whatever its size: two of 100 million int8
+values. Runs share it alike."""
+
 ASKS_SECONDS, MAX_ASKS = 0.5, 64
 """In so long a time so many askers are looked up in the directory, each once; what is dropped comes a second later."""
 
@@ -85,6 +89,7 @@ class Transfer:
         directory: Who else is in the run.
         verify: Checks the signatures under a mean.
         busy: Whether a round exchanges at this daemon now.
+        runs: How many runs share what means may be kept.
     """
 
     def __init__(
@@ -94,12 +99,14 @@ class Transfer:
         directory: Directory,
         verify: Verify,
         busy: Callable[[], bool] = lambda: False,
+        runs: Callable[[], int] = lambda: 1,
     ) -> None:
         self._spec = spec
         self._mesh = mesh
         self._directory = directory
         self._verify = verify
         self._busy = busy
+        self._runs = runs
         self._loop = asyncio.get_running_loop()
         self._donor = Donor()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS)
@@ -185,7 +192,7 @@ class Transfer:
         if before is not None and not self._left:
             self._drop(before)
             self._means[before] = mean
-            self._tell(MeanKept(before, mean.size))
+            self._tell(MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """A round of this run exchanges values here; `over` is called when it has ended."""
@@ -301,7 +308,14 @@ class Transfer:
     async def _make_image(self, before: StateId) -> None:
         mean = self._means.get(before)
         if isinstance(mean, EncodedMean):
-            made = await self._loop.run_in_executor(None, keeping.Imaged.of, mean)
+            try:
+                made = await self._loop.run_in_executor(None, keeping.Imaged.of, mean)
+            except MemoryError:
+                log.warning(
+                    "run %s: no memory to pass on the mean after epoch %d", self._spec.name, before.epoch
+                )
+                self._tell(MeanReady(before, None))
+                return
             if self._means.get(before) is mean:  # It has not been dropped meanwhile.
                 self._means[before] = made.name
                 self._held[made.name.digest] = _Held(made.image, made.digests)

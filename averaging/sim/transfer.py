@@ -46,6 +46,7 @@ from equipoise.averaging.transfer.events import (
 )
 from equipoise.averaging.transfer.fetch import Fetch, Request
 from equipoise.averaging.transfer.image import CHUNK_BYTES, ImageId
+from equipoise.averaging.transfer.kept import KEPT_MEANS
 from equipoise.averaging.transfer.messages import (
     Answer,
     Bulk,
@@ -297,7 +298,8 @@ class SimDonor:
             before = self._state_of(self._epoch)
             self._epoch = epoch
             self.tell(EpochReached(epoch))
-            self.tell(MeanKept(before, self._world.scenario.chunks * CHUNK_BYTES))
+            size = self._world.scenario.chunks * CHUNK_BYTES
+            self.tell(MeanKept(before, size, KEPT_MEANS * size))
 
     def look(self) -> None:
         """Its trainer looks whether a snapshot is wanted, and takes it."""

@@ -147,8 +147,8 @@ class Donor:
                 self._exchanging = before
             case RoundOver():
                 actions += self._on_round_over()
-            case MeanKept(before, size):
-                actions += map(Drop, self._kept.keep(before, size, self._reading))
+            case MeanKept(before, size, most):
+                actions += map(Drop, self._kept.keep(before, size, most, self._reading))
                 if any(one.ask.after == before for one in self._askers.values()):
                     actions += self._make_image(before)
             case MeanReady(before, image):
@@ -257,10 +257,11 @@ class Donor:
     def _make_image(self, before: StateId) -> list[DonorAction]:
         return [MakeImage(before)] if self._kept.begins_image(before) else []
 
-    def _on_mean(self, before: StateId, image: ImageId) -> list[DonorAction]:
-        if not self._kept.ready(before, image):
-            return [Drop(before)]
-        return [self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before]
+    def _on_mean(self, before: StateId, image: ImageId | None) -> list[DonorAction]:
+        gone = [] if self._kept.ready(before, image) else [Drop(before)]
+        return gone + [
+            self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before
+        ]
 
     def _forget(self, peer: str) -> None:
         del self._askers[peer]

@@ -92,18 +92,22 @@ class RoundOver:
 
 @dataclass(frozen=True, slots=True)
 class MeanKept:
-    """A round has come to a mean, of `size` bytes, which leads on from the state `before`; the driver holds it."""
+    """A round has come to a mean, of `size` bytes, which leads on from the state `before`; the driver holds it.
+
+    Those kept take `most` bytes together, but for the last, which is kept whatever its size.
+    """
 
     before: StateId
     size: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
 class MeanReady:
-    """The driver has made an image of that mean."""
+    """The driver has made an image of that mean; None where it has not the memory."""
 
     before: StateId
-    image: ImageId
+    image: ImageId | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,6 @@ KEPT_MEANS = 8
 """Who is further behind takes a snapshot instead: eight means in int8 are as many bytes as the image of a state with
 Adam's two moments has."""
 
-KEPT_BYTES = 256 * 1024 * 1024
-"""Of all kept means of a run together, but the last, which is kept whatever its size: two of 100 million int8
-values."""
-
 
 @dataclass
 class _Mean:
@@ -32,18 +28,19 @@ class Kept:
     def __init__(self) -> None:
         self._means: OrderedDict[StateId, _Mean] = OrderedDict()
 
-    def keep(self, before: StateId, size: int, read: Collection[bytes]) -> list[StateId]:
+    def keep(self, before: StateId, size: int, most: int, read: Collection[bytes]) -> list[StateId]:
         """Keep another, of `size` bytes; returns which others must go.
 
         Args:
             before: What it leads on from; it takes the place of one that does as well.
             size: Bytes.
+            most: Bytes of all kept means together, but the last, which is kept whatever its size.
             read: Digests of the images that are being downloaded, which go last.
         """
         gone = []
         self._means.pop(before, None)
         self._means[before] = _Mean(size)
-        while len(self._means) > 1 and (len(self._means) > KEPT_MEANS or self._bytes > KEPT_BYTES):
+        while len(self._means) > 1 and (len(self._means) > KEPT_MEANS or self._bytes > most):
             *older, _ = self._means
             unread = (
                 one for one in older if (image := self._means[one].image) is None or image.digest not in read
@@ -66,8 +63,10 @@ class Kept:
         mean.making = True
         return True
 
-    def ready(self, before: StateId, image: ImageId) -> bool:
-        """That mean has an image now; returns whether it is still kept."""
+    def ready(self, before: StateId, image: ImageId | None) -> bool:
+        """That mean has an image now, or, with None, cannot have one and goes; returns whether it is still kept."""
+        if image is None:
+            self._means.pop(before, None)
         mean = self._means.get(before)
         if mean is not None:
             mean.image = image

@@ -17,6 +17,7 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.donor import Donor
 from equipoise.averaging.transfer.events import (
     AskReceived,
+    Drop,
     EpochReached,
     MakeImage,
     MeanKept,
@@ -26,7 +27,7 @@ from equipoise.averaging.transfer.events import (
     Send,
 )
 from equipoise.averaging.transfer.image import ImageId
-from equipoise.averaging.transfer.kept import KEPT_BYTES, KEPT_MEANS, Kept
+from equipoise.averaging.transfer.kept import KEPT_MEANS, Kept
 from equipoise.averaging.transfer.mean import EncodedMean, MeanError
 from equipoise.averaging.transfer.messages import Answer, Ask, Offer
 from equipoise.averaging.transfer.missed import Missed
@@ -192,33 +193,36 @@ def state(epoch: int) -> StateId:
     return StateId(epoch, f"{epoch:064x}")
 
 
+MOST = 10**6
+
+
 def test_the_last_few_are_kept() -> None:
     kept = Kept()
-    gone = [one for epoch in range(KEPT_MEANS + 2) for one in kept.keep(state(epoch), 100, ())]
+    gone = [one for epoch in range(KEPT_MEANS + 2) for one in kept.keep(state(epoch), 100, MOST, ())]
     assert gone == [state(0), state(1)]
 
 
 def test_no_more_than_so_many_bytes_are_kept_but_always_the_last() -> None:
     kept = Kept()
-    assert kept.keep(state(0), KEPT_BYTES // 2, ()) == []
-    assert kept.keep(state(1), KEPT_BYTES // 2, ()) == []
-    assert kept.keep(state(2), 1, ()) == [state(0)]
-    assert kept.keep(state(3), 2 * KEPT_BYTES, ()) == [state(1), state(2)]
+    assert kept.keep(state(0), MOST // 2, MOST, ()) == []
+    assert kept.keep(state(1), MOST // 2, MOST, ()) == []
+    assert kept.keep(state(2), 1, MOST, ()) == [state(0)]
+    assert kept.keep(state(3), 2 * MOST, MOST, ()) == [state(1), state(2)]
 
 
 def test_what_is_being_downloaded_goes_last() -> None:
     kept = Kept()
-    kept.keep(state(0), KEPT_BYTES // 2, ())
-    kept.keep(state(1), KEPT_BYTES // 2, ())
+    kept.keep(state(0), MOST // 2, MOST, ())
+    kept.keep(state(1), MOST // 2, MOST, ())
     image = ImageId(b"d" * 32, 100)
     assert kept.lacks_image(state(0))
     assert kept.begins_image(state(0))
     assert not kept.begins_image(state(0))
     assert kept.ready(state(0), image)
     assert not kept.lacks_image(state(0))
-    assert kept.keep(state(2), 1, {image.digest}) == [state(1)]
+    assert kept.keep(state(2), 1, MOST, {image.digest}) == [state(1)]
     assert kept.find(image.digest) == kept.offer(state(0))
-    assert kept.keep(state(3), KEPT_BYTES, {image.digest}) == [state(2), state(0)]
+    assert kept.keep(state(3), MOST, MOST, {image.digest}) == [state(2), state(0)]
     assert not kept.ready(state(0), image)
 
 
@@ -296,10 +300,20 @@ def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
     donor.handle(RoundBegan(before), 0.0)
     assert donor.handle(asked, 0.1) == []
     assert donor.handle(EpochReached(7), 0.2) == []
-    assert donor.handle(MeanKept(before, 100), 0.3) == [MakeImage(before)]
+    assert donor.handle(MeanKept(before, 100, MOST), 0.3) == [MakeImage(before)]
     assert donor.handle(RoundOver(), 0.4) == []
     offered = donor.handle(MeanReady(before, image), 0.5)
     assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),)))]
+
+
+def test_a_mean_of_which_no_image_can_be_made_is_told_to_be_gone() -> None:
+    donor, before = Donor(), offer_of(7).state
+    donor.handle(EpochReached(7), 0.0)
+    donor.handle(MeanKept(before, 100, MOST), 0.1)
+    asked = donor.handle(AskReceived("new", Ask(RUN, TICKET, "5" * 64, 0, (), before)), 0.2)
+    assert asked == [MakeImage(before)]
+    told = Send("new", Answer(RUN, TICKET, 7, (), ()))
+    assert donor.handle(MeanReady(before, None), 0.3) == [Drop(before), told]
 
 
 def test_or_that_nothing_came_of_it() -> None:
