@@ -79,6 +79,11 @@ class Convening:
         parked = gathering.parked.keys()
         return len(parked), len(self._outlook(gathering, now).expected | parked)
 
+    def is_short(self, round: int, now: float) -> bool:
+        """Whether the joins of a round that are parked here could not be a group."""
+        gathering = self._gatherings.get(round)
+        return gathering is None or gathering.is_short(self._outlook(gathering, now))
+
     def describe(self, round: int, now: float) -> str:
         """Where the gathering of a round stands, and whom it waits for, one line."""
         gathering = self._gatherings.get(round)

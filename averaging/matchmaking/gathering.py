@@ -20,6 +20,9 @@ Both and a round must fit the 2.5 s in which a group is done without one that st
 INVITE_SECONDS = 0.2
 """After waiting this long a convener asks those who are missing whether they are there: the dead are found out then."""
 
+INVITE_AGAIN_SECONDS = 5.0
+"""It asks them so often while no group could be: they may have become ready elsewhere, where nobody else is either."""
+
 GRACE = 0.25
 """Seconds that a group whose members are short of time stays open after its latest join, for those close behind; and
 one whose convener has stood still, for what was sent meanwhile."""
@@ -85,7 +88,7 @@ class Gathering:
         self._group_size = group_size
         self._opened: float | None = None
         self._told_at = float("-inf")
-        self._invited = False
+        self._invite_at = float("inf")
         self._shifted = 0.0
         self._closes_from = float("-inf")
 
@@ -98,11 +101,11 @@ class Gathering:
         if before is not None:
             parked.arrived = before.arrived  # Or one could put off the end by joining again and again.
         self.parked[peer] = parked
-        if len(self.parked) == 1:
+        if before is None and len(self.parked) == 1:
             self._told_at = parked.arrived
         if self._opened is None:
             self._opened = parked.arrived
-            self._invited = False
+            self._invite_at = parked.arrived + INVITE_SECONDS
             self._shifted = 0.0
         return True
 
@@ -121,15 +124,15 @@ class Gathering:
         """When to decide, to invite, or to speak, at the latest; infinity if nobody is parked."""
         if not self.parked:
             return float("inf")
-        invite = float("inf") if self._invited or self._opened is None else self._opened + INVITE_SECONDS
-        return max(min(self.promise(outlook), invite), self._closes_from)
+        return min(self.promise(outlook), self._invite_at)
 
     def promise(self, outlook: Outlook) -> float:
         """When the parked will hear more at the latest."""
         speak = self._told_at + KEEPALIVE
         if self._opened is None or self.is_short(outlook):
             return speak
-        return min(speak, self._opened + outlook.wait, self._out_of_patience())
+        close = min(self._opened + outlook.wait, self._out_of_patience())
+        return min(speak, max(close, self._closes_from))
 
     def is_short(self, outlook: Outlook) -> bool:
         """Whether those who are parked could not be a group."""
@@ -141,13 +144,14 @@ class Gathering:
         What others sent meanwhile is still to be handled. To close at once would leave out who was in time, or would
         have members that have left for good reason.
         """
-        held_up = now - self._told_at - KEEPALIVE if self.parked else 0.0
-        if held_up >= GRACE and self._opened is not None:
-            shift = min(held_up, MAX_SHIFT - self._shifted)
-            self._shifted += shift
-            self._opened = min(self._opened + shift, now)
-        if held_up >= OVERDUE_SECONDS:
+        held_up = now - (self._told_at + KEEPALIVE)
+        if not self.parked or self._opened is None or held_up < GRACE:
+            return
+        shift = min(held_up, MAX_SHIFT - self._shifted)
+        if shift > 0 and held_up >= OVERDUE_SECONDS:
             self._closes_from = now + GRACE
+        self._shifted += shift
+        self._opened = min(self._opened + shift, now)
 
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
         """Close now, with a reason, or not yet."""
@@ -166,10 +170,10 @@ class Gathering:
         return None
 
     def invite(self, outlook: Outlook, now: float) -> Set[str]:
-        """Whom to ask now whether they are there: those who are missing, once."""
-        if self._invited or self._opened is None or now < self._opened + INVITE_SECONDS:
+        """Whom to ask now whether they are there: those who are missing."""
+        if not self.parked or now < self._invite_at:
             return frozenset()
-        self._invited = True
+        self._invite_at = now + INVITE_AGAIN_SECONDS if self.is_short(outlook) else float("inf")
         return outlook.expected - self.parked.keys()
 
     def speak(self, outlook: Outlook, now: float) -> list[Parked]:
@@ -217,7 +221,7 @@ class Gathering:
             absent=sorted(missing),
             # Whoever is still missing is later than this: to learn from those alone who came would shorten the wait
             # from round to round.
-            lateness=(now if missing else max(arrivals)) - began,
+            lateness=max(0.0, (now if missing else max(arrivals)) - began),
             began=began,
             reason=reason,
         )

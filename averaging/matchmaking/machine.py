@@ -57,9 +57,6 @@ NOTICE_SECONDS, MAX_NOTICES = 1.0, 4
 """Groups of others that are looked at in so long a time, one of each peer: up to 64 signatures each, a twentieth of a
 core in all. A convener sends one for each round that went on without a peer; the directory tells the same later."""
 
-FORGER_SECONDS, MAX_FORGERS = 30.0, 64
-"""Groups from a peer that has sent an invalid one are not looked at for so long: each has signatures to verify."""
-
 ANNOUNCE_PERIOD = 1.0
 """Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
 
@@ -75,8 +72,8 @@ class Matchmaking:
         self._standing = standing
         self._convening = Convening(standing)
         self._seeking = Seeking(standing, self._convening)
-        self._forgers: dict[str, float] = {}
         self._notices = Allowance(NOTICE_SECONDS, MAX_NOTICES)
+        self._doubtful = Allowance(NOTICE_SECONDS, MAX_NOTICES)
         self._exchanging: Manifest | None = None
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")
@@ -196,7 +193,8 @@ class Matchmaking:
                     self._standing.roster.advance(peer, message.round)
 
     def _take_manifest(self, peer: str, message: GroupFormed, now: float) -> None:
-        if now < self._forgers.get(peer, float("-inf")):
+        # A valid group with this peer's own join is one, whoever convened it: only what it costs to see is bounded.
+        if self._standing.roster.shuns(peer, now) and not self._doubtful.admits(peer, now):
             return
         try:
             manifest = self._seeking.formed(message)
@@ -206,9 +204,6 @@ class Matchmaking:
         except ManifestError as error:
             self._reason = f"{peer} sent a manifest that is not valid: {error}"
             self._seeking.give_up(peer, now)
-            self._forgers[peer] = now + FORGER_SECONDS
-            if len(self._forgers) > MAX_FORGERS:
-                del self._forgers[next(iter(self._forgers))]
             return
         self._standing.learn(message)
         self._convening.remember(message, now)

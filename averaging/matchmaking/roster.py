@@ -29,17 +29,22 @@ SILENT_SECONDS = 1.7
 trip, whatever its trainer does, or in a second on busy cores. With the moment before it is asked, and a round, it fits
 the 2.5 s in which a group is done without one that stopped."""
 
-WARM_SECONDS = 30.0
-"""Only who was heard from of late is expected to answer so soon: a channel to others may have to be opened first."""
+WARM_SECONDS = 50.0
+"""Who was heard from so lately has a channel still: a minute idle closes one."""
+
+DIAL_SECONDS = 5.0
+"""What anybody else may take besides: a channel to it has to be opened first, which costs a distant peer seconds."""
 
 SHUN_SECONDS = 30.0
-"""A convener that has cost more time than an honest one could is left alone this long, whatever it says meanwhile."""
+"""A convener that has cost more time than most honest ones do is not asked first for so long. It is no verdict: one
+whose own trainer is slow looks the same."""
 
 MAX_SHUNNED = 64
 """Conveners shunned at once; the one shunned longest ago is given another chance."""
 
 MISSES = 2
-"""A peer waited for in vain in this many rounds running is not waited for again until it shows itself."""
+"""A peer waited for in vain in this many rounds running is not waited for again until it sends a join: a record in the
+directory costs nothing."""
 
 LEAP = 1000
 """Rounds that one peer alone can make another skip: more than the directory is ever behind fast rounds. Who restarts
@@ -63,6 +68,11 @@ class _Other(msgspec.Struct):
     heard_at: float = float("-inf")
 
 
+class _Shun(msgspec.Struct):
+    until: float
+    may_call: bool
+
+
 class Roster:
     """The peers of a run as one of them sees them. Times are the seconds of one monotonic clock."""
 
@@ -76,7 +86,7 @@ class Roster:
         self._spec = spec
         self._group_size = group_size
         self._others: dict[str, _Other] = {}
-        self._shunned: dict[str, float] = {}
+        self._shunned: dict[str, _Shun] = {}
         self._plans: dict[int, Groups] = {}
         self._orders: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
@@ -127,8 +137,9 @@ class Roster:
     def ask(self, peer: str, now: float) -> None:
         """Note that the peer is asked whether it is there."""
         other = self._others.get(peer)
-        if other is not None and now - other.heard_at <= WARM_SECONDS:
-            other.asked_at = min(other.asked_at, now)
+        if other is not None:
+            dial = 0.0 if now - other.heard_at <= WARM_SECONDS else DIAL_SECONDS
+            other.asked_at = min(other.asked_at, now + dial)
 
     def lose_silent(self, now: float) -> None:
         """Lose those who were asked and have said nothing for too long."""
@@ -142,20 +153,24 @@ class Roster:
         """When someone who was asked will have been silent for too long; infinity if nobody was."""
         return min((one.asked_at for one in self._others.values()), default=float("inf")) + SILENT_SECONDS
 
-    def shun(self, peer: str, now: float) -> None:
-        """Let this peer convene nothing for a while, alive or not."""
-        self._shunned.pop(peer, None)
-        self._shunned[peer] = now + SHUN_SECONDS
+    def shun(self, peer: str, now: float, *, excused: bool = False) -> None:
+        """Ask others before this peer for a while, alive or not; `excused` if it may call once in that time."""
+        before = self._shunned.pop(peer, None)
+        may_call = before.may_call if before is not None and now < before.until else excused
+        self._shunned[peer] = _Shun(now + SHUN_SECONDS, may_call)
         if len(self._shunned) > MAX_SHUNNED:
             del self._shunned[next(iter(self._shunned))]
 
-    def pardon(self, peer: str) -> None:
-        """Shun this peer no longer."""
-        self._shunned.pop(peer, None)
-
     def shuns(self, peer: str, now: float) -> bool:
-        """Whether the peer may convene nothing for now."""
-        return now < self._shunned.get(peer, float("-inf"))
+        """Whether others are asked before the peer for now."""
+        return peer in self._shunned and now < self._shunned[peer].until
+
+    def heeds(self, peer: str, now: float) -> bool:
+        """Whether to go to the peer when it calls, or another sends there; that uses up the one call of a shunned."""
+        if not self.shuns(peer, now):
+            return True
+        may_call, self._shunned[peer].may_call = self._shunned[peer].may_call, False
+        return may_call
 
     def welcome(self, peer: str, round: int) -> None:
         """Note that the peer takes part, and that its next round is no earlier than `round`."""
@@ -300,11 +315,9 @@ class Roster:
 def _merge(known: _Other | None, seen: Candidate) -> _Other:
     if known is None:
         return _Other(seen.ready, seen.round, seen.dialable)
-    shows_itself = (seen.ready and not known.ready) or seen.round > known.round
     return msgspec.structs.replace(
         known,
         ready=seen.ready,
         round=max(seen.round, known.round),
         dialable=seen.dialable,
-        misses=0 if shows_itself else known.misses,
     )

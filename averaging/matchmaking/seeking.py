@@ -27,8 +27,9 @@ REPLY_SECONDS = 1.9
 """An answer that takes longer does not come: about as long as a convener that has answered may be silent."""
 
 HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
-"""What one convener may cost a search in all: the longest that an honest one waits once a group could be, and an answer
-that does not come. Refusals count as such answers, or one that refuses and lures could go on for ever."""
+"""What one convener may cost a search before others are asked first: the longest that an honest one waits once a group
+could be, and an answer that does not come. Refusals count as such answers, or one that refuses and lures could go on
+for ever. One that has cost it already and calls is given only the time of an answer."""
 
 SHORT_SECONDS = 2.0
 """A join that makes no group for so long was perhaps put where nobody else goes: views differ by a look or two."""
@@ -59,8 +60,7 @@ class Seeking:
     _asked: str | None
     _asked_at: float
     _parked: bool
-    _could_close: bool
-    _heard_at: float
+    _held_since: float
     _short: bool
     _retried: bool
     _alone: bool
@@ -112,15 +112,14 @@ class Seeking:
             return
         if self._parked and message.short:
             self.alone(now)
-        if self._could_close:
-            self._charge(peer, now - self._heard_at, now)
-        self._heard_at = now
-        # A group could be as well where others say they are ready: the convener alone says that they are not in.
-        self._could_close = not message.short or self._mate_ready(now, but=peer)
         self._parked = True
         self.count, self._short = (message.ready, message.target), message.short
         self.reason = f"{peer} convenes: {message.ready} of {message.target} are in"
         self._answer_by = now + min(message.wait, KEEPALIVE) + OVERDUE_SECONDS
+        self._charge(peer, max(0.0, now - self._held_since), now)
+        # A group could be as well where others say they are ready: the convener alone says that they are not in.
+        could_close = not message.short or self._mate_ready(now, but=peer)
+        self._held_since = now if could_close else float("inf")
 
     def alone(self, now: float) -> None:
         """The join makes no group yet: after a while, begin with the latest view, for views may have differed."""
@@ -132,18 +131,12 @@ class Seeking:
     def invited(self, peer: str, round: int, now: float) -> None:
         """A convener waits for this peer: go there from where nobody else is, but not to and fro for ever."""
         same_round = self._join is not None and round == self._join.round == self._standing.round
-        known = self._standing.roster.knows(peer)  # Anybody can say that it convenes.
-        in_company = not self._short
-        if self._asked == self._standing.peer:
-            in_company = self._convening.count(round, now)[0] > 1
-        if known and self._standing.roster.shuns(peer, now):
-            # An honest one that could not close without its own trainer says so when that has come.
-            if not self._excused.get(peer, False):
-                return
-            self._excused[peer] = False
-            self._standing.roster.pardon(peer)
-            in_company = in_company and not self._short
-        if known and same_round and peer != self._asked and not in_company and self._hops < MAX_HOPS:
+        roster = self._standing.roster
+        known = roster.knows(peer)  # Anybody can say that it convenes.
+        own = self._asked == self._standing.peer
+        alone = self._convening.is_short(round, now) if own else self._short
+        may_go = known and same_round and peer != self._asked and alone and self._hops < MAX_HOPS
+        if may_go and roster.heeds(peer, now):
             self._leave()
             self._hops += 1
             self._ask(peer, now)
@@ -157,7 +150,7 @@ class Seeking:
         if message.why is Why.ELSEWHERE and message.redirect is not None and self._asked_hops < MAX_HOPS:
             self._follow(peer, message.redirect, now)
         elif message.why in (Why.ROUND_GONE, Why.FULL) and self._can_skip_to(message.round, now):
-            self._standing.roster.welcome(peer, message.round)
+            self._standing.roster.advance(peer, message.round)
             self._standing.round = message.round
         else:
             self._standing.roster.lose(peer, now)
@@ -181,7 +174,7 @@ class Seeking:
         return first_time
 
     def give_up(self, peer: str, now: float) -> None:
-        """Do not trust this peer with the join, nor with any for a while."""
+        """Do not trust this peer with the join, nor soon with another."""
         if peer == self._asked:
             self._leave()
         self._standing.roster.shun(peer, now)
@@ -274,7 +267,7 @@ class Seeking:
         self._anywhere = long_alone and not self._mate_ready(now)
         asked = self._asked
         was_sent = self._hops > 0 and not self._anywhere
-        if asked is not None and was_sent and not self._barred(asked, now):
+        if asked is not None and was_sent and not self._dead(asked, now):
             return asked
         return roster.convener(standing.peer, standing.round, now, anywhere=self._anywhere)
 
@@ -282,32 +275,35 @@ class Seeking:
         roster = self._standing.roster
         self._hops = min(self._hops + 1, MAX_HOPS)
         to_itself = redirect == self._standing.peer
-        if redirect == peer or self._barred(redirect, now) or (to_itself and not roster.dialable):
+        refused = redirect == peer or self._dead(redirect, now) or (to_itself and not roster.dialable)
+        if refused or not roster.heeds(redirect, now):
             self._hops, redirect = MAX_HOPS, peer
         self._ask(redirect, now)
 
-    def _barred(self, convener: str, now: float) -> bool:
-        """Whether it makes no sense to ask it, whoever says so."""
+    def _dead(self, convener: str, now: float) -> bool:
         roster = self._standing.roster
-        return roster.shuns(convener, now) or (roster.knows(convener) and not roster.alive(convener, now))
+        return roster.knows(convener) and not roster.alive(convener, now)
 
     def _mate_ready(self, now: float, but: str | None = None) -> bool:
         return self._standing.roster.mate_ready(self._standing.round, now, but)
 
     def _charge(self, convener: str, seconds: float, now: float) -> None:
-        """Note what a convener has cost; one that costs more than an honest one could is not asked for a while."""
+        """Note what a convener has cost; one that costs more than most honest ones is not asked first for a while."""
+        roster = self._standing.roster
+        limit = REPLY_SECONDS if roster.shuns(convener, now) else HOLD_SECONDS
         self._cost[convener] = self._cost.get(convener, 0.0) + seconds
-        if self._cost[convener] > HOLD_SECONDS:
-            self.reason = f"{convener} forms no group within {HOLD_SECONDS:.0f} s"
-            self._standing.roster.shun(convener, now)
-            self._excused.setdefault(convener, self._short)
+        if self._cost[convener] > limit:
+            self.reason = f"{convener} has formed no group in {limit:.0f} s"
+            # One that said that no group could be may wait for its own trainer, and says so when that has come.
+            roster.shun(convener, now, excused=self._short)
+            self._hops = 0
             del self._cost[convener]
 
     def _ask(self, convener: str, now: float) -> None:
         if self._ready is None or self._join is None:
             return
         self._asked, self._parked, self._retried = convener, False, False
-        self._could_close = False
+        self._held_since = float("inf")
         self._asked_at = now
         self.count, self._short = (0, 0), True
         patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
@@ -338,10 +334,8 @@ class Seeking:
         self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
         self._asked = None
         self._parked = False
-        self._could_close = False
-        self._heard_at = float("-inf")
+        self._held_since = float("inf")
         self._cost: dict[str, float] = {}
-        self._excused: dict[str, bool] = {}
         self._missed: dict[str, float] = {}
         self._short = True
         self._retried = False

@@ -6,7 +6,12 @@ import msgspec
 import pytest
 
 from equipoise.averaging.matchmaking.events import Action, LookUp, MessageReceived, PeerLost, Woke
-from equipoise.averaging.matchmaking.gathering import INVITE_SECONDS, KEEPALIVE, MAX_PARKED_GROUPS
+from equipoise.averaging.matchmaking.gathering import (
+    INVITE_AGAIN_SECONDS,
+    INVITE_SECONDS,
+    KEEPALIVE,
+    MAX_PARKED_GROUPS,
+)
 from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT, MIN_WAIT
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import (
@@ -19,8 +24,10 @@ from equipoise.averaging.matchmaking.messages import (
     LeaveRequest,
     Whereabouts,
     Why,
+    decode,
+    encode,
 )
-from equipoise.averaging.matchmaking.roster import LEAP, SILENT_SECONDS
+from equipoise.averaging.matchmaking.roster import DIAL_SECONDS, LEAP, MISSES, SILENT_SECONDS
 from equipoise.averaging.sim.matchmaking import RUN
 from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
 
@@ -195,6 +202,56 @@ def test_one_that_says_nothing_when_asked_is_not_waited_for() -> None:
     manifest = formed(elapse(one, asked + SILENT_SECONDS - 0.1, asked + SILENT_SECONDS))
     assert manifest is not None
     assert rest[1] not in manifest.peers
+
+
+def test_one_never_heard_from_has_the_time_that_a_dial_takes() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    for _ in range(8):
+        one._standing.lateness.learn(9.0)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    found_out = 1.0 + INVITE_SECONDS + DIAL_SECONDS + SILENT_SECONDS
+    assert formed(elapse(one, 1.0, found_out - 0.1)) is None
+    assert formed(elapse(one, found_out - 0.1, found_out)) is not None
+
+
+def test_a_record_alone_does_not_make_others_wait_again() -> None:
+    one = machine("alice", "bob", "carol", "dave")
+    roster = one._standing.roster
+    roster.miss(["dave"] * MISSES)
+    for moment in range(6):
+        one.handle(seen("bob", "carol", "dave", ready=moment % 2 == 1), 1.0 + moment)
+        assert "dave" not in roster.expected(0, 1.0 + moment)
+    one.handle(asks("dave", hops=MAX_HOPS), 8.0)
+    assert "dave" in roster.expected(0, 8.0)
+
+
+def test_while_no_group_could_be_those_missing_are_asked_again() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(weight=0.0), 1.0)
+    one.handle(asks(second), 1.0)
+    asked = []
+    for step in range(100):
+        actions = elapse(one, 1.0 + 0.2 * step, 1.2 + 0.2 * step)
+        asked += sent(
+            [*actions, *one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), one._now)], Invitation
+        )
+    assert [peer for peer, _ in asked] == rest * round(20.0 / INVITE_AGAIN_SECONDS)
+
+
+def test_standing_still_is_never_less_than_no_lateness() -> None:
+    convener, second, rest = roles(3)
+    one = machine(convener, second, *rest)
+    one.handle(ready(), 1.0)
+    one.handle(asks(second), 1.0)
+    elapse(one, 1.0, 1.1)
+    one.handle(Woke(), 2.5)
+    [(_, message), *_rest] = sent(one.handle(PeerLost(rest[0]), 2.6), GroupFormed) or sent(
+        one.handle(PeerLost(rest[0]), 2.7), GroupFormed
+    )
+    assert decode(encode(message)) == message
 
 
 def test_one_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
