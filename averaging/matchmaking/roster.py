@@ -166,7 +166,7 @@ class Roster:
         return peer in self._shunned and now < self._shunned[peer].until
 
     def heeds(self, peer: str, now: float) -> bool:
-        """Whether to go to the peer when it calls, or another sends there; that uses up the one call of a shunned."""
+        """Whether to go to the peer when it calls; that uses up the one call of a shunned."""
         if not self.shuns(peer, now):
             return True
         may_call, self._shunned[peer].may_call = self._shunned[peer].may_call, False

@@ -276,7 +276,7 @@ class Seeking:
         self._hops = min(self._hops + 1, MAX_HOPS)
         to_itself = redirect == self._standing.peer
         refused = redirect == peer or self._dead(redirect, now) or (to_itself and not roster.dialable)
-        if refused or not roster.heeds(redirect, now):
+        if refused or roster.shuns(redirect, now):  # One that is shunned may call itself.
             self._hops, redirect = MAX_HOPS, peer
         self._ask(redirect, now)
 
