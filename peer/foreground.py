@@ -38,7 +38,8 @@ def run_daemon(loaded: Loaded) -> int:
     Raises:
         EquipoiseError: It cannot start.
     """
-    return _run(_serve(_load(loaded, sys.stdout)))
+    home = Home.take(Path(loaded.config.home))  # Before libraries load: who connects meanwhile waits.
+    return _run(_serve(_load(loaded, sys.stdout, home)))
 
 
 def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
@@ -74,7 +75,7 @@ def _print(stream: TextIO, line: str) -> None:
         print(line, file=stream, flush=True)
 
 
-def _load(loaded: Loaded, stream: TextIO, home: Home | None = None) -> Daemon:
+def _load(loaded: Loaded, stream: TextIO, home: Home) -> Daemon:
     """Import what the daemon of this process is made of, which takes a second, and make it."""
     import torch
 

@@ -215,12 +215,18 @@ class Swarm:
         join: Sequence[str] = (),
         args: Sequence[str] = (),
         prefix: Sequence[str] = (),
+        wait: bool = True,
     ) -> DaemonProcess:
-        """A started daemon, in a new home unless one of this name exists; `prefix` comes before its command."""
+        """A started daemon, which is up unless nobody waits for it, in a new home unless one of this name exists;
+        `prefix` comes before its command."""
         home = self.folder / (name or f"daemon{len(self.processes)}")
         daemon = DaemonProcess(home, self.env, join, args, prefix)
         self.processes.append(daemon)
-        return daemon.start()
+        if wait:
+            daemon.start()
+        else:
+            daemon.spawn()
+        return daemon
 
     def daemons(self, count: int, args: Sequence[str] = ()) -> list[DaemonProcess]:
         """`count` started daemons, the others joined through the first one's address."""
