@@ -25,6 +25,8 @@ WATCH_SECONDS = 1.0
 YIELD_BYTES = 1024 * 1024
 """After so much without waiting, others on the loop get a turn."""
 
+Buffer = bytes | bytearray | memoryview
+
 
 class StreamClosed(ConnectionError):
     """The stream is closed or broken; the message says why."""
@@ -100,6 +102,10 @@ class Stream:
                 await asyncio.sleep(0)
                 unyielded = 0
 
+    def read_ahead(self, count: int) -> bytes:
+        """Return the next `count` bytes if they are here already, else none; this kind reads nothing ahead."""
+        return b""
+
     async def receive_some(self, view: memoryview) -> int:
         """Wait, without a bound, for bytes; put those that are there into `view`, and return how many.
 
@@ -113,13 +119,13 @@ class Stream:
         self.received += received
         return received
 
-    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
-        """Write `buffers` one after the other, without joining them.
+    async def send(self, head: Buffer, body: Buffer = b"") -> None:
+        """Write `head` and `body`, without joining them.
 
         Raises:
             StreamClosed: The stream is closed, broke, or the other end does not read.
         """
-        views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        views = [memoryview(buffer).cast("B") for buffer in (head, body) if len(buffer)]
         while views:
             sent = self._attempt(self._socket.sendmsg, views)
             if sent is None:

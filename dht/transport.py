@@ -18,7 +18,7 @@ from equipoise.dht.identity import public_key_of
 from equipoise.dht.inbound import Inbound
 from equipoise.dht.link import Link
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.dht.streams import Stream, StreamClosed
+from equipoise.dht.streams import Buffer, Stream, StreamClosed
 
 MAX_HEADER_BYTES = 128 * 1024
 """Equal to `averaging.ports.MAX_HEADER_BYTES`, checked by a test: the packages do not know each other."""
@@ -76,29 +76,29 @@ class FramedChannel:
         """Bytes that have come in so far."""
         return self._stream.received
 
-    async def send(
-        self, header: bytes | bytearray | memoryview, body: bytes | bytearray | memoryview = b""
-    ) -> None:
+    async def send(self, header: bytes, body: Buffer = b"") -> None:
         """Send one frame.
 
         Raises:
             ConnectionError: The channel is closed or broken, or the peer does not read.
             ValueError: The header or body exceeds its maximum.
         """
-        sizes = _size(header), _size(body)
-        if sizes[0] > MAX_HEADER_BYTES or sizes[1] > MAX_BODY_BYTES:
+        header_size, body_size = len(header), memoryview(body).nbytes
+        if header_size > MAX_HEADER_BYTES or body_size > MAX_BODY_BYTES:
             raise ValueError(
                 f"expected a header of at most {MAX_HEADER_BYTES} and a body of at most {MAX_BODY_BYTES} bytes, "
-                f"got {sizes[0]} and {sizes[1]}"
+                f"got {header_size} and {body_size}"
             )
-        async with self._sending:
-            try:
-                await self._stream.send(_PREFIX.pack(*sizes), header, body)
-            except StreamClosed as error:
-                raise self._broken("send to", error) from None
-            except BaseException:
-                self._close("a send was abandoned within a frame")
-                raise
+        await self._sending.acquire()
+        try:
+            await self._stream.send(_PREFIX.pack(header_size, body_size) + header, body)
+        except StreamClosed as error:
+            raise self._broken("send to", error) from None
+        except BaseException:
+            self._close("a send was abandoned within a frame")
+            raise
+        finally:
+            self._sending.release()
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until something comes in; nobody else may wait for it at the same time.
@@ -132,22 +132,24 @@ class FramedChannel:
             raise
 
     async def _receive(self, place: Place) -> tuple[bytes, memoryview]:
-        await self._stream.receive_into(memoryview(self._prefix))
+        stream = self._stream
+        await stream.receive_into(memoryview(self._prefix))
         header_size, body_size = _PREFIX.unpack(self._prefix)
         if header_size > MAX_HEADER_BYTES or body_size > MAX_BODY_BYTES:
             raise StreamClosed(
                 f"it announces a frame of {header_size} + {body_size} bytes, above the maximum"
             )
-        header = bytearray(header_size)
-        await self._stream.receive_into(memoryview(header))
-        frame = bytes(header)
+        if not (header := stream.read_ahead(header_size)):
+            place_of_header = bytearray(header_size)
+            await stream.receive_into(memoryview(place_of_header))
+            header = bytes(place_of_header)
         if not body_size:
-            return frame, memoryview(b"")
-        view = place(frame, body_size).cast("B")
+            return header, memoryview(b"")
+        view = place(header, body_size).cast("B")
         if len(view) != body_size:
             raise ValueError(f"expected a buffer of {body_size} bytes for the body, got {len(view)}")
-        await self._stream.receive_into(view)
-        return frame, view
+        await stream.receive_into(view)
+        return header, view
 
     def close(self) -> None:
         """Close the stream; idempotent."""
@@ -270,7 +272,3 @@ async def run_handler(handler: Handler | None, channel: FramedChannel) -> None:
         _log.exception("the handler of a channel from %s failed", channel.peer)
     finally:
         channel.close()
-
-
-def _size(buffer: bytes | bytearray | memoryview) -> int:
-    return buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)

@@ -57,6 +57,7 @@ NONCE_BYTES = 12
 
 _PREFIX = struct.Struct("!I")
 _LIMITS = {HEAD: MAX_HEAD_BYTES, BODY: PIECE_BYTES}
+_AFTER_REFUSAL = "a record before was refused"
 _RATCHET = b"equipoise direct aead 1 ratchet"
 
 Buffer = bytes | bytearray | memoryview
@@ -101,12 +102,12 @@ class Sealer(_Keyed):
     """Makes the records of one direction."""
 
     def seal_into(self, kind: int, plain: Buffer, record: memoryview) -> int:
-        """Write the record of `plain` into `record`, and return its size.
+        """Write the record of `plain`, whose items are bytes, into `record`, and return its size.
 
         Raises:
             ValueError: `plain` is empty or exceeds the limit of its kind.
         """
-        size = memoryview(plain).nbytes
+        size = len(plain)
         if not 1 <= size <= _LIMITS[kind]:
             raise ValueError(f"expected 1 to {_LIMITS[kind]} bytes, got {size}")
         prefix = _PREFIX.pack(kind << 24 | size)
@@ -146,9 +147,11 @@ class Opener(_Keyed):
         Raises:
             RecordRefused: It is not authentic.
         """
-        cipher, nonce = self._next_unless_failed()
+        if self._failed:
+            raise RecordRefused(_AFTER_REFUSAL)
+        cipher, nonce = self._next()
         try:
-            cipher.decrypt_into(nonce, record[PREFIX_BYTES:], bytes(record[:PREFIX_BYTES]), place)
+            cipher.decrypt_into(nonce, record[PREFIX_BYTES:], record[:PREFIX_BYTES], place)
         except InvalidTag:
             raise self._refusal() from None
 
@@ -158,16 +161,13 @@ class Opener(_Keyed):
         Raises:
             RecordRefused: It is not authentic.
         """
-        cipher, nonce = self._next_unless_failed()
+        if self._failed:
+            raise RecordRefused(_AFTER_REFUSAL)
+        cipher, nonce = self._next()
         try:
-            return cipher.decrypt(nonce, record[PREFIX_BYTES:], bytes(record[:PREFIX_BYTES]))
+            return cipher.decrypt(nonce, record[PREFIX_BYTES:], record[:PREFIX_BYTES])
         except InvalidTag:
             raise self._refusal() from None
-
-    def _next_unless_failed(self) -> tuple[AESGCM, bytes]:
-        if self._failed:
-            raise RecordRefused("a record before was refused")
-        return self._next()
 
     def _refusal(self) -> RecordRefused:
         self._failed = True

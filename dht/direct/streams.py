@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.sockets import acknowledged, waiting, wake_at
 from equipoise.dht.direct.tls import TlsFault, TlsSession
-from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Stream, StreamClosed, wake
+from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Buffer, Stream, StreamClosed, wake
 
 HEAD_BYTES = 4096
 """Read ahead: a control frame whole, in one call."""
@@ -64,7 +63,15 @@ class PlainStream(Stream):
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
         if not self._ahead:
-            await self._read_ahead(1, None)
+            await self._look_ahead(1, None)
+
+    def read_ahead(self, count: int) -> bytes:
+        """Return the next `count` bytes if they are here already, else none."""
+        ahead = self._ahead
+        if len(ahead) < count:
+            return b""
+        self._ahead = ahead[count:]
+        return bytes(ahead[:count])
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` from the stream.
@@ -77,11 +84,11 @@ class PlainStream(Stream):
             if self._ahead:
                 done += self._drain(view[done:])
             elif lacking < HEAD_BYTES:
-                await self._read_ahead(lacking, STALL_SECONDS)
+                await self._look_ahead(lacking, STALL_SECONDS)
             else:
                 done += await self._take(view[done:], lacking, STALL_SECONDS)
 
-    async def _read_ahead(self, lacking: int, bound: float | None) -> None:
+    async def _look_ahead(self, lacking: int, bound: float | None) -> None:
         self._ahead = self._head[: await self._take(self._head, lacking, bound)]
 
     def _drain(self, view: memoryview) -> int:
@@ -139,12 +146,12 @@ class TlsStream(PlainStream):
         self._tls = tls
         self._raw = memoryview(bytearray(TLS_READ_BYTES))
 
-    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
-        """Write `buffers` one after the other; all but the last are small."""
-        head, body = _split(buffers)
-        await self._give_sealed(memoryview(head))
-        for start in range(0, len(body), TLS_PIECE_BYTES):
-            await self._give_sealed(body[start : start + TLS_PIECE_BYTES])
+    async def send(self, head: Buffer, body: Buffer = b"") -> None:
+        """Write `head`, which is small, and `body`."""
+        first, rest = _join(head, body)
+        await self._give_sealed(memoryview(first))
+        for start in range(0, len(rest), TLS_PIECE_BYTES):
+            await self._give_sealed(rest[start : start + TLS_PIECE_BYTES])
             if (start + TLS_PIECE_BYTES) % YIELD_BYTES == 0:
                 await asyncio.sleep(0)
 
@@ -183,7 +190,7 @@ class AeadStream(PlainStream):
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
         if not self._ahead and self._start == self._end:
-            await self._read_more(1, None)
+            await self._hold(1, None)
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` with authentic bytes.
@@ -198,11 +205,11 @@ class AeadStream(PlainStream):
             else:
                 done += await self._open_next(view[done:])
 
-    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
-        """Write `buffers` one after the other; all but the last are small."""
-        head, body = _split(buffers)
-        sealed, unyielded = self._seal(aead.HEAD, head, 0), 0
-        for piece in _pieces(body):
+    async def send(self, head: Buffer, body: Buffer = b"") -> None:
+        """Write `head`, which is small, and `body`."""
+        first, rest = _join(head, body)
+        sealed, unyielded = self._seal(aead.HEAD, first, 0), 0
+        for piece in _pieces(rest):
             # The first piece leaves with the head: a call less for each frame.
             sealed = self._seal(aead.BODY, piece, sealed)
             await self._give(self._out[:sealed])
@@ -221,12 +228,14 @@ class AeadStream(PlainStream):
     async def _open_next(self, place: memoryview) -> int:
         """Open the next record into `place`, or ahead; return how many bytes `place` has got."""
         try:
-            await self._hold(aead.PREFIX_BYTES)
+            if self._end - self._start < aead.PREFIX_BYTES:
+                await self._hold(aead.PREFIX_BYTES, STALL_SECONDS)
             kind, size = self._opener.parse_prefix(self._in[self._start : self._end])
             if kind == aead.BODY and size > len(place):
                 raise StreamClosed(f"a record of {size} bytes where {len(place)} are left of a body")
             total = aead.PREFIX_BYTES + size + aead.TAG_BYTES
-            await self._hold(total)
+            if self._end - self._start < total:
+                await self._hold(total, STALL_SECONDS)
             record = self._in[self._start : self._start + total]
             self._start += total
             if kind == aead.HEAD:
@@ -237,34 +246,30 @@ class AeadStream(PlainStream):
         except aead.RecordRefused as error:
             raise StreamClosed(str(error)) from None
 
-    async def _hold(self, total: int) -> None:
+    async def _hold(self, total: int, bound: float | None) -> None:
         """Have the next `total` bytes of records in the buffer."""
-        while self._end - self._start < total:
-            await self._read_more(total, STALL_SECONDS)
-
-    async def _read_more(self, total: int, bound: float | None) -> None:
         held = self._end - self._start
         if self._start and self._start + total + HEAD_BYTES > len(self._in):
             # At most what was read ahead of the last record, or one that has just begun: HEAD_BYTES.
             self._in[:held] = self._in[self._start : self._end]
             self._start, self._end = 0, held
-        room = self._in[self._end : min(len(self._in), self._start + total + HEAD_BYTES)]
-        self._end += await self._take(room, total - held, bound)
+        room = min(len(self._in), self._start + total + HEAD_BYTES)
+        while (lacking := self._start + total - self._end) > 0:
+            self._end += await self._take(self._in[self._end : room], lacking, bound)
 
 
-def _split(buffers: tuple[bytes | bytearray | memoryview, ...]) -> tuple[bytes, memoryview]:
-    """Join what is small; the last buffer stays where it is if it is large."""
-    *heads, last = buffers
-    body = memoryview(last).cast("B")
-    if sum(len(head) for head in heads) + len(body) <= JOINED_BYTES:
-        return b"".join(buffers), _NO_BYTES
-    return b"".join(heads), body
+def _join(head: Buffer, body: Buffer) -> tuple[bytes, memoryview]:
+    """Join what is small; a large body stays where it is."""
+    first, rest = bytes(head), memoryview(body).cast("B")
+    if rest and len(first) + len(rest) <= JOINED_BYTES:
+        return first + rest, _NO_BYTES
+    return first, rest
 
 
-def _pieces(body: memoryview) -> Iterator[memoryview]:
+def _pieces(body: memoryview) -> list[memoryview]:
     """Cut a body into pieces for a record each, about equal: a tiny last one would cost as much as a whole one."""
-    if body:
-        count = -(-len(body) // aead.PIECE_BYTES)
-        size = -(-len(body) // count)
-        for start in range(0, len(body), size):
-            yield body[start : start + size]
+    if not body:
+        return []
+    count = -(-len(body) // aead.PIECE_BYTES)
+    size = -(-len(body) // count)
+    return [body[start : start + size] for start in range(0, len(body), size)]
