@@ -6,6 +6,7 @@ import asyncio
 import socket
 
 from equipoise.dht.direct.listener import is_literal
+from equipoise.dht.direct.sockets import prepare
 
 DIAL_SECONDS = 1.5
 """For one address, so that three are tried: packets to an address of another network vanish without an answer."""
@@ -32,6 +33,7 @@ async def _connect(host: str, port: int) -> socket.socket:
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
+        prepare(connection)
         await loop.sock_connect(connection, address)
     except BaseException:
         connection.close()

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
+from equipoise.dht.direct.sockets import prepare
 from equipoise.dht.p2pd import ListenError
 
 BACKLOG = 128
@@ -79,6 +80,7 @@ def _listen(address: ListenAddress) -> socket.socket:
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
         listening.setblocking(False)
+        prepare(listening)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import socket
 import struct
 import sys
@@ -16,25 +17,47 @@ UNSENT_BYTES = 256 * 1024
 
 WITHIN_HOST = b"reno"
 """The congestion control between two processes of one machine, which every Linux has. BBR, where it is the system's
-default, paces what it sends: a timer for every few packets, twice the processor time per byte, and nothing to spare."""
+default, paces what it sends: a timer for every few packets, twice the processor time per byte, and nothing to spare.
+What was opened under BBR is paced for ever, whatever it is given later: every connection is opened under this one."""
 
+_NAME_BYTES = 16
+"""TCP_CA_NAME_MAX."""
 _INFO_BYTES = 128
 _INT = struct.Struct("=i")
 _ACKNOWLEDGED = struct.Struct("=120xQ")
 """tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
 
 
+def prepare(unopened: socket.socket) -> None:
+    """Set what a socket that is to connect or to listen wants, where the system has it."""
+    _control_congestion(unopened, WITHIN_HOST)
+
+
 def tune(connection: socket.socket) -> None:
-    """Set what every direct connection wants, where the system has it."""
+    """Set what an open connection wants, where the system has it; it began as a socket that was prepared."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_USER_TIMEOUT", USER_TIMEOUT_MS), ("TCP_NOTSENT_LOWAT", UNSENT_BYTES)):
         option = getattr(socket, name, None)
         if option is not None:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    if hasattr(socket, "TCP_CONGESTION") and _within_host(connection):
+    if not _within_host(connection):
+        _control_congestion(connection, _usual_congestion_control(connection.family))
+
+
+def _control_congestion(connection: socket.socket, how: bytes) -> None:
+    if hasattr(socket, "TCP_CONGESTION"):
         with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, WITHIN_HOST)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, how)
+
+
+@functools.cache
+def _usual_congestion_control(family: int) -> bytes:
+    """The system's choice, which a new socket has."""
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return b""
+    with socket.socket(family, socket.SOCK_STREAM) as fresh:
+        return fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
 
 
 def _within_host(connection: socket.socket) -> bool:
