@@ -1,5 +1,6 @@
 """Codecs: flat fp32 vectors to bytes and back."""
 
+from equipoise.compression.buffers import unwrapped
 from equipoise.compression.choice import kernels
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
@@ -14,4 +15,5 @@ __all__ = [
     "first_non_finite",
     "kernels",
     "parse_codec",
+    "unwrapped",
 ]

@@ -18,10 +18,16 @@ The error of a value is at most half a step, a / 254, and a few units in the las
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Values = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
 
 LEVELS = 127.0
 """Greatest code. -128 is never written, so that the codes are symmetric."""
@@ -40,6 +46,9 @@ MIN_SCALE = 2.0**-123
 SCALE_BYTES = 4
 """Scales are f32."""
 
+OWN_ADDRESS = 0
+"""Where no payload is: in its stead, to `ArrayKernels.reduce`, stand values that have not been encoded."""
+
 
 def payload_size(count: int, block: int) -> int:
     """Return the bytes of `count` encoded values."""
@@ -50,6 +59,32 @@ def planes(payload: torch.Tensor, count: int, block: int) -> tuple[torch.Tensor,
     """Return the scales, f32 [ceil(count / block)], and codes, int8 [count], of a payload; its memory, not copies."""
     split = -(-count // block) * SCALE_BYTES
     return payload[:split].view(torch.float32), payload[split:].view(torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayKernels:
+    """The same for arrays on a CPU, checks and all in one call: what a part takes on its way through a round.
+
+    Whatever is not as it should be (a size, an alignment, a value that is not finite, a payload that no encoder wrote)
+    makes them return False, with all content undefined; to say what it was is for others. values, out, own: f32 [n];
+    payload: uint8; weights: f64 [m].
+
+    Attributes:
+        encode: `(values, payload, block)`: fill `payload`.
+        decode: `(payload, out, block)`: fill `out`, if an encoder could have written `payload`.
+        sound: `(payload, n, block)`: whether an encoder could have written it.
+        reduce: `(addresses, weights, own, payload, out, block)`: add up payloads in turn, each times its weight in f32,
+            encode the sum into `payload`, and decode that into `out`. addresses, int64 [m]: where the payloads begin,
+            each as large as `payload`, kept alive by the caller; OWN_ADDRESS for `own` (empty if there is none) as it
+            would come back from its encoding. What has weight 0 is not looked at.
+        address: `(payload)`: where it begins.
+    """
+
+    encode: Callable[[Values, Bytes, int], bool]
+    decode: Callable[[Bytes, Values, int], bool]
+    sound: Callable[[Bytes, int, int], bool]
+    reduce: Callable[[NDArray[np.int64], NDArray[np.float64], Values, Bytes, Values, int], bool]
+    address: Callable[[Bytes], int]
 
 
 class Kernels(Protocol):
@@ -64,6 +99,10 @@ class Kernels(Protocol):
     def name(self) -> str:
         """What EQUIPOISE_KERNELS calls it."""
 
+    @property
+    def arrays(self) -> ArrayKernels | None:
+        """The same in fewer steps, if there is such a thing."""
+
     def quantise(self, values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
         """Fill `payload`; False, with its content undefined, if a value is not finite."""
 
@@ -72,29 +111,6 @@ class Kernels(Protocol):
 
     def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
-
-    def reduce(
-        self,
-        stack: torch.Tensor,
-        stride: int,
-        weights: Sequence[float],
-        payload: torch.Tensor,
-        out: torch.Tensor,
-        block: int,
-    ) -> bool:
-        """Accumulate payloads in turn into zeros, quantise the sum, dequantise that into `out`.
-
-        Args:
-            stack: uint8 [len(weights) * stride]: payload i begins at i * stride, a multiple of 4.
-            stride: Bytes from one payload to the next.
-            weights: One per payload; payloads of weight 0 are not looked at.
-            payload: Of the sum.
-            out: The sum as decoded from it.
-            block: Values per block.
-
-        Returns:
-            False, with all content undefined, if a value of the sum is not finite.
-        """
 
     def sound(self, payload: torch.Tensor, count: int, block: int) -> bool:
         """Whether an encoder could have written this: no scale but 0 or MIN_SCALE to MAX_SCALE, no code -128."""

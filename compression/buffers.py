@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from equipoise.compression.errors import CodecError
 
 Buffer = bytes | bytearray | memoryview | torch.Tensor
 """Bytes: anything that exports a contiguous buffer, or a contiguous uint8 tensor on any device."""
+
+Values = torch.Tensor | NDArray[np.float32]
+"""Values, f32 [n], contiguous: a tensor on any device, or an array."""
+
+_F32 = np.dtype(np.float32)
+
+
+def unwrapped(values: torch.Tensor) -> Values:
+    """Return `values` as what is quickest to slice and to hand to a codec, sharing its memory: on a CPU, an array.
+
+    (A slice of an array costs .07 us, one of a tensor .9; to turn the one into the other .5.)
+    """
+    return values.detach().numpy() if values.is_cpu else values.detach()
+
+
+def plain(values: Values) -> TypeGuard[NDArray[np.float32]]:
+    """Say whether compiled kernels can work on `values` as they are."""
+    return type(values) is np.ndarray and values.dtype is _F32 and values.ndim == 1 and values.flags.carray
+
+
+def raw(buffer: Buffer) -> NDArray[np.uint8] | None:
+    """Return `buffer` as an array if compiled kernels can work on it as it is."""
+    if type(buffer) is memoryview and buffer.c_contiguous and not buffer.readonly and buffer.nbytes:
+        return np.frombuffer(buffer, np.uint8)
+    return None
 
 
 class _Alias:

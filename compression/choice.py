@@ -6,6 +6,7 @@ import functools
 import os
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from equipoise.compression.blockwise import Kernels, payload_size
@@ -19,6 +20,7 @@ NAMES = ("torch", "numba")
 
 _TORCH = TorchKernels()
 _PROBE_BLOCK = 32
+_PROBE_WEIGHTS = (0.3, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +98,24 @@ def _run(kernels: Kernels, values: torch.Tensor) -> list[torch.Tensor]:
     decoded, total = torch.empty_like(values), values * 0.3
     kernels.dequantise(payload, decoded, _PROBE_BLOCK)
     kernels.accumulate(payload, 0.7, total, _PROBE_BLOCK)
-    return [payload, decoded, total]
+    return [payload, decoded, total, *_reduce(kernels, payload, values.flip(0))]
+
+
+def _reduce(kernels: Kernels, payload: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+    mean, out = torch.empty_like(payload), torch.zeros_like(own)
+    if kernels.arrays is not None:
+        kernels.arrays.reduce(
+            np.array([kernels.arrays.address(payload.numpy()), 0]),
+            np.array(_PROBE_WEIGHTS),
+            own.numpy(),
+            mean.numpy(),
+            out.numpy(),
+            _PROBE_BLOCK,
+        )
+        return [mean, out]
+    kernels.quantise(own, mean, _PROBE_BLOCK)
+    for each, weight in zip((payload, mean), _PROBE_WEIGHTS, strict=True):
+        kernels.accumulate(each, weight, out, _PROBE_BLOCK)
+    kernels.quantise(out, mean, _PROBE_BLOCK)
+    kernels.dequantise(mean, out, _PROBE_BLOCK)
+    return [mean, out]

@@ -15,14 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from equipoise.compression.buffers import Buffer, readable, writable
-from equipoise.compression.errors import CodecError
+from equipoise.compression.buffers import Buffer, Values, plain, readable, writable
+from equipoise.compression.errors import CodecError, NonFiniteError
 from equipoise.compression.finite import F32_MAX
-
-STACK_ALIGNMENT = 16
-"""Bytes; what every kernel's loads are content with."""
 
 if sys.byteorder != "little":
     raise ImportError("equipoise.compression: payloads are little-endian and this machine is not")
@@ -37,6 +35,9 @@ class EncodeReport:
     """
 
     clamped: int = 0
+
+
+UNCLAMPED = EncodeReport()
 
 
 class Codec(ABC):
@@ -57,7 +58,7 @@ class Codec(ABC):
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
 
-    def encode(self, values: torch.Tensor, out: Buffer) -> EncodeReport:
+    def encode(self, values: Values, out: Buffer) -> EncodeReport:
         """Encode `values` into `out`.
 
         Args:
@@ -77,21 +78,23 @@ class Codec(ABC):
         target.copy_(staged)
         return report
 
-    def decode(self, payload: Buffer, out: torch.Tensor) -> None:
+    def decode(self, payload: Buffer, out: Values) -> None:
         """Decode `payload` into `out`, f32 [n], contiguous, on any device.
 
-        Any bytes of the right size decode to something; `check` says whether they are what a codec writes.
-
         Raises:
-            CodecError: `payload` or `out` has another dtype, shape or size.
+            CodecError: The payload is none that an encoder writes, or it or `out` has another dtype, shape or size;
+                then `out` is undefined.
         """
         out = _vector(out)
-        self._decode(self._source(payload, out), out)
+        source = self._source(payload, out)
+        self._check(source, out.numel())
+        self._decode(source, out)
 
-    def accumulate(self, payload: Buffer, weight: float, into: torch.Tensor) -> None:
+    def accumulate(self, payload: Buffer, weight: float, into: Values) -> None:
         """Add `weight` times the decoded `payload` to `into`, f32 [n], contiguous, on any device.
 
-        Exactly `into = f32(into + f32(f32(weight) * decoded))` for every value, whatever the codec.
+        Exactly `into = f32(into + f32(f32(weight) * decoded))` for every value, whatever the codec. Any bytes of the
+        right size decode to something; `check` says whether they are what a codec writes.
 
         Raises:
             CodecError: `weight` is no finite f32, or `payload` or `into` has another dtype, shape or size.
@@ -100,12 +103,13 @@ class Codec(ABC):
         into = _vector(into)
         self._accumulate(self._source(payload, into), weight, into)
 
-    def stride(self, count: int) -> int:
-        """Return the bytes from one payload of `count` values to the next in a stack: aligned for everything."""
-        return -(-self.encoded_size(count) // STACK_ALIGNMENT) * STACK_ALIGNMENT
-
     def reduce(
-        self, stack: Buffer, weights: Sequence[float], mean: Buffer, out: torch.Tensor
+        self,
+        payloads: Sequence[Buffer | None],
+        weights: Sequence[float],
+        own: Values | None,
+        mean: Buffer,
+        out: Values,
     ) -> EncodeReport:
         """Encode the weighted sum of payloads into `mean`, and decode that into `out`.
 
@@ -113,29 +117,32 @@ class Codec(ABC):
         one.
 
         Args:
-            stack: `len(weights) * stride(n)` bytes: payload i begins at byte i * stride(n).
+            payloads: `encoded_size(n)` bytes each; None stands for the encoding of `own`.
             weights: One per payload; those of weight 0 are not looked at.
+            own: f32 [n], contiguous, on the device of `out`, apart from it in memory.
             mean: Writable, `encoded_size(n)` bytes.
             out: f32 [n], contiguous, on any device.
 
         Raises:
-            CodecError: A weight is no finite f32, a size or dtype differs, or the sum is not finite.
+            NonFiniteError: A value of `own` is NaN or infinite; names the first.
+            CodecError: A weight is no finite f32, a payload is missing, a size or dtype differs, or the sum is not
+                finite.
         """
         out = _vector(out)
-        stride = self.stride(out.numel())
-        rows = readable(stack)
-        if rows.numel() != len(weights) * stride or rows.data_ptr() % STACK_ALIGNMENT:
-            raise CodecError(
-                f"{self.spec}: expected a stack of {len(weights)} * {stride} bytes, aligned to {STACK_ALIGNMENT}, "
-                f"got {rows.numel()}"
-            )
+        own = None if own is None else _vector(own)
+        if len(weights) != len(payloads):
+            raise CodecError(f"{self.spec}: expected {len(payloads)} weights, got {len(weights)}")
         for weight in weights:
             _check_weight(weight)
+        sources = [
+            self._source(payload, out) if payload is not None and weight else None
+            for payload, weight in zip(payloads, weights, strict=True)
+        ]
         target = self._sized(writable(mean), out.numel())
         if self._direct(target, out):
-            return self._reduce(rows.to(out.device), stride, weights, target, out)
+            return self._reduce(sources, weights, own, target, out)
         staged = torch.empty(target.numel(), dtype=torch.uint8, device=out.device)
-        report = self._reduce(rows.to(out.device), stride, weights, staged, out)
+        report = self._reduce(sources, weights, own, staged, out)
         target.copy_(staged)
         return report
 
@@ -159,20 +166,26 @@ class Codec(ABC):
 
     def _reduce(
         self,
-        stack: torch.Tensor,
-        stride: int,
+        payloads: Sequence[torch.Tensor | None],
         weights: Sequence[float],
+        own: torch.Tensor | None,
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> EncodeReport:
         out.zero_()
-        for index, weight in enumerate(weights):
+        clamped = 0
+        for payload, weight in zip(payloads, weights, strict=True):
             if weight:
-                payload = stack[index * stride :][: mean.numel()]
-                self._accumulate(payload, weight, out)
-        report = self._encode(out, mean)
+                if payload is None:
+                    # Until the mean is there, its place is one for another payload.
+                    clamped += self._encode(_present(own, out), mean).clamped
+                self._accumulate(mean if payload is None else payload, weight, out)
+        try:
+            clamped += self._encode(out, mean).clamped
+        except NonFiniteError as error:
+            raise CodecError(f"{self.spec}: the weighted sum is not finite: {error}") from None
         self._decode(mean, out)
-        return report
+        return EncodeReport(clamped)
 
     @abstractmethod
     def _check(self, payload: torch.Tensor, count: int) -> None: ...
@@ -207,7 +220,23 @@ def _check_weight(weight: float) -> None:
         raise CodecError(f"a weight is a finite f32, not {weight}")
 
 
-def _vector(values: torch.Tensor) -> torch.Tensor:
+def _present(own: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    if own is None or own.numel() != out.numel() or own.device != out.device:
+        got = "none" if own is None else f"{own.numel()} on {own.device}"
+        raise CodecError(
+            f"a payload is missing: expected {out.numel()} values on {out.device} in its stead, got {got}"
+        )
+    return own
+
+
+def _vector(values: Values) -> torch.Tensor:
+    if isinstance(values, np.ndarray):
+        if not plain(values):
+            raise CodecError(
+                "expected a contiguous, writable float32 array of one dimension, "
+                f"got {values.dtype} {list(values.shape)}"
+            )
+        return torch.from_numpy(values)
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
         raise CodecError(
             f"expected a contiguous float32 tensor of one dimension, got {values.dtype} {list(values.shape)}"

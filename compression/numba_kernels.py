@@ -8,13 +8,21 @@ by zero a value rather than an exception, whose test would keep loops from being
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numba
 import numpy as np
 import torch
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE, SCALE_BYTES
+from equipoise.compression.blockwise import (
+    LEVELS,
+    MAX_SCALE,
+    MIN_ABSMAX,
+    MIN_SCALE,
+    OWN_ADDRESS,
+    SCALE_BYTES,
+    ArrayKernels,
+)
 
 _LEVELS = np.float32(LEVELS)
 _MAX_SCALE = np.float32(MAX_SCALE)
@@ -31,12 +39,34 @@ _PASS_VALUES = 65_536
 """Values quantised at a time: their 256 KB are still in the second-level cache when the second pass reads them."""
 
 _F32, _I32, _I8, _U8 = numba.float32[::1], numba.int32[::1], numba.int8[::1], numba.uint8[::1]
+_I64, _F64 = numba.int64[::1], numba.float64[::1]
 _compiled = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-@numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _I8, numba.int64), **_compiled)
-def _quantise_some(values, values_bits, scales, scales_bits, codes, block):  # type: ignore[no-untyped-def]
-    # Three short passes: LLVM vectorises each, but none of them where one loop over the blocks does all three.
+@intrinsic
+def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
+    """The pointer that an address, int64, is."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return numba.types.CPointer(numba.uint8)(numba.int64), generate
+
+
+@numba.njit(numba.int64(_U8), **_compiled)
+def _address(payload):  # type: ignore[no-untyped-def]
+    return payload.ctypes.data
+
+
+@numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
+def _fits(payload, count, block):  # type: ignore[no-untyped-def]
+    size = -(-count // block) * SCALE_BYTES + count
+    return payload.size == size and payload.ctypes.data % SCALE_BYTES == 0
+
+
+@numba.njit(numba.boolean(_I32, _F32, _I32, _F32, numba.int64), **_compiled)
+def _measure(values_bits, scales, scales_bits, inverses, block):  # type: ignore[no-untyped-def]
+    """Fill scales and inverses; False if a value is not finite."""
     greatest = np.int32(0)
     for b in range(scales.size):
         # Loops from zero over slices are vectorised; over values[start + i] they are not, and take ten times as long.
@@ -44,17 +74,26 @@ def _quantise_some(values, values_bits, scales, scales_bits, codes, block):  # t
         # Magnitudes of floats order like their bits, and integers have a vectorised maximum; NaN is the greatest.
         top = np.int32(0)
         for i in range(bits.size):
-            top = max(top, bits[i] & _MAGNITUDE)
+            # Without the cast numba widens them to 64 bits.
+            top = max(top, np.int32(bits[i] & _MAGNITUDE))
         scales_bits[b] = top
         greatest = max(greatest, top)
     if greatest >= _EXPONENT:
         return False
-    inverses = np.empty(scales.size, np.float32)
     for b in range(scales.size):
         absmax = scales[b]
         tiny = absmax < _MIN_ABSMAX
         inverses[b] = _ZERO if tiny else _LEVELS / absmax
         scales[b] = _ZERO if tiny else min(absmax / _LEVELS, _MAX_SCALE)
+    return True
+
+
+@numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _I8, numba.int64), **_compiled)
+def _quantise_some(values, values_bits, scales, scales_bits, codes, block):  # type: ignore[no-untyped-def]
+    # Three short passes: LLVM vectorises each, but none of them where one loop over the blocks does all three.
+    inverses = np.empty(scales.size, np.float32)
+    if not _measure(values_bits, scales, scales_bits, inverses, block):
+        return False
     for b in range(scales.size):
         inverse = inverses[b]
         row = values[b * block : (b + 1) * block]
@@ -65,7 +104,9 @@ def _quantise_some(values, values_bits, scales, scales_bits, codes, block):  # t
 
 
 @numba.njit(numba.boolean(_F32, _U8, numba.int64), **_compiled)
-def _quantise(values, payload, block):  # type: ignore[no-untyped-def]
+def _encode(values, payload, block):  # type: ignore[no-untyped-def]
+    if not _fits(payload, values.size, block):
+        return False
     split = -(-values.size // block) * SCALE_BYTES
     scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
     values_bits, scales_bits = values.view(np.int32), scales.view(np.int32)
@@ -101,6 +142,31 @@ def _dequantise(payload, out, block):  # type: ignore[no-untyped-def]
     _dequantise_some(payload[:split].view(np.float32), payload[split:].view(np.int8), out, block)
 
 
+@numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
+def _sound(payload, count, block):  # type: ignore[no-untyped-def]
+    if not _fits(payload, count, block):
+        return False
+    split = -(-count // block) * SCALE_BYTES
+    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
+    bad = 0
+    for b in range(scales.size):
+        # NaN compares false, and so counts as bad.
+        bad += not (scales[b] == _ZERO or (scales[b] >= _MIN_SCALE and scales[b] <= _MAX_SCALE))
+    low = np.int8(0)
+    for i in range(codes.size):
+        low = min(low, codes[i])
+    return bad == 0 and low > -128
+
+
+@numba.njit(numba.boolean(_U8, _F32, numba.int64), **_compiled)
+def _decode(payload, out, block):  # type: ignore[no-untyped-def]
+    # Two passes, of which the second finds in the second-level cache what the first has read.
+    if not _sound(payload, out.size, block):
+        return False
+    _dequantise(payload, out, block)
+    return True
+
+
 @numba.njit(numba.void(_F32, _I8, numba.float32, _F32, numba.int64), **_compiled)
 def _accumulate_some(scales, codes, weight, into, block):  # type: ignore[no-untyped-def]
     for b in range(scales.size):
@@ -117,24 +183,53 @@ def _accumulate(payload, weight, into, block):  # type: ignore[no-untyped-def]
     _accumulate_some(payload[:split].view(np.float32), payload[split:].view(np.int8), weight, into, block)
 
 
-@numba.njit(numba.boolean(_U8, numba.int64, _F32, _U8, _F32, numba.int64), **_compiled)
-def _reduce(stack, stride, weights, payload, out, block):  # type: ignore[no-untyped-def]
+@numba.njit(numba.boolean(_F32, _I32, numba.float32, _F32, numba.int64), **_compiled)
+def _accumulate_own(values, values_bits, weight, into, block):  # type: ignore[no-untyped-def]
+    """Add the weighted values as they would be decoded from their encoding; False if one is not finite."""
+    scales = np.empty(-(-values.size // block), np.float32)
+    inverses = np.empty(scales.size, np.float32)
+    if not _measure(values_bits, scales, scales.view(np.int32), inverses, block):
+        return False
+    for b in range(scales.size):
+        scale, inverse = scales[b], inverses[b]
+        of_block = values[b * block : (b + 1) * block]
+        row = into[b * block : (b + 1) * block]
+        for i in range(row.size):
+            row[i] += weight * (np.rint(of_block[i] * inverse) * scale)
+    return True
+
+
+@numba.njit(numba.boolean(_I64, _F64, _F32, _U8, _F32, numba.int64), **_compiled)
+def _reduce(addresses, weights, own, payload, out, block):  # type: ignore[no-untyped-def]
+    if not _fits(payload, out.size, block):
+        return False
+    shares = weights.astype(np.float32)
+    for m in range(shares.size):
+        if not np.isfinite(shares[m]) or addresses[m] % SCALE_BYTES:
+            return False
+        if shares[m] != _ZERO and addresses[m] == OWN_ADDRESS and own.size != out.size:
+            return False
     # A group of blocks at a time, whose sum stays in the first-level cache from the first payload to the decoded mean.
     split = -(-out.size // block) * SCALE_BYTES
     scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
-    scales_bits, out_bits = scales.view(np.int32), out.view(np.int32)
+    scales_bits, out_bits, own_bits = scales.view(np.int32), out.view(np.int32), own.view(np.int32)
     group = max(_GROUP_VALUES // block, 1) * block
     for start in range(0, out.size, group):
         stop = min(start + group, out.size)
         first, last = start // block, -(-stop // block)
         total = out[start:stop]
         total[:] = _ZERO
-        for m in range(weights.size):
-            if weights[m] != _ZERO:
-                row = stack[m * stride : m * stride + payload.size]
-                of_blocks = row[first * SCALE_BYTES : last * SCALE_BYTES].view(np.float32)
-                of_values = row[split + start : split + stop].view(np.int8)
-                _accumulate_some(of_blocks, of_values, weights[m], total, block)
+        for m in range(shares.size):
+            if shares[m] == _ZERO:
+                continue
+            if addresses[m] == OWN_ADDRESS:
+                if not _accumulate_own(own[start:stop], own_bits[start:stop], shares[m], total, block):
+                    return False
+                continue
+            row = numba.carray(_pointer(addresses[m]), (payload.size,))
+            of_blocks = row[first * SCALE_BYTES : last * SCALE_BYTES].view(np.float32)
+            of_values = row[split + start : split + stop].view(np.int8)
+            _accumulate_some(of_blocks, of_values, shares[m], total, block)
         if not _quantise_some(
             total, out_bits[start:stop], scales[first:last], scales_bits[first:last], codes[start:stop], block
         ):
@@ -143,28 +238,15 @@ def _reduce(stack, stride, weights, payload, out, block):  # type: ignore[no-unt
     return True
 
 
-@numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
-def _sound(payload, count, block):  # type: ignore[no-untyped-def]
-    split = -(-count // block) * SCALE_BYTES
-    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
-    bad = 0
-    for b in range(scales.size):
-        # NaN compares false, and so counts as bad.
-        bad += not (scales[b] == _ZERO or (scales[b] >= _MIN_SCALE and scales[b] <= _MAX_SCALE))
-    low = np.int8(0)
-    for i in range(codes.size):
-        low = min(low, codes[i])
-    return bad == 0 and low > -128
-
-
 class NumbaKernels:
     """See `blockwise.Kernels`; for tensors on a CPU."""
 
     name = "numba"
+    arrays = ArrayKernels(encode=_encode, decode=_decode, sound=_sound, reduce=_reduce, address=_address)
 
     def quantise(self, values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
         """Fill `payload`; False, with its content undefined, if a value is not finite."""
-        return bool(_quantise(values.numpy(), payload.numpy(), block))
+        return bool(_encode(values.numpy(), payload.numpy(), block))
 
     def dequantise(self, payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
         """Fill `out` with the decoded values."""
@@ -173,19 +255,6 @@ class NumbaKernels:
     def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
         """Add f32(f32(weight) * decoded) to `into`."""
         _accumulate(payload.numpy(), np.float32(weight), into.numpy(), block)
-
-    def reduce(
-        self,
-        stack: torch.Tensor,
-        stride: int,
-        weights: Sequence[float],
-        payload: torch.Tensor,
-        out: torch.Tensor,
-        block: int,
-    ) -> bool:
-        """Accumulate the weighted payloads of `stack`, quantise the sum, dequantise that into `out`."""
-        shares = np.array(weights, np.float32)
-        return bool(_reduce(stack.numpy(), stride, shares, payload.numpy(), out.numpy(), block))
 
     def sound(self, payload: torch.Tensor, count: int, block: int) -> bool:
         """Whether an encoder could have written this."""

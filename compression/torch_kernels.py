@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -15,6 +15,7 @@ class TorchKernels:
     """See `blockwise.Kernels`; every pass over values works in place on scratch space in cache."""
 
     name = "torch"
+    arrays = None
 
     def quantise(self, values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
         """Fill `payload`; False, with its content undefined, if a value is not finite."""
@@ -46,24 +47,6 @@ class TorchKernels:
             decoded = scratch(rows.numel(), rows.device).view(rows.shape)
             # add_(..., alpha=weight) would fuse the multiplication on CPUs that can.
             rows.add_(decoded.copy_(row_codes).mul_(row_scales).mul_(weight))
-
-    def reduce(
-        self,
-        stack: torch.Tensor,
-        stride: int,
-        weights: Sequence[float],
-        payload: torch.Tensor,
-        out: torch.Tensor,
-        block: int,
-    ) -> bool:
-        """Accumulate the weighted payloads of `stack`, quantise the sum, dequantise that into `out`."""
-        out.zero_()
-        for index, weight in enumerate(weights):
-            if weight:
-                self.accumulate(stack[index * stride :][: payload.numel()], weight, out, block)
-        finite = self.quantise(out, payload, block)
-        self.dequantise(payload, out, block)
-        return finite
 
     def sound(self, payload: torch.Tensor, count: int, block: int) -> bool:
         """Whether an encoder could have written this."""

@@ -10,11 +10,13 @@ from blake3 import blake3
 from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
-from equipoise.compression import Codec, NonFiniteError
+from equipoise.compression import Codec, NonFiniteError, unwrapped
 
 
 class Store:
     """Keeps what arrived, encodes what leaves, reduces, and decodes the result.
+
+    Whatever is kept stays in the buffer that it came in, which is of one frame and nobody writes to any more.
 
     Args:
         group: The round.
@@ -39,19 +41,21 @@ class Store:
         self._group = group
         self._me = me
         self._codec = codec
-        self._contribution = contribution
-        self._result = result
-        self._stacks: dict[int, memoryview] = {}
-        self._own: set[int] = set()
+        self._contribution = unwrapped(contribution)
+        self._result = unwrapped(result)
+        self._counts = [part.size for part in group.parts]
+        self._sizes = [codec.encoded_size(count) for count in self._counts]
+        self._kept: list[dict[int, memoryview]] = [{} for _ in group.parts]
+        self._shares: tuple[int, list[float]] = (0, [])
         self._means: dict[int, tuple[int, memoryview]] = {}
 
     def size(self, part: int) -> int:
         """Bytes of an encoded contribution to `part`, or of its encoded mean."""
-        return self._codec.encoded_size(self._group.parts[part].size)
+        return self._sizes[part]
 
     def take(self, part: int) -> memoryview:
         """Memory to receive an encoded contribution to `part`, or its encoded mean, into."""
-        return self._pool.take(self.size(part))
+        return self._pool.take(self._sizes[part])
 
     def encode(self, part: int) -> memoryview:
         """This member's encoded contribution to `part`.
@@ -59,8 +63,13 @@ class Store:
         Raises:
             CodecError: The values are not finite.
         """
-        payload = self.take(part)
-        self._encode(part, payload)
+        where = self._group.parts[part]
+        payload = self._pool.take(self._sizes[part])
+        try:
+            report = self._codec.encode(self._contribution[where.start : where.stop], payload)
+        except NonFiniteError as error:
+            raise self._located(part, error) from None
+        self.clamped += report.clamped
         return payload
 
     def keep_contribution(self, part: int, member: int, payload: memoryview) -> None:
@@ -69,9 +78,8 @@ class Store:
         Raises:
             CodecError: It does not decode to finite values.
         """
-        self._codec.check(payload, self._group.parts[part].size)
-        # Copied: whoever sends one part twice must not be able to change what was checked.
-        self._row(part, member)[:] = payload
+        self._codec.check(payload, self._counts[part])
+        self._kept[part][member] = payload
 
     def keep_mean(self, part: int, contributors: int, payload: memoryview) -> bytes:
         """Keep a mean that came from its owner, decode it; returns its BLAKE3.
@@ -79,8 +87,8 @@ class Store:
         Raises:
             CodecError: It does not decode to finite values.
         """
-        self._codec.check(payload, self._group.parts[part].size)
-        self._codec.decode(payload, self._values(part))
+        where = self._group.parts[part]
+        self._codec.decode(payload, self._result[where.start : where.stop])
         self._means[part] = (contributors, payload)
         return blake3(payload).digest()
 
@@ -102,46 +110,42 @@ class Store:
         Raises:
             CodecError: Our own values are not finite.
         """
-        if part not in self._own and contributors >> self._me & 1:
-            self._encode(part, self._row(part, self._me))
-            self._own.add(part)
-        # `sum` rounds otherwise from Python 3.12 on, and whoever reduces must get the same bytes.
-        total = math.fsum(self._group.weights[member] for member in members_of(contributors))
-        weights = [
-            weight / total if contributors >> member & 1 else 0.0
-            for member, weight in enumerate(self._group.weights)
+        where = self._group.parts[part]
+        weights, kept = self._weights(contributors), self._kept[part]
+        payloads = [
+            kept[member] if weight and member != self._me else None for member, weight in enumerate(weights)
         ]
-        mean = self.take(part)
-        report = self._codec.reduce(self._stack(part), weights, mean, self._values(part))
+        mean = self._pool.take(self._sizes[part])
+        own, out = self._contribution[where.start : where.stop], self._result[where.start : where.stop]
+        try:
+            report = self._codec.reduce(payloads, weights, own, mean, out)
+        except NonFiniteError as error:
+            raise self._located(part, error) from None
         self.clamped += report.clamped
         self._means[part] = (contributors, mean)
         return blake3(mean).digest()
 
-    def _encode(self, part: int, payload: memoryview) -> None:
-        where = self._group.parts[part]
-        try:
-            report = self._codec.encode(self._contribution[where.start : where.stop], payload)
-        except NonFiniteError as error:
-            raise NonFiniteError(where.start + error.index, len(self._contribution), error.value) from None
-        self.clamped += report.clamped
+    def _weights(self, contributors: int) -> list[float]:
+        """Each member's share of the weight; mostly asked of the same contributors for part after part."""
+        over, shares = self._shares
+        if over != contributors:
+            weights = self._group.weights
+            # `sum` rounds otherwise from Python 3.12 on, and whoever reduces must get the same bytes.
+            total = math.fsum(weights[member] for member in members_of(contributors))
+            shares = [
+                weight / total if contributors >> member & 1 else 0.0 for member, weight in enumerate(weights)
+            ]
+            self._shares = (contributors, shares)
+        return shares
 
-    def _values(self, part: int) -> torch.Tensor:
-        """This part of the result, f32 [values of the part]."""
-        where = self._group.parts[part]
-        return self._result[where.start : where.stop]
-
-    def _stack(self, part: int) -> memoryview:
-        """Room for the contributions of all members to `part`."""
-        if part not in self._stacks:
-            stride = self._codec.stride(self._group.parts[part].size)
-            self._stacks[part] = self._pool.take(stride * self._group.size)
-        return self._stacks[part]
-
-    def _row(self, part: int, member: int) -> memoryview:
-        start = member * self._codec.stride(self._group.parts[part].size)
-        return self._stack(part)[start : start + self.size(part)]
+    def _located(self, part: int, error: NonFiniteError) -> NonFiniteError:
+        """The same error, counted from the first value of all."""
+        return NonFiniteError(
+            self._group.parts[part].start + error.index, len(self._contribution), error.value
+        )
 
     def release(self) -> None:
         """Let go of all bytes."""
-        self._stacks.clear()
+        for kept in self._kept:
+            kept.clear()
         self._means.clear()

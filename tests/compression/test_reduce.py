@@ -2,85 +2,173 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
+import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equipoise.compression import Codec, CodecError, parse_codec
+from equipoise.compression import Codec, CodecError, NonFiniteError, kernels, parse_codec, unwrapped
 from equipoise.compression.blockwise import Kernels, payload_size, planes
 from equipoise.compression.torch_kernels import TorchKernels
 
 SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")
 
 
-def stack_of(codec: Codec, rows: list[torch.Tensor | None], count: int) -> torch.Tensor:
-    """Encoded rows one stride after the other; where a row is missing, bytes that decode to nothing good."""
-    stride = codec.stride(count)
-    stack = torch.full((len(rows) * stride,), 0xFF, dtype=torch.uint8)
-    for index, row in enumerate(rows):
-        if row is not None:
-            codec.encode(row, stack[index * stride :][: codec.encoded_size(count)])
-    return stack
+def encoded(codec: Codec, values: torch.Tensor) -> memoryview:
+    payload = memoryview(bytearray(codec.encoded_size(values.numel())))
+    codec.encode(values, payload)
+    return payload
 
 
 def in_turn(
-    codec: Codec, stack: torch.Tensor, weights: list[float], count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    total, mean = torch.zeros(count), torch.empty(codec.encoded_size(count), dtype=torch.uint8)
-    for index, weight in enumerate(weights):
+    codec: Codec, payloads: Sequence[memoryview | None], weights: list[float], own: torch.Tensor
+) -> tuple[bytes, torch.Tensor]:
+    """The mean, encoded and decoded, one step after the other."""
+    total, out = torch.zeros(own.numel()), torch.empty(own.numel())
+    for payload, weight in zip(payloads, weights, strict=True):
         if weight:
-            payload = stack[index * codec.stride(count) :][: mean.numel()]
-            codec.accumulate(payload, weight, total)
-    codec.encode(total, mean)
-    out = torch.empty(count)
+            codec.accumulate(encoded(codec, own) if payload is None else payload, weight, total)
+    mean = encoded(codec, total)
     codec.decode(mean, out)
-    return mean, out
+    return bytes(mean), out
 
 
-@settings(deadline=None, max_examples=60)
+@pytest.fixture(params=["torch", "numba"])
+def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each choice of kernels in turn."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setenv("EQUIPOISE_KERNELS", request.param)
+    kernels.cache_clear()
+    yield request.param
+    kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("chosen")
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     spec=st.sampled_from(SPECS),
     count=st.integers(1, 20_000),
     weights=st.lists(st.sampled_from([0.0, 1e-30, 0.1, 1 / 3, 0.5, 1.0]), min_size=1, max_size=6),
+    ours=st.none() | st.integers(0, 5),
+    arrays=st.booleans(),
     magnitude=st.sampled_from([1e-38, 1e-3, 1.0, 1e20]),
     seed=st.integers(0, 2**32),
 )
 def test_it_equals_the_steps_in_turn(
-    spec: str, count: int, weights: list[float], magnitude: float, seed: int
+    spec: str, count: int, weights: list[float], ours: int | None, arrays: bool, magnitude: float, seed: int
 ) -> None:
     codec, generator = parse_codec(spec), torch.Generator().manual_seed(seed)
-    rows = [torch.randn(count, generator=generator) * magnitude if weight else None for weight in weights]
-    stack = stack_of(codec, rows, count)
-    mean, out = torch.empty(codec.encoded_size(count), dtype=torch.uint8), torch.full((count,), float("nan"))
-    codec.reduce(stack, weights, mean, out)
-    expected_mean, expected_out = in_turn(codec, stack, weights, count)
-    assert torch.equal(mean, expected_mean)
+    rows = [torch.randn(count, generator=generator) * magnitude for _ in range(len(weights) + 1)]
+    own = rows.pop()
+    payloads = [
+        None if index == ours or not weight else encoded(codec, row)
+        for index, (row, weight) in enumerate(zip(rows, weights, strict=True))
+    ]
+    expected_mean, expected_out = in_turn(codec, payloads, weights, own)
+    mean, out = memoryview(bytearray(codec.encoded_size(count))), torch.full((count,), float("nan"))
+    before = own.clone()
+    as_given = unwrapped if arrays else torch.Tensor.detach
+    codec.reduce(payloads, weights, as_given(own), mean, as_given(out))
+    assert bytes(mean) == expected_mean
     assert torch.equal(out.view(torch.int32), expected_out.view(torch.int32))
+    assert torch.equal(own, before)
 
 
-def test_kernels_agree() -> None:
-    numba = pytest.importorskip("numba")
-    assert numba
-    from equipoise.compression.numba_kernels import NumbaKernels
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.usefixtures("chosen")
+def test_payloads_that_are_not_aligned_or_not_writable_are_reduced_like_others(spec: str) -> None:
+    codec, own = parse_codec(spec), torch.randn(1000, generator=torch.Generator().manual_seed(5))
+    payload = encoded(codec, own.flip(0))
+    room = bytearray(len(payload) + 4)
+    expected = in_turn(codec, [payload, None], [0.25, 0.75], own)
+    for shift in range(4):
+        shifted = memoryview(room)[shift : shift + len(payload)]
+        shifted[:] = payload
+        for each in (shifted, bytes(payload)):
+            mean, out = (
+                memoryview(bytearray(len(room)))[shift : shift + len(payload)],
+                np.empty(1000, np.float32),
+            )
+            codec.reduce([each, None], [0.25, 0.75], unwrapped(own), mean, out)
+            assert bytes(mean) == expected[0]
+            assert torch.equal(torch.from_numpy(out), expected[1])
 
-    count, block, stride, weights = 10_000, 128, 10_320, [0.25, 0.0, 0.75]
-    payload = stack_of(parse_codec("int8"), [torch.randn(count), None, torch.randn(count)], count)
-    assert payload.numel() == 3 * stride
 
-    def run(kernels: Kernels) -> list[torch.Tensor]:
-        mean, out = torch.empty(payload_size(count, block), dtype=torch.uint8), torch.empty(count)
-        assert kernels.reduce(payload, stride, weights, mean, out, block)
-        return [mean, out]
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("index", "wrong"), [(0, torch.nan), (999, torch.inf), (500, -torch.inf)])
+@pytest.mark.usefixtures("chosen")
+def test_own_values_that_are_not_finite_are_named(spec: str, index: int, wrong: float) -> None:
+    codec, own = parse_codec(spec), torch.ones(1000)
+    payload = encoded(codec, own)
+    own[index] = wrong
+    mean, out = memoryview(bytearray(len(payload))), torch.empty(1000)
+    for values, target in ((own, out), (unwrapped(own), unwrapped(out))):
+        with pytest.raises(NonFiniteError, match=f"value {index} of 1000 is {wrong}") as caught:
+            codec.reduce([payload, None], [0.5, 0.5], values, mean, target)
+        assert caught.value.index == index
+        codec.reduce([payload, None], [1.0, 0.0], values, mean, target)
+        assert torch.equal(out, torch.ones(1000))
 
-    for compiled, reference in zip(run(NumbaKernels()), run(TorchKernels()), strict=True):
-        assert torch.equal(compiled, reference)
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.usefixtures("chosen")
+def test_a_sum_that_is_not_finite_is_no_fault_of_our_values(spec: str) -> None:
+    codec, own = parse_codec(spec), torch.full((100,), torch.finfo(torch.float32).max)
+    mean = memoryview(bytearray(codec.encoded_size(100)))
+    weights = [1e38, 1e38]
+    with pytest.raises(CodecError, match="the weighted sum is not finite") as caught:
+        codec.reduce([encoded(codec, own), None], weights, unwrapped(own), mean, np.empty(100, np.float32))
+    assert not isinstance(caught.value, NonFiniteError)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "numba"])
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.usefixtures("chosen")
+def test_what_does_not_fit_is_refused(spec: str) -> None:
+    codec, own = parse_codec(spec), np.ones(100, np.float32)
+    size = codec.encoded_size(100)
+    payload, mean, out = memoryview(bytearray(size)), memoryview(bytearray(size)), np.empty(100, np.float32)
+    for weight in (float("inf"), float("nan"), 1e39):
+        with pytest.raises(CodecError, match="finite f32"):
+            codec.reduce([payload], [weight], own, mean, out)
+    for no in (None, own[:99]):
+        with pytest.raises(CodecError, match="expected 100 values on cpu in its stead"):
+            codec.reduce([None], [1.0], no, mean, out)
+    with pytest.raises(CodecError, match="expected 1 weights, got 2"):
+        codec.reduce([payload], [0.5, 0.5], own, mean, out)
+    for short in (payload[:-1], memoryview(bytearray(size + 4))):
+        with pytest.raises(CodecError, match="100 values are"):
+            codec.reduce([short], [1.0], own, mean, out)
+        with pytest.raises(CodecError, match="100 values are"):
+            codec.reduce([payload], [1.0], own, short, out)
+    for values in (np.ones(100), np.ones(200, np.float32)[::2], np.ones((10, 10), np.float32)):
+        with pytest.raises(
+            CodecError, match="expected a contiguous, writable float32 array of one dimension"
+        ):
+            codec.reduce([payload], [1.0], own, mean, values)
+
+
+def test_what_travels_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays and the memory of a pool go to compiled kernels as they are."""
+    pytest.importorskip("numba")
+    for name in ("encode", "decode", "check", "reduce"):
+        monkeypatch.setattr(Codec, name, None)
+    codec, own, out = parse_codec("int8"), np.ones(1000, np.float32), np.empty(1000, np.float32)
+    payload, mean = (memoryview(bytearray(codec.encoded_size(1000))) for _ in range(2))
+    codec.encode(own, payload)
+    codec.check(payload, 1000)
+    codec.reduce([payload, None, None], [0.5, 0.5, 0.0], own, mean, out)
+    codec.decode(mean, out)
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize("name", ["torch", "numba"])
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), 1e-40, -1.0])
-def test_unsound_scales_and_codes_are_seen(kernels: str, scale: float) -> None:
-    if kernels == "numba":
+def test_unsound_scales_and_codes_are_seen(name: str, scale: float) -> None:
+    if name == "numba":
         pytest.importorskip("numba")
         from equipoise.compression.numba_kernels import NumbaKernels
 
@@ -97,17 +185,3 @@ def test_unsound_scales_and_codes_are_seen(kernels: str, scale: float) -> None:
     assert not implementation.sound(payload, count, block)
     codes[-1], scales[2] = 0, scale
     assert not implementation.sound(payload, count, block)
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_stack_of_another_size_is_refused(spec: str) -> None:
-    codec = parse_codec(spec)
-    mean = torch.empty(codec.encoded_size(100), dtype=torch.uint8)
-    with pytest.raises(CodecError, match="expected a stack of 2"):
-        codec.reduce(
-            torch.empty(2 * codec.stride(100) - 16, dtype=torch.uint8), [1.0, 1.0], mean, torch.empty(100)
-        )
-    with pytest.raises(CodecError, match="finite f32"):
-        codec.reduce(
-            torch.empty(codec.stride(100), dtype=torch.uint8), [float("inf")], mean, torch.empty(100)
-        )
