@@ -333,13 +333,14 @@ class Run:
     ) -> PendingMean:
         """Get from other peers the mean that the group applied to a state, where this peer missed it.
 
-        Daemons keep the last few of a run whose `step` is given states. That it is the group's, only the state tells
-        that it must lead to, or that most offer it. One download at a time, of this or by `fetch`.
+        Daemons keep the last few of a run whose `step` is given states, with the signed votes of the round's majority,
+        which prove what it came to. One download at a time, of this or by `fetch`.
 
         Args:
             after: The state.
             timeout: Seconds after which it has ended one way or the other; if nobody has it, that is known soon.
-            proved: Whether the caller will check where it leads to; if not, most known peers must offer it.
+            proved: Whether the caller will check where it leads to; if not, most of those by whom this peer knows
+                its state, from its last round or snapshot, must have voted for it.
             patient: Where nobody has it: whether to wait for those who are not as far.
 
         Raises:

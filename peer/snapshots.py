@@ -8,7 +8,6 @@ import math
 import torch
 
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.transfer.mean import MeanError
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import Refused
 from equipoise.peer.images import SharedImage
@@ -72,7 +71,7 @@ async def fetch_mean(transfer: Transfer, request: FetchMean, memory: SharedImage
             memory.allocate(memory.capacity)
             return torch.frombuffer(memory.view(memory.capacity, writable=True), dtype=torch.float32)
         except Refused as error:
-            raise MeanError(str(error)) from error
+            raise ValueError(str(error)) from error
 
     return await transfer.recover(request.after, request.timeout, result, request.proved, request.patient)
 

@@ -7,16 +7,19 @@ import heapq
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from blake3 import blake3
 
 from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import TICKET_BYTES
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.transfer.events import (
     Allocate,
     AnswerReceived,
+    Check,
+    Checked,
     ChunkReceived,
     DigestsReceived,
     Fail,
@@ -55,6 +58,10 @@ second; a directory that is flooded with names must not have all of them dialled
 Room = Callable[[int], Awaitable[memoryview]]
 """Makes room for an image: a writable view of just so many bytes. Raises ValueError where there is none."""
 
+Examine = Callable[[memoryview, Sequence[Commit]], Awaitable[str]]
+"""Finds out whether the image of a mean is the group's, given what was given to prove it; returns why not, or nothing.
+Raises ValueError where there is no room for it."""
+
 log = logging.getLogger(__name__)
 
 
@@ -71,16 +78,22 @@ class Download:
         mesh: Sends frames.
         timeout: Seconds for everything.
         room: Makes memory for the image.
+        examine: Looks at the image of a mean; of a snapshot nothing is asked.
 
     Attributes:
         outcome: What it came to.
+        donors: Who offered what has come.
     """
 
-    def __init__(self, request: Request, mesh: Mesh, timeout: float, room: Room) -> None:
+    def __init__(
+        self, request: Request, mesh: Mesh, timeout: float, room: Room, examine: Examine | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[FetchOutcome] = self._loop.create_future()
         self._mesh = mesh
         self._room = room
+        self._examine = examine
+        self.donors: frozenset[str] = frozenset()
         self._began = self._loop.time()
         self._ticket = request.ticket
         self._machine = Fetch(request, self._began, timeout)
@@ -91,6 +104,7 @@ class Download:
         self._entered: set[str] = set()
         self._due: Counter[str] = Counter()
         self._making: asyncio.Task[None] | None = None
+        self._examining: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @staticmethod
@@ -182,6 +196,8 @@ class Download:
                     self._send(peer, message)
                 case Allocate(image):
                     self._allocate(image)
+                case Check(proofs):
+                    self._examining = asyncio.create_task(self._look_at(proofs))
                 case Finish() | Fail():
                     self._end(action)
         self._schedule()
@@ -212,9 +228,21 @@ class Download:
         else:
             self._tell(MemoryReady(image.size))
 
+    async def _look_at(self, proofs: Sequence[Commit]) -> None:
+        assert self._examine is not None, "who is after a mean can tell whether it is one"
+        try:
+            event: FetchEvent = Checked(await self._examine(self._memory, proofs))
+        except ValueError as error:
+            event = MemoryRefused(str(error))
+        except Exception:
+            log.exception("an image of %d bytes could not be looked at", len(self._memory))
+            event = MemoryRefused("looking at the mean failed here; the daemon's log says more")
+        self._tell(event)
+
     def _end(self, action: Finish | Fail) -> None:
         seconds = self._loop.time() - self._began
         if isinstance(action, Finish):
+            self.donors = action.donors
             outcome = FetchOutcome(
                 ok=True,
                 reason=action.reason,

@@ -1,21 +1,24 @@
 """The bytes of means that were missed: those that a daemon keeps for others, and one that it has been sent.
 
 What comes is proved step by step: the joins are signed by those whom they name, the manifest's hash is the round's id,
-and the mean's digest is over that, the contributors and every encoded byte. Whether it is the mean that the group made
-of its state, only the digest tells, to whom knows what state it must lead to.
+the mean's digest is over that, the contributors and every encoded byte, and more than half of the members have signed
+that digest. Whether their round was the group's, those tell by whom this peer knows its state (`transfer.votes`), or
+the digest, to whom knows what state it must lead to.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
 from equipoise.averaging.aio.round import group_of
 from equipoise.averaging.allreduce.ballot import members_of
-from equipoise.averaging.manifest import ManifestError, Verify
+from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.allreduce.messages import Commit
+from equipoise.averaging.manifest import Manifest, ManifestError, Verify
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import MAX_GROUP_SIZE, RunSpec
 from equipoise.averaging.state import StateId
@@ -27,6 +30,7 @@ from equipoise.averaging.transfer.mean import (
     cut,
     read_head,
 )
+from equipoise.averaging.transfer.votes import Circle, VotesError, voters, without_forged
 from equipoise.compression import CodecError, parse_codec
 
 PART_SLACK_BYTES = 64
@@ -34,7 +38,7 @@ PART_SLACK_BYTES = 64
 
 
 Room = Callable[[], torch.Tensor]
-"""Makes room for a mean, f32 [D]."""
+"""Makes room for a mean, f32 [D]. Raises ValueError where there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +49,40 @@ class Imaged:
         image: Its bytes.
         digests: Of its chunks.
         name: What it is called.
+        proof: Votes of its round's majority.
     """
 
     image: memoryview
     digests: bytes
     name: ImageId
+    proof: Commit
 
     @classmethod
-    def of(cls, mean: EncodedMean) -> Imaged:
-        """Make it: a copy of all bytes, and their digests; for a thread."""
+    def of(cls, mean: EncodedMean, proof: Commit, verify: Verify) -> Imaged:
+        """Make it: a copy of all bytes, and their digests; for a thread.
+
+        Raises:
+            VotesError: Liars voted, so that the mean cannot be proved to others.
+        """
+        proof = without_forged(proof, mean.manifest, verify)
         image = memoryview(mean.image())
         digests = digests_of(image)
-        return cls(image, digests, ImageId.of(len(image), digests))
+        return cls(image, digests, ImageId.of(len(image), digests), proof)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which mean is wanted.
+
+    Attributes:
+        run: The run.
+        after: The state that it must lead on from.
+        circle: Who tells that it is the group's; None where the state tells that it must lead to.
+    """
+
+    run: RunSpec
+    after: StateId
+    circle: Circle | None
 
 
 def most_bytes(spec: RunSpec) -> int:
@@ -72,22 +98,26 @@ async def room(size: int) -> memoryview:
     return memoryview(mmap.mmap(-1, size))
 
 
-def decode(image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Room) -> Outcome:
+def decode(
+    image: memoryview, wanted: Wanted, proofs: Iterable[Commit], verify: Verify, room: Room
+) -> tuple[Outcome, Manifest]:
     """Check an image of a mean, and decode it; for a thread.
 
     Args:
         image: Its bytes.
-        spec: The run.
-        after: The state that it must lead on from.
-        verify: Checks a join's signature.
+        wanted: What it must be.
+        proofs: What was given to prove it.
+        verify: Checks signatures.
         room: Makes room for the mean; what is there is undefined if this raises.
 
     Returns:
-        What the round came to.
+        What the round came to, and who was in it.
 
     Raises:
-        MeanError: It is none, or of another run or state.
+        MeanError: It is none, of another run or state, or not proved.
+        ValueError: There is no room.
     """
+    spec = wanted.run
     manifest, contributors, payload = read_head(image)
     try:
         manifest.check(verify, spec=spec.hash, group_size=spec.group_size, own=None)
@@ -95,15 +125,25 @@ def decode(image: memoryview, spec: RunSpec, after: StateId, verify: Verify, roo
         codec = parse_codec(spec.codec)
         parts = cut(payload, [codec.encoded_size(part.size) for part in group.parts])
         mean = EncodedMean(manifest, contributors, parts)
-        if mean.before != after:
-            raise MeanError(f"expected the mean after epoch {after.epoch}, got one after {mean.before}")
+        if mean.before != wanted.after:
+            raise MeanError(
+                f"expected the mean after epoch {wanted.after.epoch}, got one after {mean.before}"
+            )
+        digest = mean.digest()
+        voted = voters(manifest, contributors, digest, proofs, verify)
+        if wanted.circle is not None:
+            wanted.circle.check(manifest, voted)
         result = room()
         for part, encoded in zip(group.parts, parts, strict=True):
             codec.check(encoded, part.size)
             codec.decode(encoded, result[part.start : part.stop])
-    except (ManifestError, CodecError) as error:
+    except (ManifestError, VotesError, CodecError) as error:
         raise MeanError(str(error)) from error
-    counted = list(members_of(contributors))
+    return _outcome(mean, group, digest, spec), manifest
+
+
+def _outcome(mean: EncodedMean, group: Group, digest: bytes, spec: RunSpec) -> Outcome:
+    manifest, counted = mean.manifest, list(members_of(mean.contributors))
     return Outcome(
         ok=True,
         reason=f"missed, and had from others: mean over {len(counted)} of {group.size} members",
@@ -111,8 +151,8 @@ def decode(image: memoryview, spec: RunSpec, after: StateId, verify: Verify, roo
         round=manifest.round,
         group=manifest.peers,
         contributors={manifest.peers[member]: group.weights[member] for member in counted},
-        digest=mean.digest().hex(),
-        bytes_received=len(image),
-        compression_ratio=4 * spec.schema.size / codec.encoded_size(spec.schema.size),
+        digest=digest.hex(),
+        bytes_received=mean.size,
+        compression_ratio=4 * spec.schema.size / parse_codec(spec.codec).encoded_size(spec.schema.size),
         states={join.peer: join.state for join in manifest.members if join.state is not None},
     )

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import torch
@@ -48,6 +49,7 @@ from equipoise.averaging.partition import partition
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.transfer.mean import EncodedMean
+from equipoise.averaging.transfer.votes import Prove
 from equipoise.compression import Codec, CodecError, NonFiniteError
 
 ROUND_FRAME = b"R"
@@ -106,7 +108,7 @@ class Round:
         task: What to do.
         mesh: Sends frames.
         closed: Called once, when the round can be forgotten.
-        keep: Called with the mean as it travelled, if it comes to one.
+        keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
     """
 
     def __init__(
@@ -114,7 +116,7 @@ class Round:
         task: Task,
         mesh: Mesh,
         closed: Callable[[Round], None],
-        keep: Callable[[EncodedMean], None] = lambda mean: None,
+        keep: Callable[[EncodedMean, Prove], None] = lambda mean, prove: None,
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
@@ -340,7 +342,8 @@ class Round:
 
     def _finished(self, end: Finish) -> Outcome:
         counted = list(members_of(end.decision.contributors))
-        self._keep(EncodedMean(self._task.manifest, end.decision.contributors, self._store.means()))
+        mean = EncodedMean(self._task.manifest, end.decision.contributors, self._store.means())
+        self._keep(mean, partial(self._notary.proof, end.decision, end.digest))
         reason = f"mean over {len(counted)} of {self.group.size} members"
         return msgspec.structs.replace(
             self._outcome(True, reason),

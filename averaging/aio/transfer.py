@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 import torch
 
 from equipoise.averaging.aio import keeping
-from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Room, flow_of
+from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Examine, Room, flow_of
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.sendqueue import Frame
 from equipoise.averaging.allowance import Allowance
+from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import Outcome
@@ -58,6 +58,7 @@ from equipoise.averaging.transfer.messages import (
     encode,
 )
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.transfer.votes import Circle, Prove, VotesError
 
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache during a download: who has come, and who has gone."""
@@ -78,6 +79,14 @@ class _Held:
 
     image: memoryview
     digests: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A mean of which no image has been made, and what tells the votes for it."""
+
+    mean: EncodedMean
+    prove: Prove
 
 
 class Transfer:
@@ -111,7 +120,8 @@ class Transfer:
         self._donor = Donor()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS)
         self._held: dict[bytes, _Held] = {}
-        self._means: dict[StateId, EncodedMean | ImageId] = {}
+        self._means: dict[StateId, _Kept | ImageId] = {}
+        self._circle = Circle()
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
         self._offering = asyncio.Lock()
@@ -180,24 +190,28 @@ class Transfer:
         self._require_idle()
         self._tell(FetchBegan())
         try:
-            outcome = await self._get(request, timeout, room)
+            download = await self._get(request, timeout, room)
         finally:
             self._tell(FetchEnded())
+        outcome = download.outcome.result()
+        if outcome.ok:
+            self._circle = Circle(download.donors)
         log.info("run %s: %s", self._spec.name, _told(outcome))
         return outcome
 
-    def keep(self, mean: EncodedMean) -> None:
+    def keep(self, mean: EncodedMean, prove: Prove) -> None:
         """A round has come to a mean: keep it for those who missed it, if there is a state that it leads on from."""
         before = mean.before
         if before is not None and not self._left:
             self._drop(before)
-            self._means[before] = mean
+            self._means[before] = _Kept(mean, prove)
             self._tell(MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """A round of this run exchanges values here; `over` is called when it has ended."""
         before = group_state(join.state for join in manifest.members if join.state is not None)
         if before is not None:
+            self._circle = Circle.of(manifest, self._mesh.peer)
             self._tell(RoundBegan(before))
 
     def over(self, outcome: object) -> None:
@@ -217,9 +231,9 @@ class Transfer:
         Args:
             after: A state.
             timeout: Seconds for everything.
-            result: Makes room for the mean, f32 [D], once it is here; called in a thread.
-            proved: Whether who asks will know whether it is the group's; if not, it must be what most peers offer, and
-                this peer stands at that state.
+            result: Makes room for the mean, f32 [D], once it is here and proved; called in a thread.
+            proved: Whether who asks will know by its digest whether it is the group's; if not, this peer stands at that
+                state, and those tell by whom it knows it.
             patient: Where nobody has it: whether to wait for those who are not as far.
 
         Raises:
@@ -227,22 +241,25 @@ class Transfer:
         """
         if not proved:
             self.reach(after.epoch)
-        ticket, limit, image = Download.ticket(), keeping.most_bytes(self._spec), memoryview(b"")
+        found: list[Outcome] = []
+        wanted = keeping.Wanted(self._spec, after, None if proved else self._circle)
 
-        async def room(size: int) -> memoryview:
-            nonlocal image
-            image = await keeping.room(size)
-            return image
-
-        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, proved, patient)
-        got = await self._get(request, timeout, room)
-        round_ = Outcome(ok=False, reason=got.reason, run=self._spec.name)
-        if got.ok:
-            decode = partial(keeping.decode, image, self._spec, after, self._verify, result)
+        async def examine(image: memoryview, proofs: Sequence[Commit]) -> str:
+            decode = partial(keeping.decode, image, wanted, proofs, self._verify, result)
             try:
-                round_ = await self._loop.run_in_executor(None, decode)
+                outcome, manifest = await self._loop.run_in_executor(None, decode)
             except MeanError as error:
-                round_ = msgspec.structs.replace(round_, reason=f"what others keep is no mean: {error}")
+                return str(error)
+            if not proved:
+                self._circle = Circle.of(manifest, self._mesh.peer)
+            found.append(outcome)
+            return ""
+
+        ticket, limit = Download.ticket(), keeping.most_bytes(self._spec)
+        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, patient)
+        download = await self._get(request, timeout, keeping.room, examine)
+        got = download.outcome.result()
+        round_ = found[0] if got.ok else Outcome(ok=False, reason=got.reason, run=self._spec.name)
         log.info("run %s, after epoch %d: %s", self._spec.name, after.epoch, round_.reason)
         return MeanOutcome(round=round_, sources=got.sources, behind=got.behind, unheard=got.unheard)
 
@@ -306,20 +323,22 @@ class Transfer:
             self._tell(SnapshotReady(state, name))
 
     async def _make_image(self, before: StateId) -> None:
-        mean = self._means.get(before)
-        if isinstance(mean, EncodedMean):
+        kept = self._means.get(before)
+        if isinstance(kept, _Kept):
+            make = partial(keeping.Imaged.of, kept.mean, kept.prove(), self._verify)
             try:
-                made = await self._loop.run_in_executor(None, keeping.Imaged.of, mean)
-            except MemoryError:
+                made = await self._loop.run_in_executor(None, make)
+            except (MemoryError, VotesError) as error:
+                why = str(error) or "no memory"
                 log.warning(
-                    "run %s: no memory to pass on the mean after epoch %d", self._spec.name, before.epoch
+                    "run %s: the mean after epoch %d is not passed on: %s", self._spec.name, before.epoch, why
                 )
                 self._tell(MeanReady(before, None))
                 return
-            if self._means.get(before) is mean:  # It has not been dropped meanwhile.
+            if self._means.get(before) is kept:  # It has not been dropped meanwhile.
                 self._means[before] = made.name
                 self._held[made.name.digest] = _Held(made.image, made.digests)
-                self._tell(MeanReady(before, made.name))
+                self._tell(MeanReady(before, made.name, made.proof))
 
     def _drop(self, before: StateId) -> None:
         mean = self._means.pop(before, None)
@@ -402,14 +421,17 @@ class Transfer:
         if self._download is not None:
             raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
 
-    async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
+    async def _get(
+        self, request: Request, timeout: float, room: Room, examine: Examine | None = None
+    ) -> Download:
         self._require_idle()
+        download = self._download = Download(request, self._mesh, timeout, room, examine)
         if self._left:
-            return FetchOutcome(ok=False, reason=self._left)
-        download = self._download = Download(request, self._mesh, timeout, room)
+            download.withdraw(self._left)
         looking = self._spawn(self._look_regularly(download))
         try:
-            return await asyncio.shield(download.outcome)
+            await asyncio.shield(download.outcome)
+            return download
         except asyncio.CancelledError:
             download.withdraw("cancelled")
             raise

@@ -5,6 +5,8 @@ each other, and learn from a `Commit` who voted. There each vote comes with its 
 ballot, the decision and the digest; what is not signed is not believed, except of the sender itself. Nothing is checked
 that is known already, so where all hear all, a round costs one signature per member and no check.
 
+Whoever missed the round is convinced in the same way: the mean goes to it with the signatures that were seen (`proof`).
+
 A member can still lend its own vote to a mean that it does not hold, or to two. That it takes a majority less one of
 honest votes to make one is all that Paxos promises here; agreement despite liars in the majority would take two thirds.
 """
@@ -19,6 +21,7 @@ import msgspec
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER, Vote, members_of
+from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.manifest import Sign, Verify
 
 DOMAIN = b"equipoise vote 1\0"
@@ -85,13 +88,23 @@ class Notary:
                 return msgspec.structs.replace(message, holders=proved)
         return message
 
+    def proof(self, decision: Decision, digest: bytes) -> wire.Commit:
+        """What proves to strangers that the round came to this mean, which is whole here: all votes known by now."""
+        same = [vote for vote in self._signatures if (vote.decision, vote.digest) == (decision, digest)]
+        vote = max(same, key=lambda one: len(self._signatures[one]), default=Vote(0, decision, digest))
+        self._sign(vote)
+        signed = sorted(self._signatures[vote].items())
+        return wire.Commit(vote.ballot, decision, digest, sum(1 << one for one, _ in signed), tuple(signed))
+
     def _proved(self, sender: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
         if voter in self._signatures.get(vote, ()):
             return True
         if signature is None or self._bad[sender] >= MAX_BAD_SIGNATURES:
             return False
         # What a voter says itself is true of it; without a signature we could not tell it on, so it must have one.
-        if voter != sender and not self._keys.verify(self._peers[voter], self._statement(vote), signature):
+        if voter != sender and not self._keys.verify(
+            self._peers[voter], statement(self._round_id, vote), signature
+        ):
             self._bad[sender] += 1
             return False
         self._keep(sender, voter, vote, signature)
@@ -100,7 +113,7 @@ class Notary:
     def _sign(self, vote: Vote) -> bytes:
         signed = self._signatures.setdefault(vote, {})
         if self._me not in signed:
-            signed[self._me] = self._keys.sign(self._statement(vote))
+            signed[self._me] = self._keys.sign(statement(self._round_id, vote))
         return signed[self._me]
 
     def _keep(self, teller: int, voter: int, vote: Vote, signature: bytes) -> None:
@@ -112,5 +125,17 @@ class Notary:
             known = self._signatures[vote] = {}
         known.setdefault(voter, signature)
 
-    def _statement(self, vote: Vote) -> bytes:
-        return DOMAIN + self._round_id + wire.encode(wire.Held(vote.ballot, vote.decision, vote.digest))
+
+def statement(round_id: bytes, vote: Vote) -> bytes:
+    """What a member of a round signs to cast a vote."""
+    return DOMAIN + round_id + wire.encode(wire.Held(vote.ballot, vote.decision, vote.digest))
+
+
+def signers(round_id: bytes, peers: Sequence[str], commit: wire.Commit, verify: Verify) -> int:
+    """Bitmask of the members, of a round of `peers`, whose own signature of its vote is under a commit."""
+    said = statement(round_id, Vote(commit.ballot, commit.decision, commit.digest))
+    return sum(
+        1 << member
+        for member, signature in dict(commit.signatures).items()
+        if member < len(peers) and verify(peers[member], said, signature)
+    )

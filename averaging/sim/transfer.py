@@ -23,6 +23,8 @@ from equipoise.averaging.transfer.events import (
     AnswerReceived,
     AskReceived,
     BodySent,
+    Check,
+    Checked,
     ChunkReceived,
     DigestsReceived,
     DonorEvent,
@@ -64,6 +66,9 @@ MEAN = "mean"
 
 DIGEST_SECONDS_PER_CHUNK = 0.0002
 """BLAKE3 of one chunk, as measured."""
+
+CHECK_SECONDS = 0.02
+"""To check a mean's votes and decode it."""
 
 RECORD_SECONDS = 15.0
 """How long the directory lists whoever says nothing any more."""
@@ -415,7 +420,6 @@ class SimNewcomer:
             present + scenario.at_least,
             scenario.chunks * CHUNK_BYTES,
             state_of(max(present - scenario.missed, 0)) if scenario.missed else None,
-            proved=True,
         )
         self.request = request
         self._world = world
@@ -441,6 +445,8 @@ class SimNewcomer:
                 case Allocate(image):
                     self._image, self._chunks = image, {}
                     self._world.at(self._world.now + 0.01, partial(self.tell, MemoryReady(image.size)))
+                case Check():
+                    self._world.at(self._world.now + CHECK_SECONDS, partial(self.tell, self._look()))
                 case Finish() | Fail():
                     took = self._world.now - self._began
                     self._world.results[self._name] = Result(took, action, self._chunks)
@@ -466,6 +472,13 @@ class SimNewcomer:
             if genuine:
                 self._chunks[message.chunk] = True
             self.tell(ChunkReceived(peer, self._image, message.chunk, genuine))
+
+    def _look(self) -> Checked:
+        """Votes tell a mean that the group came to from any other."""
+        after = self.request.after
+        assert after is not None, "it is after a mean"
+        genuine = self._image == image_of(after, self._world.scenario.chunks, MEAN)
+        return Checked("" if genuine else "it is made up")
 
     def _listed(self) -> Iterable[str]:
         return (name for name, donor in self._world.donors.items() if donor.trouble.absent or not donor.gone)

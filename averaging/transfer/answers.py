@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.transfer.messages import Answer, Offer
 
 ANSWER_SECONDS = 1.0
@@ -71,6 +72,10 @@ class Answers:
     def offers(self, peer: str, offer: Offer) -> bool:
         """Whether `peer` offers it."""
         return peer in self._answers and offer in self._answers[peer].offers
+
+    def proofs(self, offer: Offer) -> dict[str, Commit | None]:
+        """Who offers it, and what it gives to prove it."""
+        return {peer: answer.proof for peer, answer in self._answers.items() if offer in answer.offers}
 
     def deadline(self, now: float) -> float:
         """When it may come to another result without an answer."""

@@ -33,7 +33,6 @@ from equipoise.averaging.transfer.events import (
     SnapshotReady,
     SnapshotTaken,
 )
-from equipoise.averaging.transfer.image import ImageId
 from equipoise.averaging.transfer.kept import Kept
 from equipoise.averaging.transfer.messages import (
     Answer,
@@ -151,8 +150,8 @@ class Donor:
                 actions += map(Drop, self._kept.keep(before, size, most, self._reading))
                 if any(one.ask.after == before for one in self._askers.values()):
                     actions += self._make_image(before)
-            case MeanReady(before, image):
-                actions += self._on_mean(before, image)
+            case MeanReady():
+                actions += self._on_mean(event)
             case BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
             case RoundsSeen(busy):
@@ -257,10 +256,10 @@ class Donor:
     def _make_image(self, before: StateId) -> list[DonorAction]:
         return [MakeImage(before)] if self._kept.begins_image(before) else []
 
-    def _on_mean(self, before: StateId, image: ImageId | None) -> list[DonorAction]:
-        gone = [] if self._kept.ready(before, image) else [Drop(before)]
+    def _on_mean(self, mean: MeanReady) -> list[DonorAction]:
+        gone = [] if self._kept.ready(mean.before, mean.image, mean.proof) else [Drop(mean.before)]
         return gone + [
-            self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before
+            self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == mean.before
         ]
 
     def _forget(self, peer: str) -> None:
@@ -272,8 +271,8 @@ class Donor:
     def _answer(self, peer: str, asker: _Asker) -> DonorAction:
         ask = asker.ask
         if ask.after is not None:
-            mean = self._kept.offer(ask.after)
-            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), (mean,) if mean else ()))
+            mean, proof = self._kept.offer(ask.after), self._kept.proof(ask.after)
+            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), (mean,) if mean else (), proof))
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
         wishes = self._wishes(peer)
         noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.image import ImageId
 from equipoise.averaging.transfer.messages import Bulk, ToDonor, ToNewcomer, TransferMessage
@@ -104,10 +105,17 @@ class MeanKept:
 
 @dataclass(frozen=True, slots=True)
 class MeanReady:
-    """The driver has made an image of that mean; None where it has not the memory."""
+    """The driver has made an image of that mean; None where it has not the memory, or the votes to prove it.
+
+    Attributes:
+        before: What the mean leads on from.
+        image: Its image.
+        proof: Votes of its round's majority, all signed.
+    """
 
     before: StateId
     image: ImageId | None
+    proof: Commit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +248,17 @@ class ProtocolBroken:
 
 
 @dataclass(frozen=True, slots=True)
+class Checked:
+    """What a look at a whole mean came to.
+
+    Attributes:
+        problem: Why it is not the group's, as far as the proofs tell that were given; empty if it is.
+    """
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Withdrew:
     """The image is not wanted any more."""
 
@@ -255,6 +274,7 @@ FetchEvent = (
     | DigestsReceived
     | ChunkReceived
     | ProtocolBroken
+    | Checked
     | Withdrew
     | Woke
 )
@@ -268,19 +288,32 @@ class Allocate:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """The image of a mean is complete: find out whether the group came to it; answer with `Checked`.
+
+    Attributes:
+        proofs: What those who offer it gave to prove it.
+    """
+
+    proofs: tuple[Commit, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
-    """The image is complete.
+    """The image is complete; if it is a mean, it is the group's.
 
     Attributes:
         state: What it is a snapshot of.
         image: Its name.
         sources: PeerID -> chunks that came from it.
+        donors: Who offers it.
         reason: How it came about, in one line.
     """
 
     state: StateId
     image: ImageId
     sources: dict[str, int]
+    donors: frozenset[str]
     reason: str
 
 
@@ -299,4 +332,4 @@ class Fail:
     unheard: int = 0
 
 
-FetchAction = Send | Allocate | Finish | Fail
+FetchAction = Send | Allocate | Check | Finish | Fail

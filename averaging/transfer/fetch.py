@@ -5,7 +5,8 @@ which the agreed name of the image proves, and all of them for chunks (`sources`
 donor that sends one wrong byte is barred; one that dies or stalls loses its chunks to the others, either way at once.
 If none is left it asks again, and goes on with what it has if the same image is offered. It ends with the whole image,
 or, at its timeout, with the reason why there is none. A mean that was missed is had in the same way, or, as soon as all
-have answered, not at all (`missed`).
+have answered, not at all (`missed`). Whether it is the group's is found out when it is here; if not, all who offer it
+are barred, and what others offer is tried.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from equipoise.averaging.transfer.answers import Agreement
 from equipoise.averaging.transfer.events import (
     Allocate,
     AnswerReceived,
+    Check,
+    Checked,
     ChunkReceived,
     DigestsReceived,
     Fail,
@@ -70,7 +73,6 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: it is after the mean that leads on from there, and no snapshot.
-        proved: Whether who asks for it will know by its digest whether it is the group's.
         patient: Where nobody has that mean: whether to wait for those who are not as far.
     """
 
@@ -80,7 +82,6 @@ class Request:
     at_least: int
     limit: int
     after: StateId | None = None
-    proved: bool = False
     patient: bool = False
 
 
@@ -101,6 +102,9 @@ class Fetch:
         self._sources: Sources | None = None
         self._image: ImageId | None = None
         self._digests_known = False
+        self._checking: frozenset[str] = frozenset()
+        self._proved = request.after is None
+        self._withdrawn = ""
         self._memory = 0
         self._asked_digests: deque[str] = deque(maxlen=1)
         self._digests_until = 0.0
@@ -111,6 +115,8 @@ class Fetch:
     @property
     def deadline(self) -> float:
         """When to wake it."""
+        if self._checking:
+            return float("inf")
         return min(self._expires, self._ask_at, self._next_change)
 
     @property
@@ -148,8 +154,13 @@ class Fetch:
                 self._on_loss(peer, reason, connected)
             case MemoryReady(size):
                 self._memory = size
-            case MemoryRefused(reason) | Withdrew(reason):
+            case MemoryRefused(reason):
+                self._checking = frozenset()
                 return self._fail(reason)
+            case Withdrew(reason):
+                self._withdrawn = reason
+            case Checked(problem):
+                self._on_checked(problem)
             case ProtocolBroken(peer, reason):
                 self._bar(peer, reason)
             case DigestsReceived():
@@ -196,6 +207,13 @@ class Fetch:
         elif self._sources.expects(event.peer, event.chunk):
             self._sources.receive(event.peer, event.chunk, now)
 
+    def _on_checked(self, problem: str) -> None:
+        offered, self._checking = self._checking, frozenset()
+        self._proved = not problem
+        if problem:
+            for peer in offered:
+                self._bar(peer, problem)
+
     def _is_current(self, image: object) -> bool:
         return self._agreement is not None and self._agreement.offer.image == image
 
@@ -214,6 +232,10 @@ class Fetch:
     # ---- what follows ----
 
     def _advance(self, now: float) -> list[FetchAction]:
+        if self._checking:
+            return []
+        if self._withdrawn:
+            return self._fail(self._withdrawn)
         if now >= self._expires:
             return self._fail(f"not within {self._timeout:g} s: {self.standing}")
         actions: list[FetchAction] = []
@@ -237,12 +259,15 @@ class Fetch:
             if self._poll.wish(now):
                 self._ask_at = now
             return []
-        if agreement.offer.image.size > self._request.limit:
-            return self._fail(
-                f"expected an image of at most {self._request.limit} bytes, "
-                f"{agreement.reason}: {agreement.offer.image.size} bytes"
-            )
-        return self._begin(agreement, now)
+        size, limit = agreement.offer.image.size, self._request.limit
+        if size <= limit:
+            return self._begin(agreement, now)
+        problem = f"expected an image of at most {limit} bytes, {agreement.reason}: {size} bytes"
+        if self._request.after is None:
+            return self._fail(problem)
+        for peer in agreement.donors:
+            self._bar(peer, problem)
+        return self._seek(now)
 
     def _begin(self, agreement: Agreement, now: float) -> list[FetchAction]:
         image = agreement.offer.image
@@ -263,7 +288,7 @@ class Fetch:
     def _download(self, agreement: Agreement, now: float) -> list[FetchAction]:
         assert self._sources is not None
         if not self._sources.left:
-            return self._finish(agreement, self._sources)
+            return self._complete(agreement, self._sources)
         for peer in self._sources.stalled(now):
             self._notes.append(f"{peer[-8:]}: nothing came from it for {STALL_SECONDS:g} s")
         if not self._digests_known:
@@ -310,9 +335,13 @@ class Fetch:
 
     # ---- the end ----
 
-    def _finish(self, agreement: Agreement, sources: Sources) -> list[FetchAction]:
+    def _complete(self, agreement: Agreement, sources: Sources) -> list[FetchAction]:
+        offer, offered = agreement.offer, self._poll.proofs(agreement.offer)
+        if not self._proved:
+            self._checking = frozenset({*offered, *sources.donors})
+            return [Check(tuple({proof: None for proof in offered.values() if proof is not None}))]
         reason = "; ".join([agreement.reason, *self._notes])
-        finish = Finish(agreement.offer.state, agreement.offer.image, dict(sources.delivered), reason)
+        finish = Finish(offer.state, offer.image, dict(sources.delivered), frozenset(offered), reason)
         return [*self._end(), finish]
 
     def _fail(self, reason: str) -> list[FetchAction]:
@@ -333,8 +362,4 @@ class Fetch:
 
 
 def _poll_of(request: Request) -> Poll | Missed:
-    return (
-        Poll(request.at_least)
-        if request.after is None
-        else Missed(request.after, request.proved, request.patient)
-    )
+    return Poll(request.at_least) if request.after is None else Missed(request.after, request.patient)

@@ -3,7 +3,8 @@
 A newcomer sends `Ask` to every peer of its run and gets an `Answer` from each: now, and again whenever that peer would
 answer otherwise. When enough of them offer the same image it asks one for `AskDigests`, and all of them for
 `AskChunks`. Its ticket is in everything, so that what belongs to an earlier download, or answers nothing, is told
-apart. Who has missed a mean, or a few, asks for each of those in the same way.
+apart. Who has missed a mean, or a few, asks for each of those in the same way; with it come the votes that prove it,
+beside the image and not in it: each donor knows of others, and the image must be the same at all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Annotated
 
 import msgspec
 
+from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import SpecHash, Ticket
 from equipoise.averaging.matchmaking.messages import Detail, RunName
 from equipoise.averaging.state import MAX_EPOCH, StateId
@@ -76,6 +78,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
         epoch: Where this donor stands; None if it holds no state.
         noted: Those of the wanted epochs that it will take a snapshot of, or is just taking.
         offers: The snapshots it holds, of epochs that are of use; or the mean that was asked for.
+        proof: Of that mean: votes of its round's majority, up to 64 signatures of up to 128 bytes.
     """
 
     run: RunName
@@ -83,6 +86,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     epoch: Epoch | None
     noted: Epochs = ()
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_OFFERS)] = ()
+    proof: Commit | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

@@ -1,8 +1,8 @@
 """Which mean one that missed it takes: decided from what the peers answer, and in no more time than that takes.
 
-Whoever holds the state after is asked for what led there. Who knows which state it must lead to proves what it gets
-by that, and takes what most offer. Who does not takes only what most of all known peers offer, whether they answer or
-not. A peer at which that very round goes on answers when it has ended.
+Whoever holds the state after is asked for what led there. What most offer is tried first; how many they are proves
+nothing, for the votes that come with a mean do (`votes`), so that one honest donor is enough. A peer at which that very
+round goes on answers when it has ended.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ class Missed(Answers):
 
     Args:
         after: The state.
-        proved: Whether who asks will know whether it is the group's.
         patient: Whether it may yet come to be, as long as some are not as far.
     """
 
-    def __init__(self, after: StateId, proved: bool = False, patient: bool = False) -> None:
+    def __init__(self, after: StateId, patient: bool = False) -> None:
         super().__init__()
         self._after = after
-        self._proved = proved
         self._patient = patient
 
     @property
@@ -41,12 +39,11 @@ class Missed(Answers):
         return len(self.peers) - len(self._answers)
 
     def agreement(self, now: float) -> Agreement | None:
-        """What to download; None if that is not clear yet, or nobody keeps it."""
+        """What to try next; None if that is not clear yet, or nobody keeps it."""
         if not self._tally:
             return None
         offer, count = max(self._tally.items(), key=lambda item: (item[1], item[0].image.digest))
-        most = 2 * count > len(self.peers)
-        if not most and not (self._proved and self._settled(now)):
+        if 2 * count <= len(self.peers) and not self._settled(now):
             return None
         return self._agreed(offer, f"{count} of {counted(len(self.peers))} offer it")
 
@@ -67,8 +64,7 @@ class Missed(Answers):
         offering = self._tally.total()
         if not offering:
             return f"none of {counted(len(self._answers))} that answered keeps the mean after epoch {self._after.epoch}"
-        of = f"{offering} of {counted(len(self.peers))}"
-        return f"{of} offer the mean after epoch {self._after.epoch}, not most the same"
+        return f"{offering} of {counted(len(self.peers))} offer the mean after epoch {self._after.epoch}"
 
     @property
     def _tally(self) -> Counter[Offer]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from equipoise.averaging.aio import keeping
-from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.aio.keeping import Wanted
+from equipoise.averaging.aio.transfer import Transfer, _Kept
+from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -31,6 +33,7 @@ from equipoise.averaging.transfer.kept import KEPT_MEANS, Kept
 from equipoise.averaging.transfer.mean import EncodedMean, MeanError
 from equipoise.averaging.transfer.messages import Answer, Ask, Offer
 from equipoise.averaging.transfer.missed import Missed
+from equipoise.averaging.transfer.votes import Circle
 from fakes.cluster import Cluster
 from fakes.memory import FakeIdentity
 from fakes.transfer import RUN, TICKET, answer, offer_of
@@ -39,6 +42,7 @@ SIZE = 3_000_000
 SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}), codec="int8")
 BEFORE = StateId(7, "ab" * 32)
 OTHER = StateId(7, "cd" * 32)
+NEXT = StateId(8, "ef" * 32)
 
 
 @pytest.fixture
@@ -60,6 +64,32 @@ async def rounds(
         return await run.average(values, result, weight, 20.0, state), result
 
     return await asyncio.gather(*map(one, names))
+
+
+def kept_by(keeper: Transfer, before: StateId = BEFORE) -> tuple[EncodedMean, Commit]:
+    """The mean that a peer keeps, and the votes for it."""
+    kept = keeper._means[before]
+    assert isinstance(kept, _Kept)
+    return kept.mean, kept.prove()
+
+
+def bend(liar: Transfer) -> None:
+    """Have it pass on another mean, with the genuine votes."""
+    mean, proof = kept_by(liar)
+    bent = bytearray(mean.parts[0])
+    bent[-1] ^= 1
+    parts = (memoryview(bent), *mean.parts[1:])
+    liar.keep(EncodedMean(mean.manifest, mean.contributors, parts), lambda: proof)
+
+
+async def made_up(names: str, state: StateId) -> tuple[EncodedMean, Commit]:
+    """What peers came to that nobody else knows; anybody can be several of them."""
+    elsewhere = Cluster()
+    keeper, *_ = await elsewhere.add(*names, spec=SPEC)
+    await rounds(elsewhere, names, state)
+    kept = kept_by(keeper, state)
+    await elsewhere.stop()
+    return kept
 
 
 async def recovered(
@@ -113,11 +143,7 @@ async def test_it_tells_how_many_are_behind(cluster: Cluster) -> None:
 async def test_a_donor_that_lies_is_found_out_and_the_others_make_it_good(cluster: Cluster) -> None:
     liar, *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
     (_, mean), *_ = await rounds(cluster, "abc", BEFORE)
-    kept = liar._means[BEFORE]
-    assert isinstance(kept, EncodedMean)
-    bent = bytearray(kept.parts[0])
-    bent[-1] ^= 1
-    liar._means[BEFORE] = EncodedMean(kept.manifest, kept.contributors, (memoryview(bent), *kept.parts[1:]))
+    bend(liar)
     found, result, sources = await recovered(last)
     assert found.ok, found.reason
     assert torch.equal(result, mean)
@@ -139,15 +165,14 @@ async def test_a_donor_that_dies_costs_nothing_but_its_chunks(cluster: Cluster) 
 async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
     keeper, _ = await cluster.add("a", "b", spec=SPEC)
     (outcome, _), *_ = await rounds(cluster, "ab", BEFORE)
-    mean = keeper._means[BEFORE]
-    assert isinstance(mean, EncodedMean)
+    mean, proof = kept_by(keeper)
     image = bytes(mean.image())
     assert len(image) <= keeping.most_bytes(SPEC)
-    verify, result = FakeIdentity("c").verify, torch.empty(SIZE)
+    verify, result, wanted = FakeIdentity("c").verify, torch.empty(SIZE), Wanted(SPEC, BEFORE, None)
 
     def digest(changed: bytes) -> str:
         try:
-            return keeping.decode(memoryview(changed), SPEC, BEFORE, verify, lambda: result).digest
+            return keeping.decode(memoryview(changed), wanted, [proof], verify, lambda: result)[0].digest
         except MeanError:
             return ""
 
@@ -156,7 +181,7 @@ async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
     for at in [*range(0, head, 7), *range(head, len(image), len(image) // 16), len(image) - 1]:
         changed = bytearray(image)
         changed[at] ^= 0x10
-        assert digest(bytes(changed)) != outcome.digest, at
+        assert digest(bytes(changed)) == "", at
     for length in (0, 3, head - 1, head, len(image) - 1):
         assert digest(image[:length]) == ""
     assert digest(image + b"x") == ""
@@ -165,14 +190,126 @@ async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
 async def test_it_is_no_mean_of_another_state_or_run(cluster: Cluster) -> None:
     keeper, _ = await cluster.add("a", "b", spec=SPEC)
     await rounds(cluster, "ab", BEFORE)
-    mean = keeper._means[BEFORE]
-    assert isinstance(mean, EncodedMean)
+    mean, proof = kept_by(keeper)
     image, verify = memoryview(mean.image()), FakeIdentity("c").verify
     with pytest.raises(MeanError, match="after epoch 7"):
-        keeping.decode(image, SPEC, OTHER, verify, lambda: torch.empty(SIZE))
+        keeping.decode(image, Wanted(SPEC, OTHER, None), [proof], verify, lambda: torch.empty(SIZE))
     other = RunSpec.create("other/step", SPEC.schema)
     with pytest.raises(MeanError, match="spec"):
-        keeping.decode(image, other, BEFORE, verify, lambda: torch.empty(SIZE))
+        keeping.decode(image, Wanted(other, BEFORE, None), [proof], verify, lambda: torch.empty(SIZE))
+
+
+# ---- whose mean it is ----
+
+
+async def acquainted(cluster: Cluster, *names: str) -> None:
+    """More peers come; all know of each other."""
+    await cluster.add(*names, spec=SPEC)
+
+
+async def test_the_votes_of_its_own_group_tell_whose_mean_it_is_however_many_come_later(
+    cluster: Cluster,
+) -> None:
+    *_, away = await cluster.add("a", "b", "c", spec=SPEC)
+    await rounds(cluster, "abc", BEFORE)
+    (_, mean), *_ = await rounds(cluster, "ab", NEXT)
+    await acquainted(cluster, *"klmnopqr")
+    found, result, sources = await recovered(away, NEXT, proved=False)
+    assert found.ok, found.reason
+    assert torch.equal(result, mean)
+    assert set(sources) <= {"a", "b"}
+
+
+async def test_one_honest_donor_is_enough(cluster: Cluster) -> None:
+    _, *others, away = await cluster.add("a", "b", "c", "d", spec=SPEC)
+    await rounds(cluster, "abcd", BEFORE)
+    (_, mean), *_ = await rounds(cluster, "abc", NEXT)
+    for other in others:
+        other.stop("it says nothing more")
+    found, result, sources = await recovered(away, NEXT, proved=False)
+    assert found.ok, found.reason
+    assert torch.equal(result, mean)
+    assert set(sources) == {"a"}
+
+
+async def test_who_knows_nobody_believes_only_what_the_next_state_will_prove(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    await rounds(cluster, "abc", BEFORE)
+    (late,) = await cluster.add("d", spec=SPEC)
+    found, _, _ = await recovered(late, proved=False)
+    assert not found.ok
+    assert "half of the 0 peers by whom this one knows its state" in found.reason
+    found, _, _ = await recovered(late)
+    assert found.ok, found.reason
+
+
+async def test_those_who_gave_a_snapshot_tell_what_came_next(cluster: Cluster) -> None:
+    *donors, _ = await cluster.add("a", "b", "c", spec=SPEC)
+    for donor in donors:
+        await donor.offer(BEFORE, memoryview(b"a state"))
+    (late,) = await cluster.add("d", spec=SPEC)
+    fetched = await late.fetch(BEFORE.epoch, 100, 20.0, keeping.room)
+    assert fetched.ok, fetched.reason
+    (_, mean), *_ = await rounds(cluster, "abc", BEFORE)
+    await rounds(cluster, "abc", NEXT)
+    for state in (BEFORE, NEXT):
+        found, result, _ = await recovered(late, state, proved=False)
+        assert found.ok, found.reason
+        assert torch.equal(result, mean)
+
+
+async def test_a_mean_of_strangers_is_refused_and_the_group_s_is_taken_from_the_next(
+    cluster: Cluster,
+) -> None:
+    _, other, away, liar, accomplice = await cluster.add("a", "b", "c", "x", "y", spec=SPEC)
+    await rounds(cluster, "abc", BEFORE)
+    (_, mean), *_ = await rounds(cluster, "ab", NEXT)
+    forged, proof = await made_up("vwxyz", NEXT)
+    for one in (liar, accomplice):
+        one.keep(forged, lambda: proof)
+    other.stop("so that more offer what is made up")
+    found, result, sources = await recovered(away, NEXT, proved=False)
+    assert found.ok, found.reason
+    assert torch.equal(result, mean)
+    assert "a" in sources
+
+
+async def test_where_only_strangers_offer_one_there_is_none(cluster: Cluster) -> None:
+    *_, away, liar = await cluster.add("a", "b", "c", "x", spec=SPEC)
+    await rounds(cluster, "abc", BEFORE)
+    forged, proof = await made_up("xyz", NEXT)
+    liar.keep(forged, lambda: proof)
+    found, _, _ = await recovered(away, NEXT, proved=False)
+    assert not found.ok
+    assert "none of 2 peers that answered keeps the mean after epoch 8" in found.reason
+    assert "x: expected votes of more than half of the 2 peers by whom this one knows" in found.reason
+
+
+async def test_a_group_of_two_needs_both_votes(cluster: Cluster) -> None:
+    keeper, away = await cluster.add("a", "b", spec=SPEC)
+    await rounds(cluster, "ab", BEFORE)
+    mean, proof = kept_by(keeper)
+    found, _, _ = await recovered(away, proved=False)
+    assert found.ok, found.reason
+    own = Commit(proof.ballot, proof.decision, proof.digest, 0b01, proof.signatures[:1])
+    with pytest.raises(MeanError, match="more than half of its round's 2 members, 1 signed"):
+        keeping.decode(
+            memoryview(mean.image()),
+            Wanted(SPEC, BEFORE, Circle.of(mean.manifest, "b")),
+            [own],
+            FakeIdentity("b").verify,
+            lambda: torch.empty(SIZE),
+        )
+
+
+async def test_what_a_donor_cannot_prove_it_does_not_offer(cluster: Cluster) -> None:
+    keeper, _, away = await cluster.add("a", "b", "c", spec=SPEC)
+    mean, proof = await made_up("ab", BEFORE)
+    forged = tuple((member, b"forged") for member, _ in proof.signatures)
+    keeper.keep(mean, lambda: Commit(proof.ballot, proof.decision, proof.digest, proof.holders, forged))
+    found, _, _ = await recovered(away)
+    assert found.reason == "none of 2 peers that answered keeps the mean after epoch 7"
+    assert not keeper._means
 
 
 async def test_rounds_without_a_state_are_not_kept(cluster: Cluster) -> None:
@@ -218,24 +355,24 @@ def test_what_is_being_downloaded_goes_last() -> None:
     assert kept.lacks_image(state(0))
     assert kept.begins_image(state(0))
     assert not kept.begins_image(state(0))
-    assert kept.ready(state(0), image)
+    assert kept.ready(state(0), image, None)
     assert not kept.lacks_image(state(0))
     assert kept.keep(state(2), 1, MOST, {image.digest}) == [state(1)]
     assert kept.find(image.digest) == kept.offer(state(0))
     assert kept.keep(state(3), MOST, MOST, {image.digest}) == [state(2), state(0)]
-    assert not kept.ready(state(0), image)
+    assert not kept.ready(state(0), image, None)
 
 
-# ---- whom to believe ----
+# ---- what to try first ----
 
 
-def seen(*peers: str, proved: bool = False, patient: bool = False) -> Missed:
-    missed = Missed(offer_of(7).state, proved, patient)
+def seen(*peers: str, patient: bool = False) -> Missed:
+    missed = Missed(offer_of(7).state, patient)
     missed.see(peers, 0.0)
     return missed
 
 
-def test_what_most_known_peers_offer_is_taken() -> None:
+def test_what_most_known_peers_offer_is_tried_at_once() -> None:
     missed = seen("a", "b", "c")
     missed.hear("a", answer(8, offer_of(7)), 0.1)
     assert missed.agreement(0.1) is None
@@ -248,18 +385,8 @@ def test_what_most_known_peers_offer_is_taken() -> None:
     assert agreement.donors == ("a", "c")
 
 
-def test_a_liar_is_not_believed_because_the_others_are_silent() -> None:
-    missed = seen("liar", "b", "c")
-    missed.hear("liar", answer(8, offer_of(7)), 0.1)
-    missed.forget("b")
-    assert missed.agreement(100.0) is None
-    assert not missed.hopeless(1.5)
-    assert "not most the same" in missed.hopeless(3.5)
-    assert missed.unheard == 2
-
-
-def test_who_can_prove_it_takes_it_from_anybody() -> None:
-    missed = seen("a", "b", "c", proved=True)
+def test_one_that_offers_it_is_enough_once_the_others_were_given_time() -> None:
+    missed = seen("a", "b", "c")
     missed.hear("a", answer(30), 0.1)
     missed.hear("b", answer(9, offer_of(7)), 0.1)
     assert missed.agreement(0.5) is None
@@ -302,8 +429,9 @@ def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
     assert donor.handle(EpochReached(7), 0.2) == []
     assert donor.handle(MeanKept(before, 100, MOST), 0.3) == [MakeImage(before)]
     assert donor.handle(RoundOver(), 0.4) == []
-    offered = donor.handle(MeanReady(before, image), 0.5)
-    assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),)))]
+    proof = Commit(0, Decision(0b11, 0b11), b"d" * 32, 0b11, ((0, b"a's"), (1, b"b's")))
+    offered = donor.handle(MeanReady(before, image, proof), 0.5)
+    assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),), proof))]
 
 
 def test_a_mean_of_which_no_image_can_be_made_is_told_to_be_gone() -> None:
