@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import OrderedDict
 
@@ -35,6 +36,9 @@ MAX_EARLY_PEERS = 256
 
 MAX_LINGERING = 2
 """Rounds of one run that are over here and still answer others. Whoever needs an older one has others to ask."""
+
+MAX_COMING = 64
+"""Headers of bodies under way that are kept decoded; from each channel one body comes in at a time."""
 
 MAX_CLOSED_ROUNDS = 1024
 """Ids of rounds that are over, whose late frames are dropped."""
@@ -116,32 +120,32 @@ class Hub:
 
     def place(self, peer: str, header: bytes, size: int) -> memoryview:
         """Where the body of a frame goes."""
-        if header[:1] == TRANSFER_FRAME:
+        kind = header[:1]
+        if kind == ROUND_FRAME:
+            round = self._rounds.get(header[1:HEADER_PREFIX_BYTES])
+            if round is None or not round.is_member(peer):
+                return self._mesh.scratch(size)
+            return round.place(peer, _bulk_message(header), size)
+        if kind == TRANSFER_FRAME:
             message = _transfer_message(header)
             transfer = self._transfers.get(message.run)
             return self._mesh.scratch(size) if transfer is None else transfer.place(peer, message, size)
-        if header[:1] != ROUND_FRAME:
-            raise FrameRefused(
-                f"expected a body only in frames of a round, got {size} bytes after {header[:1]!r}"
-            )
-        round = self._rounds.get(header[1:HEADER_PREFIX_BYTES])
-        if round is None or not round.is_member(peer):
-            return self._mesh.scratch(size)
-        return round.place(peer, _message(header), size)
+        raise FrameRefused(f"expected a body only in frames of a round, got {size} bytes after {kind!r}")
 
     def frame(self, peer: str, header: bytes, body: memoryview) -> None:
         """A frame has come."""
-        if header[:1] == MATCHMAKING_FRAME:
-            self._matchmaking(peer, header[1:])
-        elif header[:1] == ROUND_FRAME:
+        kind = header[:1]
+        if kind == ROUND_FRAME:
             self._round_frame(peer, header, body)
-        elif header[:1] == TRANSFER_FRAME:
+        elif kind == MATCHMAKING_FRAME:
+            self._matchmaking(peer, header[1:])
+        elif kind == TRANSFER_FRAME:
             message = _transfer_message(header)
             if transfer := self._transfers.get(message.run):
                 transfer.frame(peer, message, body)
         else:
             raise FrameRefused(
-                f"expected a frame of a round, of matchmaking or of a transfer, got kind {header[:1]!r}"
+                f"expected a frame of a round, of matchmaking or of a transfer, got kind {kind!r}"
             )
 
     def lost(self, peer: str, reason: str, connected: bool) -> None:
@@ -177,7 +181,8 @@ class Hub:
                 for run in list(self._runs.values()):
                     run.speaks_of_a_round(peer)
         elif round.is_member(peer):
-            round.frame(peer, _message(header), body, len(header) + len(body))
+            message = _bulk_message(header) if body else _message(header)
+            round.frame(peer, message, body, len(header) + len(body))
 
     def _keep_early(self, round_id: bytes, peer: str, header: bytes) -> None:
         # By peer, so that one that floods us pushes out only what it said itself.
@@ -237,6 +242,10 @@ def _message(header: bytes) -> wire.RoundMessage:
         raise FrameRefused(
             f"expected a message of a round, got {len(header)} bytes that are none: {error}"
         ) from error
+
+
+_bulk_message = functools.lru_cache(MAX_COMING)(_message)
+"""Once where a body is to go is asked, and once when it has come."""
 
 
 def _transfer_message(header: bytes) -> TransferMessage:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -127,8 +126,9 @@ class Round:
         self._keep = keep
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
-        self._members = {peer: index for index, peer in enumerate(self._peers)}
         self._me = task.manifest.index(mesh.peer)
+        self._members = {peer: index for index, peer in enumerate(self._peers) if index != self._me}
+        self._header = ROUND_FRAME + self.id
         self._store = Store(self.group, self._me, task.codec, task.contribution, task.result, mesh.pool)
         self._began = self._loop.time()
         self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
@@ -161,7 +161,7 @@ class Round:
         self._tell(Withdrew(reason))
 
     def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
-        """Where the body of a frame goes: memory of its own if it is wanted, else scratch.
+        """Where the body of a frame goes: memory of its own, for whether it is wanted is seen when it is here.
 
         Raises:
             FrameRefused: Its size is not that of the part it names.
@@ -172,18 +172,21 @@ class Round:
             raise FrameRefused(
                 f"expected {self._store.size(message.part)} bytes for part {message.part}, got {size}"
             )
-        if self._wants(self._members[peer], message):
-            return self._store.take(message.part)
-        return self._mesh.scratch(size)
+        return self._store.take(message.part)
 
     def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:
         """A frame of `size` bytes in all has come from a member."""
         member = self._members[peer]
         self._received += size
-        self._hear(member)
+        if self._liveness.heard(member, self._loop.time()):
+            self._tell(PeerReturned(member))
+        if member in self._waiting:
+            self._greet(member)
         match message:
-            case wire.Contribution() | wire.Mean():
-                self._on_bulk(member, message, body)
+            case wire.Contribution(part):
+                self._on_contribution(member, part, body)
+            case wire.Mean(part, contributors):
+                self._on_mean(member, part, contributors, body)
             case wire.Heartbeat():
                 pass
             case _:
@@ -203,36 +206,38 @@ class Round:
 
     def is_member(self, peer: str) -> bool:
         """Whether frames of this round may come from `peer`."""
-        return peer in self._members and peer != self._mesh.peer
+        return peer in self._members
 
     # ---- from the world to the machine ----
 
-    def _on_bulk(self, member: int, message: wire.Contribution | wire.Mean, body: memoryview) -> None:
-        # What was not wanted when it began to come in lies in memory that the next body is received over.
-        if self._mesh.is_scratch(body) or not self._wants(member, message):
+    def _on_contribution(self, member: int, part: int, body: memoryview) -> None:
+        if not self._machine.wants_contribution(member, part) or self._mesh.is_scratch(body):
             return
         try:
-            if isinstance(message, wire.Contribution):
-                self._store.keep_contribution(message.part, member, body)
-                self._tell(ContributionReceived(member, message.part))
-            else:
-                digest = self._store.keep_mean(message.part, message.contributors, body)
-                self._tell(MeanReceived(member, message.part, message.contributors, digest))
+            self._store.keep_contribution(part, member, body)
         except CodecError as error:
-            self._tell(PeerLost(member, f"sent values that do not decode: {error}"))
+            self._spoilt(member, error)
+        else:
+            self._tell(ContributionReceived(member, part))
 
-    def _wants(self, member: int, message: wire.Contribution | wire.Mean) -> bool:
-        if isinstance(message, wire.Contribution):
-            return self._machine.wants_contribution(member, message.part)
-        return self._machine.wants_mean(member, message.part, message.contributors)
+    def _on_mean(self, member: int, part: int, contributors: int, body: memoryview) -> None:
+        if not self._machine.wants_mean(member, part, contributors) or self._mesh.is_scratch(body):
+            return
+        try:
+            digest = self._store.keep_mean(part, contributors, body)
+        except CodecError as error:
+            self._spoilt(member, error)
+        else:
+            self._tell(MeanReceived(member, part, contributors, digest))
 
-    def _hear(self, member: int) -> None:
-        if self._liveness.heard(member, self._loop.time()):
-            self._tell(PeerReturned(member))
-        # Having heard of the round from it, we know that it knows the round, by the same manifest.
+    def _spoilt(self, member: int, error: CodecError) -> None:
+        self._tell(PeerLost(member, f"sent values that do not decode: {error}"))
+
+    def _greet(self, member: int) -> None:
+        """Say what waited until we had heard of the round from it: so it knows the round, by the same manifest."""
         for message in self._unsaid.pop(member, []):
             self._post(member, message)
-        for bulk in self._waiting.pop(member, []):
+        for bulk in self._waiting.pop(member):
             self._mesh.post_bulk(self._peers[member], self.id, bulk)
 
     def _count_bytes(self) -> None:
@@ -267,14 +272,15 @@ class Round:
     # ---- from the machine to the world ----
 
     def _perform(self, actions: list[Action]) -> None:
+        looked = self._machine.looked  # before it is told of what it asks for
         for action in actions:
             match action:
                 case Send(to, message):
                     self._post(to, message)
                 case SendContribution(to, part):
-                    self._post_bulk(to, self._contribution(part))
+                    self._post_bulk(to, partial(self._make_contribution, part))
                 case SendMean(to, part, contributors):
-                    self._post_bulk(to, self._mean(part, contributors))
+                    self._post_bulk(to, partial(self._make_mean, part, contributors))
                 case Reduce(part, contributors):
                     self._tell(PartReduced(part, contributors, self._store.reduce(part, contributors)))
                 case Finish() | Fail():
@@ -283,8 +289,9 @@ class Round:
                     self._store.release()
                 case Close():
                     self.close()
-        self._mark_phase()
-        self._schedule()
+        if looked:
+            self._mark_phase()
+            self._schedule()
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
         unsaid = self._unsaid.get(to)
@@ -293,7 +300,7 @@ class Round:
             if message not in unsaid:
                 unsaid.append(message)
             return
-        header = ROUND_FRAME + self.id + wire.encode(self._notary.seal(message))
+        header = self._header + wire.encode(self._notary.seal(message))
         self._sent += len(header)
         self._mesh.post(self._peers[to], header)
 
@@ -302,9 +309,6 @@ class Round:
             self._waiting[to].append(bulk)
         else:
             self._mesh.post_bulk(self._peers[to], self.id, bulk)
-
-    def _contribution(self, part: int) -> Bulk:
-        return _later(self, lambda round: round._make_contribution(part))
 
     def _make_contribution(self, part: int) -> Frame | None:
         if self._machine.ended is not None:
@@ -321,15 +325,12 @@ class Round:
             return f"our own tensor {name!r} is not finite at flat index {index}: {error.value}"
         return f"our own values: {error}"
 
-    def _mean(self, part: int, contributors: int) -> Bulk:
-        return _later(self, lambda round: round._make_mean(part, contributors))
-
     def _make_mean(self, part: int, contributors: int) -> Frame | None:
         payload = self._store.mean(part, contributors)
         return None if payload is None else self._framed(wire.Mean(part, contributors), payload)
 
     def _framed(self, message: wire.RoundMessage, payload: memoryview) -> Frame:
-        header = ROUND_FRAME + self.id + wire.encode(message)
+        header = self._header + wire.encode(message)
         self._sent += len(header) + len(payload)
         return header, payload
 
@@ -375,6 +376,7 @@ class Round:
     def close(self) -> None:
         """Forget the round at once, whoever may still need it."""
         self._store.release()
+        self._waiting.clear()
         self._mesh.leave(self.id)
         for timer in (self._timer, self._pulse):
             if timer is not None:
@@ -399,14 +401,3 @@ class Round:
 
     def _reachable(self, index: int) -> bool:
         return index != self._me and bool(self.group.dialable & (1 << index | 1 << self._me))
-
-
-def _later(round: Round, make: Callable[[Round], Frame | None]) -> Bulk:
-    """A frame made when its turn comes, unless the round is over by then: a peer that reads slowly keeps no tensors."""
-    alive = weakref.ref(round)
-
-    def turn() -> Frame | None:
-        found = alive()
-        return None if found is None else make(found)
-
-    return turn

@@ -50,7 +50,15 @@ class Ballot:
 
 
 class Agreement:
-    """One member's part in the agreement: what it promised, what it holds, and how the votes stand."""
+    """One member's part in the agreement: what it promised, what it holds, and how the votes stand.
+
+    Attributes:
+        ballot: The one that this member has promised.
+        held: The decision that it has accepted last, and in which ballot.
+        tally: The votes that it knows of.
+        decision: What was chosen, else what the ballot's leader proposed.
+        valued: The decision whose mean must be kept: what this member holds counts until another is proposed.
+    """
 
     def __init__(self, group: Group, me: int) -> None:
         self.group = group
@@ -58,6 +66,8 @@ class Agreement:
         self.ballot = Ballot(group.first_leader)
         self.held: tuple[int, Decision] | None = None
         self.tally = Tally(group.size)
+        self.decision: Decision | None = None
+        self.valued: Decision | None = None
         self._refused = 0
         self._attempts = 0
         self._patience = 0
@@ -70,19 +80,7 @@ class Agreement:
     @property
     def chosen(self) -> Vote | None:
         """What a majority holds, if that is known here."""
-        return self.tally.chosen()
-
-    @property
-    def decision(self) -> Decision | None:
-        """What was chosen, else what the ballot's leader proposed."""
-        chosen = self.chosen
-        return self.ballot.decision if chosen is None else chosen.decision
-
-    @property
-    def valued(self) -> Decision | None:
-        """The decision whose mean must be kept: what this member holds counts until another is proposed."""
-        decision = self.decision
-        return self.held[1] if decision is None and self.held is not None else decision
+        return self.tally.chosen
 
     @property
     def must_fetch(self) -> bool:
@@ -140,6 +138,7 @@ class Agreement:
         """Promise to take part in no ballot below this one."""
         if self.ballot.number < ballot <= self.ballot.number + MAX_BALLOT_LEAP:
             self.ballot = Ballot(ballot)
+            self._settle()
 
     def should_open(self, stalls: int, place: int) -> bool:
         """Whether to open a ballot now, at a stall; asked once at each.
@@ -248,11 +247,14 @@ class Agreement:
             # A ballot in which another decision was proposed shows that ours was never chosen: we may let go of it.
             self.held = None
         ballot.holders = message.holders & self.group.everyone
+        self._settle()
         return True
 
     def on_votes(self, sender: int, vote: Vote, voters: int) -> bool:
         """Count votes that `sender` told of; returns whether there were new ones."""
-        return self.valid(vote.decision) and self.tally.add(vote, voters & self.group.everyone, sender)
+        news = self.valid(vote.decision) and self.tally.add(vote, voters & self.group.everyone, sender)
+        self._settle()
+        return news
 
     def hold(self) -> bool:
         """Accept the ballot's decision, whose mean is whole here; returns whether that is news."""
@@ -260,6 +262,7 @@ class Agreement:
         accepted = (self.ballot.number, self.ballot.decision)
         news = self.held != accepted
         self.held = accepted
+        self._settle()
         return news
 
     def vote(self, digest: bytes) -> wire.Held:
@@ -267,6 +270,7 @@ class Agreement:
         assert self.held is not None
         ballot, decision = self.held
         self.tally.add(Vote(ballot, decision, digest), 1 << self.me, self.me)
+        self._settle()
         return wire.Held(ballot, decision, digest)
 
     def reminders(self, member: int) -> list[wire.RoundMessage]:
@@ -302,3 +306,9 @@ class Agreement:
         """This member's promise of its ballot, with what it holds."""
         held_ballot, held = self.held or (None, None)
         return wire.Promise(self.ballot.number, held_ballot, held)
+
+    def _settle(self) -> None:
+        """The ballot, what is held, or the votes may have changed: so may what follows from them."""
+        chosen, held = self.tally.chosen, self.held
+        self.decision = self.ballot.decision if chosen is None else chosen.decision
+        self.valued = held[1] if self.decision is None and held is not None else self.decision

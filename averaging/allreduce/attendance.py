@@ -109,12 +109,19 @@ class Attendance:
         self.level = 0
         self._patience.open_window(now)
 
-    def arrived(self, sender: int, now: float) -> None:
-        """A part has come: progress, unless its sender has had all the time that there is for it."""
-        if self._patience.spent and self.late >> sender & 1:
-            return
+    def arrived(self, sender: int, now: float) -> bool:
+        """A part has come: progress, unless its sender has had all the time that there is for it.
+
+        Returns:
+            Whether more has changed than clocks: a stall is over, or the sender is late no more.
+        """
+        late = bool(self.late >> sender & 1)
+        if late and self._patience.spent:
+            return False
+        changed = late or self.level > 0
         self.late &= ~(1 << sender)
         self.progress(now)
+        return changed
 
     def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
         """Bytes have come; returns whether they are of a member that is waited for."""

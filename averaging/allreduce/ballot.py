@@ -37,13 +37,17 @@ MAX_VOTES_PER_MEMBER = 64
 
 
 class Tally:
-    """Counts votes until a majority of the group has cast the same one."""
+    """Counts votes until a majority of the group has cast the same one.
+
+    Attributes:
+        chosen: The vote that a majority cast, once there is one.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size
+        self.chosen: Vote | None = None
         self._voters: dict[Vote, int] = {}
         self._told: Counter[int] = Counter()
-        self._chosen: Vote | None = None
 
     def __len__(self) -> int:
         return len(self._voters)
@@ -62,8 +66,8 @@ class Tally:
                 return False
             self._told[teller] += 1
         self._voters[vote] = before | voters
-        if self._chosen is None and is_majority(self._voters[vote], self.size):
-            self._chosen = vote
+        if self.chosen is None and is_majority(self._voters[vote], self.size):
+            self.chosen = vote
         return True
 
     def voters(self, vote: Vote) -> int:
@@ -77,10 +81,6 @@ class Tally:
             if vote.decision.contributors == decision.contributors:
                 mask |= voters
         return mask
-
-    def chosen(self) -> Vote | None:
-        """The vote that a majority cast, if there is one."""
-        return self._chosen
 
 
 def is_majority(mask: int, size: int) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage
 from equipoise.averaging.partition import Part
 
@@ -50,16 +52,14 @@ class Group:
         return sum(1 << index for index, weight in enumerate(self.weights) if weight > 0)
 
 
-@dataclass(frozen=True, slots=True)
-class ContributionReceived:
+class ContributionReceived(msgspec.Struct, frozen=True):
     """The whole, checked contribution of `sender` to `part` has arrived."""
 
     sender: int
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class PartReduced:
+class PartReduced(msgspec.Struct, frozen=True):
     """The driver has reduced `part` over `contributors` and keeps the encoded mean, whose SHA-256 is `digest`."""
 
     part: int
@@ -67,8 +67,7 @@ class PartReduced:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class MeanReceived:
+class MeanReceived(msgspec.Struct, frozen=True):
     """A whole, checked mean of `part` over `contributors` has arrived; the driver keeps it in place of any other."""
 
     sender: int
@@ -77,46 +76,40 @@ class MeanReceived:
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class BytesReceived:
+class BytesReceived(msgspec.Struct, frozen=True):
     """Bytes have come in from `sender`, those of frames under way included; told every heartbeat at most."""
 
     sender: int
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
+class MessageReceived(msgspec.Struct, frozen=True):
     """A control message has arrived."""
 
     sender: int
     message: RoundMessage
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """The connection to a member broke, it is silent, or it broke the protocol."""
 
     member: int
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReturned:
+class PeerReturned(msgspec.Struct, frozen=True):
     """A member that was lost is heard again."""
 
     member: int
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrew:
+class Withdrew(msgspec.Struct, frozen=True):
     """This member must leave the round: its user cancelled it, or its own values cannot be encoded."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Woke:
+class Woke(msgspec.Struct, frozen=True):
     """The machine's deadline has passed."""
 
 
@@ -133,32 +126,28 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a control message to a member."""
 
     to: int
     message: RoundMessage
 
 
-@dataclass(frozen=True, slots=True)
-class SendContribution:
+class SendContribution(msgspec.Struct, frozen=True):
     """Encode this member's values of `part` and send them."""
 
     to: int
     part: int
 
 
-@dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(msgspec.Struct, frozen=True):
     """Reduce `part` over `contributors`, in member order; answer with `PartReduced`."""
 
     part: int
     contributors: int
 
 
-@dataclass(frozen=True, slots=True)
-class SendMean:
+class SendMean(msgspec.Struct, frozen=True):
     """Send the kept mean of `part`, which is over `contributors`, to a member."""
 
     to: int
@@ -166,28 +155,24 @@ class SendMean:
     contributors: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """The round has succeeded: the kept means, all over the decision's contributors, are the result."""
 
     decision: Decision
     digest: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The round has failed for this member; its tensors stay untouched."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(msgspec.Struct, frozen=True):
     """Nobody needs the kept contributions and means any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(msgspec.Struct, frozen=True):
     """The machine has ended; forget it."""
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.agreement import Agreement
+from equipoise.averaging.allreduce.attendance import Attendance
+from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Send
+from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.allreduce.messages import Decision
 
 MAX_SERVED = 4
@@ -23,10 +27,26 @@ class Fetching:
     def __init__(self, me: int, parts: int) -> None:
         self._parts = parts
         self._turn = me
+        self._anew = False
         self._asked: tuple[int, int, frozenset[int]] | None = None
         self._over = 0
         self._expected: dict[int, frozenset[int]] = {}
         self._served: Counter[int] = Counter()
+
+    def due(
+        self, agreement: Agreement, ledger: Ledger, attendance: Attendance, reachable: int
+    ) -> Send | None:
+        """What to ask now, of one of the members in the bitmask `reachable`."""
+        decision = agreement.decision
+        if decision is None or ledger.is_whole(decision):
+            return None
+        stalled = attendance.level >= 1
+        everything = agreement.must_fetch or stalled or self._anew
+        wanted = ledger.missing_of(agreement.group.everyone if everything else attendance.lost, decision)
+        if not wanted:
+            return None
+        sources = agreement.sources(decision, reachable, desperate=stalled)
+        return self.ask(decision, wanted, list(members_of(sources)))
 
     def ask(self, decision: Decision, parts: frozenset[int], sources: list[int]) -> Send | None:
         """Ask one of `sources` for parts, unless one of them has been asked for these already."""
@@ -51,6 +71,7 @@ class Fetching:
     def start_again(self) -> None:
         """What came is of no use: the next source is due, and nobody asked before is expected to answer any more."""
         self.ask_another()
+        self._anew = True
         self._expected = {}
 
     def expects(self, source: int, part: int, contributors: int) -> bool:

@@ -37,6 +37,7 @@ class Ledger:
     Attributes:
         owner_of: Who reduces each part.
         owners: Bitmask of the members that have parts to reduce.
+        due: The parts with which something may be to be done.
     """
 
     def __init__(self, group: Group, me: int) -> None:
@@ -44,7 +45,10 @@ class Ledger:
         self.me = me
         self.owner_of: tuple[int, ...] = ()
         self.owners = 0
-        self._due: set[int] = set()
+        self._dealt_to = 0
+        self.due: set[int] = set()
+        self._others = [(me + step) % group.size for step in range(1, group.size)]
+        self._turns: list[int] = []
         self._sent: set[tuple[int, int]] = set()
         self._arrived = [0] * len(group.parts)
         self._was_mine: set[int] = set()
@@ -52,23 +56,28 @@ class Ledger:
         self._lacking = [0] * group.size
         self._reducing: dict[int, int] = {}
         self._means: dict[int, tuple[int, bytes]] = {}
-        self._kept: Counter[int] = Counter()
+        self._kept: dict[int, int] = {}
         self._mean_sent: dict[int, tuple[int, int]] = {}
 
     def assign(self, owners: int) -> None:
         """Deal the parts out to the members in the bitmask `owners`."""
+        self.look_again()
+        if owners == self._dealt_to:
+            return
+        self._dealt_to = owners
         self.owner_of = assign(self.group.parts, owners)
         self.owners = sum(1 << owner for owner in set(self.owner_of))
+        # Everyone starts with its successor, so that not all send to the same member first.
+        self._turns = [(owner - self.me) % self.group.size for owner in self.owner_of]
         mine = [part for part, owner in enumerate(self.owner_of) if owner == self.me]
         self._was_mine.update(mine)
         for member in range(self.group.size):
             here = sum(self._arrived[part] >> member & 1 for part in mine)
             self._lacking[member] = 0 if member == self.me else len(mine) - here
-        self.look_again()
 
     def look_again(self) -> None:
         """Make every part due."""
-        self._due = set(range(len(self.group.parts)))
+        self.due = set(range(len(self.group.parts)))
 
     def wants_contribution(self, sender: int, part: int) -> bool:
         """Whether a contribution is one that can count, is not here yet, and may be ours to reduce."""
@@ -80,12 +89,16 @@ class Ledger:
             and (part in self._was_mine or self._early[sender] < early_parts(self.group))
         )
 
-    def take_contribution(self, sender: int, part: int) -> None:
-        """A wanted contribution has arrived."""
+    def take_contribution(self, sender: int, part: int) -> bool:
+        """A wanted contribution has arrived; returns whether all that we need of its sender are here now."""
         self._arrived[part] |= 1 << sender
-        self._early[sender] += part not in self._was_mine
-        self._lacking[sender] -= self.owner_of[part] == self.me
-        self._due.add(part)
+        if part not in self._was_mine:
+            self._early[sender] += 1
+        if self.owner_of[part] != self.me:
+            return False
+        self._lacking[sender] -= 1
+        self.due.add(part)
+        return not self._lacking[sender]
 
     def wants_mean(self, part: int, contributors: int) -> bool:
         """Whether a mean of this part over these contributors is not here yet."""
@@ -95,15 +108,23 @@ class Ledger:
         """Whether the mean of `part` over `contributors` is here."""
         return self._means.get(part, NO_MEAN)[0] == contributors
 
-    def take_mean(self, part: int, contributors: int, digest: bytes) -> None:
-        """A wanted mean is here, in place of any other of that part."""
-        before = self._means.get(part, NO_MEAN)[0]
-        self._kept[before] -= 1
-        if self._kept[before] <= 0:
-            del self._kept[before]
+    def take_mean(self, part: int, contributors: int, digest: bytes) -> bool:
+        """A wanted mean is here, in place of any other of that part.
+
+        Returns:
+            Whether the mean over some contributors is whole now, or may be no more, as a part of it was replaced.
+        """
+        before = self._means.get(part)
+        if before is not None:
+            self._kept[before[0]] -= 1
+            if not self._kept[before[0]]:
+                del self._kept[before[0]]
+        kept = self._kept.get(contributors, 0) + 1
+        self._kept[contributors] = kept
         self._means[part] = (contributors, digest)
-        self._kept[contributors] += 1
-        self._due.add(part)
+        if self.owner_of[part] == self.me:
+            self.due.add(part)
+        return before is not None or kept == len(self.group.parts)
 
     def forget_reducing(self, part: int, contributors: int) -> None:
         """The mean came, be it still wanted or not: should it be wanted again, it is reduced again."""
@@ -117,7 +138,7 @@ class Ledger:
 
     def is_whole(self, decision: Decision) -> bool:
         """Whether all parts of the decision's mean are here."""
-        return self._kept[decision.contributors] == len(self.group.parts)
+        return self._kept.get(decision.contributors, 0) == len(self.group.parts)
 
     def missing_of(self, owners: int, decision: Decision) -> frozenset[int]:
         """The parts of the decision's mean that are not here and belong to members in the bitmask `owners`."""
@@ -152,9 +173,9 @@ class Ledger:
             release_means: Whether the means over them may be sent.
             targets: Bitmask of the members to send to.
         """
-        due, self._due = self._due, set()
+        due, self.due = self.due, set()
         actions: list[Action] = []
-        for part in sorted(due, key=lambda part: (self._ring(self.owner_of[part]), part)):
+        for part in sorted(sorted(due), key=self._turns.__getitem__):
             if self.owner_of[part] != self.me:
                 if not decided:
                     actions += self._contribute(part, targets)
@@ -186,8 +207,5 @@ class Ledger:
         sent_over, sent_to = self._mean_sent.get(part, (over, 0))
         done = sent_to if sent_over == over else 0
         self._mean_sent[part] = (over, done | targets)
-        return [SendMean(to, part, over) for to in sorted(members_of(targets & ~done), key=self._ring)]
-
-    def _ring(self, member: int) -> int:
-        # Everyone starts with its successor, so that not all send to the same member first.
-        return (member - self.me) % self.group.size
+        new = targets & ~done
+        return [SendMean(to, part, over) for to in self._others if new >> to & 1]

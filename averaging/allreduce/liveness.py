@@ -54,12 +54,13 @@ class Liveness:
     def heard(self, member: int, now: float) -> bool:
         """A sign of life; returns whether the member had been taken for dead."""
         gap = now - self._heard[member]
-        if now - self._checked <= self._silence / 2:  # else it was we who paused
+        if GAPS * gap > self._allowed[member] and now - self._checked <= self._silence / 2:  # else we paused
             self._allowed[member] = max(self._allowed[member], min(GAPS * gap, MAX_SILENCE_SECONDS))
         self._heard[member] = now
-        returned = member in self._silent
-        self._silent.discard(member)
-        return returned
+        if member not in self._silent:
+            return False
+        self._silent.remove(member)
+        return True
 
     def received(self, member: int, count: int, now: float) -> bool:
         """Bytes came since the last heartbeat's time: a sign of life if they are no trickle; returns as `heard`.

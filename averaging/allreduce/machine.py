@@ -19,7 +19,10 @@ what they lack, and 2 to 4 repeat. When the leader dies the next member in line 
 before commit, so nothing that happens earlier can leave two members with different means.
 
 After every event the machine looks at its whole state and does what is due (`_advance`), so the order in which
-messages arrive does not matter, and neither do duplicates.
+messages arrive does not matter, and neither do duplicates. When a part comes, looking at that part is mostly enough
+(`_work`). All was at rest before; and of parts, the other steps see only whose contributions are whole, whether a mean
+is, and what is missing of it, of which less makes nothing due. So a part that completes nothing, replaces none, and
+ends neither a stall nor anyone's lateness, so that its arrival moves nothing but clocks, makes nothing else due.
 
 Time without progress raises the *level*: at 1, owners report without the late and members fetch what they lack; at 2, a
 leader goes on without the owners that did not report; from 3 on, members open ballots of their own, in line.
@@ -73,6 +76,11 @@ class AllReduce:
         now: Monotonic seconds.
         timeout: Seconds until the round fails at the latest.
         stall: Seconds without progress after which a step is tried another way.
+
+    Attributes:
+        ended: How the round has ended here, if it has.
+        notes: What went wrong, for people.
+        looked: Whether the last event had it look at all: else the phase is what it was, the deadline not earlier.
     """
 
     def __init__(
@@ -82,6 +90,7 @@ class AllReduce:
         self.me = me
         self.ended: Finish | Fail | None = None
         self.notes: list[str] = []
+        self.looked = True
         self._ends_at = now + timeout
         self._releases_at = float("inf")
         self._words = Words(now, timeout)
@@ -144,18 +153,19 @@ class AllReduce:
         """Take in one event; return what is to be done, in order."""
         if self._closed:
             return []
+        self.looked = True
         match event:
-            case MessageReceived(sender, message):
-                self._on_message(sender, message, now)
             case ContributionReceived(sender, part):
-                self._on_contribution(sender, part, now)
+                self.looked = self._on_contribution(sender, part, now)
             case PartReduced(part, contributors, digest):
                 self._ledger.forget_reducing(part, contributors)
-                self._on_mean(self.me, part, contributors, digest, now)
+                self.looked = self._on_mean(self.me, part, contributors, digest, now)
+            case MeanReceived(sender, part, contributors, digest):
+                self.looked = self._on_mean(sender, part, contributors, digest, now)
+            case MessageReceived(sender, message):
+                self._on_message(sender, message, now)
             case BytesReceived(sender, count):
                 self._on_bytes(sender, count, now)
-            case MeanReceived(sender, part, contributors, digest):
-                self._on_mean(sender, part, contributors, digest, now)
             case PeerLost(member, reason):
                 self._on_lost(member, reason, now)
             case PeerReturned(member):
@@ -165,7 +175,7 @@ class AllReduce:
                     self._fail(reason, now)
             case Woke():
                 self._on_woke(now)
-        return self._advance(now)
+        return self._advance(now) if self.looked else self._work()
 
     # ---- taking in ----
 
@@ -205,15 +215,18 @@ class AllReduce:
         if news:
             self._progress(now)
 
-    def _on_contribution(self, sender: int, part: int, now: float) -> None:
-        if self.wants_contribution(sender, part):
-            self._ledger.take_contribution(sender, part)
-            self._attendance.arrived(sender, now)
+    def _on_contribution(self, sender: int, part: int, now: float) -> bool:
+        """Returns whether more than work on the part can be due; so does `_on_mean`."""
+        if not self.wants_contribution(sender, part):
+            return self.ended is not None
+        whole = self._ledger.take_contribution(sender, part)
+        return self._attendance.arrived(sender, now) or whole
 
-    def _on_mean(self, sender: int, part: int, contributors: int, digest: bytes, now: float) -> None:
-        if self.wants_mean(sender, part, contributors):
-            self._ledger.take_mean(part, contributors, digest)
-            self._attendance.arrived(sender, now)
+    def _on_mean(self, sender: int, part: int, contributors: int, digest: bytes, now: float) -> bool:
+        if not self.wants_mean(sender, part, contributors):
+            return self.ended is not None
+        whole = self._ledger.take_mean(part, contributors, digest)
+        return self._attendance.arrived(sender, now) or whole
 
     def _on_bytes(self, sender: int, count: int, now: float) -> None:
         if self.ended is not None or not self._attendance.received(sender, count, self._awaited, now):
@@ -360,14 +373,17 @@ class AllReduce:
                 self._fail(why, now)
 
     def _work_on_parts(self, now: float) -> None:
-        if self._distrusted:
-            return
+        self._actions += self._work()
+
+    def _work(self) -> list[Action]:
+        if self._distrusted or not self._ledger.due:
+            return []
         ballot, valued = self._agreement.ballot, self._agreement.valued
         over = self.group.contributors if valued is None else valued.contributors
         decided = self._agreement.decision is not None
         # A mean that others hold already is fetched from them, not reduced again.
         release = ballot.decision is not None and not ballot.holders
-        self._actions += self._ledger.work(over, decided, release, self._peers & ~self._attendance.lost)
+        return self._ledger.work(over, decided, release, self._peers & ~self._attendance.lost)
 
     def _hold(self, now: float) -> None:
         decision = self._agreement.ballot.decision
@@ -398,18 +414,8 @@ class AllReduce:
             self._again = True
 
     def _fetch_missing(self, now: float) -> None:
-        """Ask a holder for the parts that will not come by themselves."""
-        decision = self._agreement.decision
-        if decision is None or self._ledger.is_whole(decision):
-            return
-        everything = self._agreement.must_fetch or self._attendance.level >= 1 or self._distrusted > 0
-        wanted = self._ledger.missing_of(
-            self.group.everyone if everything else self._attendance.lost, decision
-        )
         reachable = self._peers & ~self._attendance.lost
-        sources = self._agreement.sources(decision, reachable, desperate=self._attendance.level >= 1)
-        fetch = self._fetching.ask(decision, wanted, list(members_of(sources)))
-        if fetch is not None:
+        if fetch := self._fetching.due(self._agreement, self._ledger, self._attendance, reachable):
             self._actions.append(fetch)
 
     def _serve(self, to: int, contributors: int, bits: bytes) -> None:

@@ -73,7 +73,7 @@ def test_chosen_is_what_a_majority_cast(size: int, cast: list[tuple[int, int, De
         assert news == (member not in voters[ballot, decision])
         voters[ballot, decision].add(member)
     won = {one for one, by in voters.items() if 2 * len(by) > size}
-    chosen = tally.chosen()
+    chosen = tally.chosen
     assert (chosen is None and not won) or (chosen is not None and (chosen.ballot, chosen.decision) in won)
 
 
@@ -81,7 +81,7 @@ def test_votes_of_different_digests_do_not_add_up() -> None:
     tally = Tally(3)
     tally.add(vote(digest=b"a" * 32), 0b001, 0)
     tally.add(vote(digest=b"b" * 32), 0b010, 1)
-    assert tally.chosen() is None
+    assert tally.chosen is None
     assert tally.holders(ONE) == 0b011
 
 
