@@ -11,6 +11,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -32,11 +33,21 @@ _ZERO = np.float32(0)
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
 _EXPONENT = np.int32(0x7F80_0000)
 
-_GROUP_VALUES = 8192
-"""Values whose sum is reduced at a time: 32 KB of fp32."""
+_GROUP_VALUES = 32_768
+"""Values whose sum is reduced at a time: their 128 KB stay in the second-level cache. (Smaller groups, down to what the
+first level holds, read so little of each payload in one go that they wait for memory: 10 % slower.)"""
 
 _PASS_VALUES = 65_536
 """Values quantised at a time: their 256 KB are still in the second-level cache when the second pass reads them."""
+
+_AHEAD_BYTES = 4096
+"""How far ahead of the values at work memory is asked for more: processors do so by themselves, but begin anew at each
+page and whenever they come back to a payload. (Reducing takes 20 % less, encoding 4 %.)"""
+
+_LINE_BYTES = 64
+
+_READ_INTO_ALL_CACHES_DATA = 0, 3, 1
+"""What `llvm.prefetch` is told."""
 
 _F32, _I32, _I8, _U8 = numba.float32[::1], numba.int32[::1], numba.int8[::1], numba.uint8[::1]
 _I64, _F64 = numba.int64[::1], numba.float64[::1]
@@ -51,6 +62,27 @@ def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
         return builder.inttoptr(arguments[0], cgutils.voidptr_t)
 
     return numba.types.CPointer(numba.uint8)(numba.int64), generate
+
+
+@intrinsic
+def _prefetch_line(typing_context, address):  # type: ignore[no-untyped-def]
+    """Ask for what is at an address, int64, which may be none of ours: it is a hint, and never a fault."""
+
+    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
+        place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
+        builder.call(prefetch, [place, *(number(option) for option in _READ_INTO_ALL_CACHES_DATA)])
+        return context.get_dummy_value()
+
+    return numba.void(numba.int64), generate
+
+
+@numba.njit(numba.void(numba.int64, numba.int64), **_compiled)
+def _prefetch(start, size):  # type: ignore[no-untyped-def]
+    for line in range(start, start + size, _LINE_BYTES):
+        _prefetch_line(line)
 
 
 @numba.njit(numba.int64(_U8), **_compiled)
@@ -68,7 +100,9 @@ def _fits(payload, count, block):  # type: ignore[no-untyped-def]
 def _measure(values_bits, scales, scales_bits, inverses, block):  # type: ignore[no-untyped-def]
     """Fill scales and inverses; False if a value is not finite."""
     greatest = np.int32(0)
+    ahead = values_bits.ctypes.data + _AHEAD_BYTES
     for b in range(scales.size):
+        _prefetch(ahead + b * block * values_bits.itemsize, block * values_bits.itemsize)
         # Loops from zero over slices are vectorised; over values[start + i] they are not, and take ten times as long.
         bits = values_bits[b * block : (b + 1) * block]
         # Magnitudes of floats order like their bits, and integers have a vectorised maximum; NaN is the greatest.
@@ -88,10 +122,9 @@ def _measure(values_bits, scales, scales_bits, inverses, block):  # type: ignore
     return True
 
 
-@numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _I8, numba.int64), **_compiled)
-def _quantise_some(values, values_bits, scales, scales_bits, codes, block):  # type: ignore[no-untyped-def]
+@numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _F32, _I8, numba.int64), **_compiled)
+def _quantise_some(values, values_bits, scales, scales_bits, inverses, codes, block):  # type: ignore[no-untyped-def]
     # Three short passes: LLVM vectorises each, but none of them where one loop over the blocks does all three.
-    inverses = np.empty(scales.size, np.float32)
     if not _measure(values_bits, scales, scales_bits, inverses, block):
         return False
     for b in range(scales.size):
@@ -111,6 +144,7 @@ def _encode(values, payload, block):  # type: ignore[no-untyped-def]
     scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
     values_bits, scales_bits = values.view(np.int32), scales.view(np.int32)
     some = max(_PASS_VALUES // block, 1) * block
+    inverses = np.empty(some // block, np.float32)
     for start in range(0, values.size, some):
         stop = min(start + some, values.size)
         first, last = start // block, -(-stop // block)
@@ -119,6 +153,7 @@ def _encode(values, payload, block):  # type: ignore[no-untyped-def]
             values_bits[start:stop],
             scales[first:last],
             scales_bits[first:last],
+            inverses,
             codes[start:stop],
             block,
         ):
@@ -169,7 +204,9 @@ def _decode(payload, out, block):  # type: ignore[no-untyped-def]
 
 @numba.njit(numba.void(_F32, _I8, numba.float32, _F32, numba.int64), **_compiled)
 def _accumulate_some(scales, codes, weight, into, block):  # type: ignore[no-untyped-def]
+    ahead = codes.ctypes.data + _AHEAD_BYTES
     for b in range(scales.size):
+        _prefetch(ahead + b * block, block)
         scale = scales[b]
         row_codes = codes[b * block : (b + 1) * block]
         row = into[b * block : (b + 1) * block]
@@ -183,12 +220,10 @@ def _accumulate(payload, weight, into, block):  # type: ignore[no-untyped-def]
     _accumulate_some(payload[:split].view(np.float32), payload[split:].view(np.int8), weight, into, block)
 
 
-@numba.njit(numba.boolean(_F32, _I32, numba.float32, _F32, numba.int64), **_compiled)
-def _accumulate_own(values, values_bits, weight, into, block):  # type: ignore[no-untyped-def]
+@numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _F32, numba.float32, _F32, numba.int64), **_compiled)
+def _accumulate_own(values, values_bits, scales, scales_bits, inverses, weight, into, block):  # type: ignore[no-untyped-def]
     """Add the weighted values as they would be decoded from their encoding; False if one is not finite."""
-    scales = np.empty(-(-values.size // block), np.float32)
-    inverses = np.empty(scales.size, np.float32)
-    if not _measure(values_bits, scales, scales.view(np.int32), inverses, block):
+    if not _measure(values_bits, scales, scales_bits, inverses, block):
         return False
     for b in range(scales.size):
         scale, inverse = scales[b], inverses[b]
@@ -209,11 +244,12 @@ def _reduce(addresses, weights, own, payload, out, block):  # type: ignore[no-un
             return False
         if shares[m] != _ZERO and addresses[m] == OWN_ADDRESS and own.size != out.size:
             return False
-    # A group of blocks at a time, whose sum stays in the first-level cache from the first payload to the decoded mean.
+    # A group of blocks at a time, whose sum stays in a cache from the first payload to the decoded mean.
     split = -(-out.size // block) * SCALE_BYTES
     scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
     scales_bits, out_bits, own_bits = scales.view(np.int32), out.view(np.int32), own.view(np.int32)
     group = max(_GROUP_VALUES // block, 1) * block
+    inverses = np.empty(group // block, np.float32)
     for start in range(0, out.size, group):
         stop = min(start + group, out.size)
         first, last = start // block, -(-stop // block)
@@ -223,7 +259,16 @@ def _reduce(addresses, weights, own, payload, out, block):  # type: ignore[no-un
             if shares[m] == _ZERO:
                 continue
             if addresses[m] == OWN_ADDRESS:
-                if not _accumulate_own(own[start:stop], own_bits[start:stop], shares[m], total, block):
+                if not _accumulate_own(
+                    own[start:stop],
+                    own_bits[start:stop],
+                    scales[first:last],
+                    scales_bits[first:last],
+                    inverses,
+                    shares[m],
+                    total,
+                    block,
+                ):
                     return False
                 continue
             row = numba.carray(_pointer(addresses[m]), (payload.size,))
@@ -231,7 +276,13 @@ def _reduce(addresses, weights, own, payload, out, block):  # type: ignore[no-un
             of_values = row[split + start : split + stop].view(np.int8)
             _accumulate_some(of_blocks, of_values, shares[m], total, block)
         if not _quantise_some(
-            total, out_bits[start:stop], scales[first:last], scales_bits[first:last], codes[start:stop], block
+            total,
+            out_bits[start:stop],
+            scales[first:last],
+            scales_bits[first:last],
+            inverses,
+            codes[start:stop],
+            block,
         ):
             return False
         _dequantise_some(scales[first:last], codes[start:stop], total, block)

@@ -43,8 +43,9 @@ class Store:
         self._codec = codec
         self._contribution = unwrapped(contribution)
         self._result = unwrapped(result)
-        self._counts = [part.size for part in group.parts]
-        self._sizes = [codec.encoded_size(count) for count in self._counts]
+        self._counts = [part.stop - part.start for part in group.parts]
+        sizes = {count: codec.encoded_size(count) for count in set(self._counts)}
+        self._sizes = [sizes[count] for count in self._counts]
         self._kept: list[dict[int, memoryview]] = [{} for _ in group.parts]
         self._shares: tuple[int, list[float]] = (0, [])
         self._means: dict[int, tuple[int, memoryview]] = {}
