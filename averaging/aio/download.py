@@ -265,5 +265,5 @@ class Download:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if not self._machine.ended:
+        if self._machine.deadline != float("inf"):
             self._timer = self._loop.call_at(self._machine.deadline, self._tell, Woke())

@@ -211,7 +211,7 @@ class Fetch:
         offered, self._checking = self._checking, frozenset()
         self._proved = not problem
         if problem:
-            for peer in offered:
+            for peer in sorted(offered):
                 self._bar(peer, problem)
 
     def _is_current(self, image: object) -> bool:
@@ -348,7 +348,8 @@ class Fetch:
         behind, unheard = 0, 0
         if isinstance(self._poll, Missed):
             behind, unheard = self._poll.behind, self._poll.unheard
-        return [*self._end(), Fail("; ".join([reason, *self._notes]), behind, unheard)]
+        notes = [note for note in self._notes if note not in reason]
+        return [*self._end(), Fail("; ".join([reason, *notes]), behind, unheard)]
 
     def _end(self) -> list[FetchAction]:
         self.ended = True

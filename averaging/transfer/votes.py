@@ -17,6 +17,7 @@ from equipoise.averaging.allreduce.ballot import Vote, is_majority, members_of
 from equipoise.averaging.allreduce.notary import signers
 from equipoise.averaging.manifest import Manifest, Verify
 from equipoise.averaging.state import group_state
+from equipoise.averaging.transfer.answers import counted
 
 Prove = Callable[[], wire.Commit]
 """Says which votes of a kept mean's round are known by now, each with its signature."""
@@ -42,9 +43,11 @@ class Circle:
     @classmethod
     def of(cls, manifest: Manifest, own: str) -> Circle:
         """As one knows it who was in that round, or knows that it was the group's."""
-        before = group_state(join.state for join in manifest.members if join.state is not None)
-        holders = {join.peer for join in manifest.members if join.state == before is not None}
-        return cls(frozenset(holders - {own}), manifest.id)
+        states = {join.peer: join.state for join in manifest.members if join.state is not None}
+        before = group_state(states.values())
+        return cls(
+            frozenset(peer for peer, one in states.items() if one == before and peer != own), manifest.id
+        )
 
     def check(self, manifest: Manifest, voters: frozenset[str]) -> None:
         """Require that a round was the group's, given whose votes for its mean are proved.
@@ -55,7 +58,7 @@ class Circle:
         voted, known = len(voters & self.peers), len(self.peers)
         if manifest.id == self.round or 2 * voted > known:
             return
-        whose = f"the {known} peers by whom this one knows its state, {voted} of them voted"
+        whose = f"the {counted(known)} by whom this one knows its state, {voted} of them voted"
         raise VotesError(f"expected votes of more than half of {whose}")
 
 
@@ -81,13 +84,11 @@ def voters(
             cast[vote] = cast.get(vote, 0) | signers(manifest.id, manifest.peers, proof, verify)
     size = len(manifest.members)
     # A round may decide the same in two ballots; votes of one do not add to another's.
-    if not any(is_majority(signed, size) for signed in cast.values()):
+    won = [signed for signed in cast.values() if is_majority(signed, size)]
+    if not won:
         most = max((signed.bit_count() for signed in cast.values()), default=0)
         raise VotesError(f"expected votes of more than half of its round's {size} members, {most} signed")
-    counted = {
-        member for signed in cast.values() if is_majority(signed, size) for member in members_of(signed)
-    }
-    return frozenset(manifest.peers[member] for member in counted)
+    return frozenset(manifest.peers[member] for signed in won for member in members_of(signed))
 
 
 def without_forged(proof: wire.Commit, manifest: Manifest, verify: Verify) -> wire.Commit:

@@ -10,9 +10,8 @@ import torch
 
 from equipoise.averaging.aio import keeping
 from equipoise.averaging.aio.keeping import Wanted
-from equipoise.averaging.aio.transfer import Transfer, _Kept
+from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce.messages import Commit, Decision
-from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -33,16 +32,15 @@ from equipoise.averaging.transfer.kept import KEPT_MEANS, Kept
 from equipoise.averaging.transfer.mean import EncodedMean, MeanError
 from equipoise.averaging.transfer.messages import Answer, Ask, Offer
 from equipoise.averaging.transfer.missed import Missed
-from equipoise.averaging.transfer.votes import Circle
 from fakes.cluster import Cluster
 from fakes.memory import FakeIdentity
+from fakes.missed import kept_by, recovered, rounds
 from fakes.transfer import RUN, TICKET, answer, offer_of
 
 SIZE = 3_000_000
 SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}), codec="int8")
 BEFORE = StateId(7, "ab" * 32)
 OTHER = StateId(7, "cd" * 32)
-NEXT = StateId(8, "ef" * 32)
 
 
 @pytest.fixture
@@ -52,60 +50,21 @@ async def cluster() -> AsyncIterator[Cluster]:
     await cluster.stop()
 
 
-async def rounds(
-    cluster: Cluster, names: str, state: StateId, weight: float = 1.0
-) -> list[tuple[Outcome, torch.Tensor]]:
-    """One round of these peers, who hold that state."""
-
-    async def one(name: str) -> tuple[Outcome, torch.Tensor]:
-        result = torch.empty(SIZE)
-        values = torch.randn(SIZE, generator=torch.Generator().manual_seed(ord(name)))
-        run = cluster.hubs[name]._runs[SPEC.name]
-        return await run.average(values, result, weight, 20.0, state), result
-
-    return await asyncio.gather(*map(one, names))
-
-
-def kept_by(keeper: Transfer, before: StateId = BEFORE) -> tuple[EncodedMean, Commit]:
-    """The mean that a peer keeps, and the votes for it."""
-    kept = keeper._means[before]
-    assert isinstance(kept, _Kept)
-    return kept.mean, kept.prove()
-
-
 def bend(liar: Transfer) -> None:
     """Have it pass on another mean, with the genuine votes."""
-    mean, proof = kept_by(liar)
+    mean, proof = kept_by(liar, BEFORE)
     bent = bytearray(mean.parts[0])
     bent[-1] ^= 1
     parts = (memoryview(bent), *mean.parts[1:])
     liar.keep(EncodedMean(mean.manifest, mean.contributors, parts), lambda: proof)
 
 
-async def made_up(names: str, state: StateId) -> tuple[EncodedMean, Commit]:
-    """What peers came to that nobody else knows; anybody can be several of them."""
-    elsewhere = Cluster()
-    keeper, *_ = await elsewhere.add(*names, spec=SPEC)
-    await rounds(elsewhere, names, state)
-    kept = kept_by(keeper, state)
-    await elsewhere.stop()
-    return kept
-
-
-async def recovered(
-    transfer: Transfer, after: StateId = BEFORE, proved: bool = True
-) -> tuple[keeping.Outcome, torch.Tensor, dict[str, int]]:
-    result = torch.empty(SIZE)
-    got = await transfer.recover(after, 20.0, lambda: result, proved)
-    return got.round, result, got.sources
-
-
 async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster: Cluster) -> None:
     await cluster.add("a", "b", "c", spec=SPEC)
-    (outcome, mean), *_ = await rounds(cluster, "abc", BEFORE)
+    (outcome, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
     assert outcome.ok, outcome.reason
     (late,) = await cluster.add("d", spec=SPEC)
-    found, result, sources = await recovered(late)
+    found, result, sources = await recovered(late, BEFORE, proved=True)
     assert found.ok, found.reason
     assert found.digest == outcome.digest
     assert found.contributors == outcome.contributors
@@ -117,18 +76,18 @@ async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster
 
 async def test_members_have_it_too_and_see_whether_they_contributed(cluster: Cluster) -> None:
     *_, third = await cluster.add("a", "b", "c", spec=SPEC)
-    await rounds(cluster, "abc", BEFORE)
-    found, _, _ = await recovered(third)
+    await rounds(cluster, "abc", BEFORE, SPEC)
+    found, _, _ = await recovered(third, BEFORE, proved=False)
     assert found.counted("c")
 
 
 async def test_what_nobody_keeps_is_not_waited_for(cluster: Cluster) -> None:
     *_, third = await cluster.add("a", "b", "c", spec=SPEC)
-    found, _, _ = await recovered(third)
+    found, _, _ = await recovered(third, BEFORE, proved=True)
     assert not found.ok
     assert found.reason == "none of 2 peers that answered keeps the mean after epoch 7"
-    await rounds(cluster, "abc", BEFORE)
-    found, _, _ = await recovered(third, OTHER)
+    await rounds(cluster, "abc", BEFORE, SPEC)
+    found, _, _ = await recovered(third, OTHER, proved=True)
     assert not found.ok
 
 
@@ -142,9 +101,9 @@ async def test_it_tells_how_many_are_behind(cluster: Cluster) -> None:
 
 async def test_a_donor_that_lies_is_found_out_and_the_others_make_it_good(cluster: Cluster) -> None:
     liar, *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
-    (_, mean), *_ = await rounds(cluster, "abc", BEFORE)
+    (_, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
     bend(liar)
-    found, result, sources = await recovered(last)
+    found, result, sources = await recovered(last, BEFORE, proved=True)
     assert found.ok, found.reason
     assert torch.equal(result, mean)
     assert set(sources) == {"b", "c"}
@@ -152,8 +111,8 @@ async def test_a_donor_that_lies_is_found_out_and_the_others_make_it_good(cluste
 
 async def test_a_donor_that_dies_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
     *_, last = await cluster.add("a", "b", "c", "d", spec=SPEC)
-    (_, mean), *_ = await rounds(cluster, "abc", BEFORE)
-    recovering = asyncio.create_task(recovered(last))
+    (_, mean), *_ = await rounds(cluster, "abc", BEFORE, SPEC)
+    recovering = asyncio.create_task(recovered(last, BEFORE, proved=True))
     while last._download is None or not last._download._memory:  # noqa: ASYNC110
         await asyncio.sleep(0)
     cluster.net.kill("b")
@@ -164,8 +123,8 @@ async def test_a_donor_that_dies_costs_nothing_but_its_chunks(cluster: Cluster) 
 
 async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
     keeper, _ = await cluster.add("a", "b", spec=SPEC)
-    (outcome, _), *_ = await rounds(cluster, "ab", BEFORE)
-    mean, proof = kept_by(keeper)
+    (outcome, _), *_ = await rounds(cluster, "ab", BEFORE, SPEC)
+    mean, proof = kept_by(keeper, BEFORE)
     image = bytes(mean.image())
     assert len(image) <= keeping.most_bytes(SPEC)
     verify, result, wanted = FakeIdentity("c").verify, torch.empty(SIZE), Wanted(SPEC, BEFORE, None)
@@ -189,127 +148,14 @@ async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
 
 async def test_it_is_no_mean_of_another_state_or_run(cluster: Cluster) -> None:
     keeper, _ = await cluster.add("a", "b", spec=SPEC)
-    await rounds(cluster, "ab", BEFORE)
-    mean, proof = kept_by(keeper)
+    await rounds(cluster, "ab", BEFORE, SPEC)
+    mean, proof = kept_by(keeper, BEFORE)
     image, verify = memoryview(mean.image()), FakeIdentity("c").verify
     with pytest.raises(MeanError, match="after epoch 7"):
         keeping.decode(image, Wanted(SPEC, OTHER, None), [proof], verify, lambda: torch.empty(SIZE))
     other = RunSpec.create("other/step", SPEC.schema)
     with pytest.raises(MeanError, match="spec"):
         keeping.decode(image, Wanted(other, BEFORE, None), [proof], verify, lambda: torch.empty(SIZE))
-
-
-# ---- whose mean it is ----
-
-
-async def acquainted(cluster: Cluster, *names: str) -> None:
-    """More peers come; all know of each other."""
-    await cluster.add(*names, spec=SPEC)
-
-
-async def test_the_votes_of_its_own_group_tell_whose_mean_it_is_however_many_come_later(
-    cluster: Cluster,
-) -> None:
-    *_, away = await cluster.add("a", "b", "c", spec=SPEC)
-    await rounds(cluster, "abc", BEFORE)
-    (_, mean), *_ = await rounds(cluster, "ab", NEXT)
-    await acquainted(cluster, *"klmnopqr")
-    found, result, sources = await recovered(away, NEXT, proved=False)
-    assert found.ok, found.reason
-    assert torch.equal(result, mean)
-    assert set(sources) <= {"a", "b"}
-
-
-async def test_one_honest_donor_is_enough(cluster: Cluster) -> None:
-    _, *others, away = await cluster.add("a", "b", "c", "d", spec=SPEC)
-    await rounds(cluster, "abcd", BEFORE)
-    (_, mean), *_ = await rounds(cluster, "abc", NEXT)
-    for other in others:
-        other.stop("it says nothing more")
-    found, result, sources = await recovered(away, NEXT, proved=False)
-    assert found.ok, found.reason
-    assert torch.equal(result, mean)
-    assert set(sources) == {"a"}
-
-
-async def test_who_knows_nobody_believes_only_what_the_next_state_will_prove(cluster: Cluster) -> None:
-    await cluster.add("a", "b", "c", spec=SPEC)
-    await rounds(cluster, "abc", BEFORE)
-    (late,) = await cluster.add("d", spec=SPEC)
-    found, _, _ = await recovered(late, proved=False)
-    assert not found.ok
-    assert "half of the 0 peers by whom this one knows its state" in found.reason
-    found, _, _ = await recovered(late)
-    assert found.ok, found.reason
-
-
-async def test_those_who_gave_a_snapshot_tell_what_came_next(cluster: Cluster) -> None:
-    *donors, _ = await cluster.add("a", "b", "c", spec=SPEC)
-    for donor in donors:
-        await donor.offer(BEFORE, memoryview(b"a state"))
-    (late,) = await cluster.add("d", spec=SPEC)
-    fetched = await late.fetch(BEFORE.epoch, 100, 20.0, keeping.room)
-    assert fetched.ok, fetched.reason
-    (_, mean), *_ = await rounds(cluster, "abc", BEFORE)
-    await rounds(cluster, "abc", NEXT)
-    for state in (BEFORE, NEXT):
-        found, result, _ = await recovered(late, state, proved=False)
-        assert found.ok, found.reason
-        assert torch.equal(result, mean)
-
-
-async def test_a_mean_of_strangers_is_refused_and_the_group_s_is_taken_from_the_next(
-    cluster: Cluster,
-) -> None:
-    _, other, away, liar, accomplice = await cluster.add("a", "b", "c", "x", "y", spec=SPEC)
-    await rounds(cluster, "abc", BEFORE)
-    (_, mean), *_ = await rounds(cluster, "ab", NEXT)
-    forged, proof = await made_up("vwxyz", NEXT)
-    for one in (liar, accomplice):
-        one.keep(forged, lambda: proof)
-    other.stop("so that more offer what is made up")
-    found, result, sources = await recovered(away, NEXT, proved=False)
-    assert found.ok, found.reason
-    assert torch.equal(result, mean)
-    assert "a" in sources
-
-
-async def test_where_only_strangers_offer_one_there_is_none(cluster: Cluster) -> None:
-    *_, away, liar = await cluster.add("a", "b", "c", "x", spec=SPEC)
-    await rounds(cluster, "abc", BEFORE)
-    forged, proof = await made_up("xyz", NEXT)
-    liar.keep(forged, lambda: proof)
-    found, _, _ = await recovered(away, NEXT, proved=False)
-    assert not found.ok
-    assert "none of 2 peers that answered keeps the mean after epoch 8" in found.reason
-    assert "x: expected votes of more than half of the 2 peers by whom this one knows" in found.reason
-
-
-async def test_a_group_of_two_needs_both_votes(cluster: Cluster) -> None:
-    keeper, away = await cluster.add("a", "b", spec=SPEC)
-    await rounds(cluster, "ab", BEFORE)
-    mean, proof = kept_by(keeper)
-    found, _, _ = await recovered(away, proved=False)
-    assert found.ok, found.reason
-    own = Commit(proof.ballot, proof.decision, proof.digest, 0b01, proof.signatures[:1])
-    with pytest.raises(MeanError, match="more than half of its round's 2 members, 1 signed"):
-        keeping.decode(
-            memoryview(mean.image()),
-            Wanted(SPEC, BEFORE, Circle.of(mean.manifest, "b")),
-            [own],
-            FakeIdentity("b").verify,
-            lambda: torch.empty(SIZE),
-        )
-
-
-async def test_what_a_donor_cannot_prove_it_does_not_offer(cluster: Cluster) -> None:
-    keeper, _, away = await cluster.add("a", "b", "c", spec=SPEC)
-    mean, proof = await made_up("ab", BEFORE)
-    forged = tuple((member, b"forged") for member, _ in proof.signatures)
-    keeper.keep(mean, lambda: Commit(proof.ballot, proof.decision, proof.digest, proof.holders, forged))
-    found, _, _ = await recovered(away)
-    assert found.reason == "none of 2 peers that answered keeps the mean after epoch 7"
-    assert not keeper._means
 
 
 async def test_rounds_without_a_state_are_not_kept(cluster: Cluster) -> None:

@@ -11,7 +11,7 @@ import pytest
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER, Vote
 from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.allreduce.notary import MAX_BAD_SIGNATURES, Keys, Notary
+from equipoise.averaging.allreduce.notary import MAX_BAD_SIGNATURES, Keys, Notary, signers
 
 A, B, C, D = range(4)
 PEERS = ("a", "b", "c", "d")
@@ -103,6 +103,36 @@ def test_a_signature_is_of_one_voter_and_domain() -> None:
     genuine = dict(commit([A, B]).signatures)
     forged = wire.Commit(0, DECISION, DIGEST, 0b0110, ((C, genuine[B]), (B, HELD.digest)))
     assert believed(notary(D), A, forged) == 0
+
+
+def test_strangers_are_convinced_by_all_votes_that_are_known_when_they_ask() -> None:
+    keeper = notary(A)
+    keeper.check(B, held(B))
+    assert proved_by(keeper) == 0b0011, "its own too, sent to anybody or not"
+    keeper.check(C, held(C))
+    assert proved_by(keeper) == 0b0111
+
+
+def test_of_several_ballots_the_votes_of_the_one_that_most_voted_in_are_told() -> None:
+    keeper = notary(A)
+    liar = notary(D).seal(wire.Held(7, DECISION, DIGEST))
+    keeper.check(D, liar)
+    for voter in (B, C):
+        keeper.check(voter, held(voter))
+    assert proved_by(keeper) == 0b0111
+
+
+def test_a_false_vote_convinces_nobody() -> None:
+    keeper = notary(A)
+    keeper.check(B, held(B))
+    keeper.check(C, wire.Held(0, DECISION, DIGEST, b"false"))
+    assert proved_by(keeper) == 0b0011
+
+
+def proved_by(keeper: Notary) -> int:
+    proof = keeper.proof(DECISION, DIGEST)
+    assert wire.decode(wire.encode(proof)) == proof
+    return signers(bytes(16), PEERS, proof, verify)
 
 
 def test_strangers_hold_nothing() -> None:

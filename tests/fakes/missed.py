@@ -1,0 +1,86 @@
+"""Rounds of hubs over a network in memory, and those that missed one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import torch
+
+from equipoise.averaging.aio.round import group_of
+from equipoise.averaging.aio.transfer import Transfer, _Kept
+from equipoise.averaging.allreduce.ballot import Vote
+from equipoise.averaging.allreduce.messages import Commit, Decision
+from equipoise.averaging.allreduce.notary import statement
+from equipoise.averaging.manifest import Join, Manifest
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.mean import EncodedMean
+from equipoise.compression import parse_codec
+from fakes.cluster import SPEC, Cluster
+from fakes.memory import FakeIdentity
+
+
+async def rounds(
+    cluster: Cluster, names: str, state: StateId, spec: RunSpec = SPEC
+) -> list[tuple[Outcome, torch.Tensor]]:
+    """One round of these peers, who hold that state; what each has of it."""
+    size = spec.schema.size
+
+    async def one(name: str) -> tuple[Outcome, torch.Tensor]:
+        result = torch.empty(size)
+        values = torch.randn(size, generator=torch.Generator().manual_seed(ord(name)))
+        run = cluster.hubs[name]._runs[spec.name]
+        return await run.average(values, result, 1.0, 20.0, state), result
+
+    return await asyncio.gather(*map(one, names))
+
+
+def kept_by(keeper: Transfer, before: StateId) -> tuple[EncodedMean, Commit]:
+    """The mean that a peer keeps, and the votes for it."""
+    kept = keeper._means[before]
+    assert isinstance(kept, _Kept)
+    return kept.mean, kept.prove()
+
+
+async def recovered(
+    transfer: Transfer, after: StateId, proved: bool
+) -> tuple[Outcome, torch.Tensor, dict[str, int]]:
+    """What comes of the mean after that state."""
+    result = torch.empty(transfer.values)
+    got = await transfer.recover(after, 20.0, lambda: result, proved)
+    return got.round, result, got.sources
+
+
+def round_of(names: str, state: StateId | None, spec: RunSpec = SPEC) -> Manifest:
+    """These peers, who hold that state, in one round."""
+    joins = [
+        Join.create(
+            FakeIdentity(name).sign,
+            peer=name,
+            spec=spec.hash,
+            round=1 if state is None else state.epoch,
+            weight=1.0,
+            bandwidth=0.0,
+            dialable=True,
+            nonce=name.encode().ljust(16, b"."),
+            state=state,
+        )
+        for name in names
+    ]
+    return Manifest.of(names[0], joins)
+
+
+def mean_of(names: str, state: StateId, votes: str = "", spec: RunSpec = SPEC) -> tuple[EncodedMean, Commit]:
+    """What these peers came to by themselves in such a round, and the votes of all of them, or of some."""
+    manifest = round_of(names, state, spec)
+    codec, parts = parse_codec(spec.codec), []
+    for part in group_of(spec, manifest).parts:
+        parts.append(memoryview(bytearray(codec.encoded_size(part.size))))
+        codec.encode(torch.full((part.size,), float(len(names))), parts[-1])
+    everyone = (1 << len(names)) - 1
+    mean = EncodedMean(manifest, everyone, tuple(parts))
+    decision, digest = Decision(everyone, everyone), mean.digest()
+    said = statement(manifest.id, Vote(0, decision, digest))
+    signed = tuple((manifest.index(name), FakeIdentity(name).sign(said)) for name in sorted(votes or names))
+    return mean, Commit(0, decision, digest, sum(1 << member for member, _ in signed), signed)
