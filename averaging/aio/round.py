@@ -51,6 +51,9 @@ from equipoise.averaging.transfer.mean import EncodedMean
 from equipoise.averaging.transfer.votes import Prove
 from equipoise.compression import Codec, CodecError, NonFiniteError
 
+WITH_BODY = (wire.Contribution, wire.Mean)
+"""The messages that come with values."""
+
 ROUND_FRAME = b"R"
 """First byte of the header of every frame of a round; the round's id and a message follow."""
 
@@ -166,12 +169,11 @@ class Round:
         Raises:
             FrameRefused: Its size is not that of the part it names.
         """
-        if not isinstance(message, wire.Contribution | wire.Mean) or message.part >= len(self.group.parts):
+        if not isinstance(message, WITH_BODY) or message.part >= len(self.group.parts):
             raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
-        if size != self._store.size(message.part):
-            raise FrameRefused(
-                f"expected {self._store.size(message.part)} bytes for part {message.part}, got {size}"
-            )
+        expected = self._store.size(message.part)
+        if size != expected:
+            raise FrameRefused(f"expected {expected} bytes for part {message.part}, got {size}")
         return self._store.take(message.part)
 
     def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:

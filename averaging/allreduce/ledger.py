@@ -16,10 +16,7 @@ NO_MEAN = (0, b"")
 
 def mean_digest(round_id: bytes, contributors: int, parts: Iterable[bytes]) -> bytes:
     """SHA-256 over the round, the contributors (a bitmask) and the digests of all parts of their mean."""
-    whole = hashlib.sha256(round_id + contributors.to_bytes(8, "little"))
-    for part in parts:
-        whole.update(part)
-    return whole.digest()
+    return hashlib.sha256(round_id + contributors.to_bytes(8, "little") + b"".join(parts)).digest()
 
 
 def early_parts(group: Group) -> int:
@@ -54,6 +51,7 @@ class Ledger:
         self._was_mine: set[int] = set()
         self._early: Counter[int] = Counter()
         self._lacking = [0] * group.size
+        self._whole = group.contributors
         self._reducing: dict[int, int] = {}
         self._means: dict[int, tuple[int, bytes]] = {}
         self._kept: dict[int, int] = {}
@@ -71,9 +69,12 @@ class Ledger:
         self._turns = [(owner - self.me) % self.group.size for owner in self.owner_of]
         mine = [part for part, owner in enumerate(self.owner_of) if owner == self.me]
         self._was_mine.update(mine)
-        for member in range(self.group.size):
+        self._whole = self.group.contributors
+        for member in members_of(self.group.contributors & ~(1 << self.me)):
             here = sum(self._arrived[part] >> member & 1 for part in mine)
-            self._lacking[member] = 0 if member == self.me else len(mine) - here
+            self._lacking[member] = len(mine) - here
+            if self._lacking[member]:
+                self._whole ^= 1 << member
 
     def look_again(self) -> None:
         """Make every part due."""
@@ -96,13 +97,16 @@ class Ledger:
             self._early[sender] += 1
         if self.owner_of[part] != self.me:
             return False
-        self._lacking[sender] -= 1
         self.due.add(part)
-        return not self._lacking[sender]
+        self._lacking[sender] -= 1
+        if self._lacking[sender]:
+            return False
+        self._whole |= 1 << sender
+        return True
 
     def wants_mean(self, part: int, contributors: int) -> bool:
         """Whether a mean of this part over these contributors is not here yet."""
-        return part < len(self.group.parts) and not self.has_mean(part, contributors)
+        return part < len(self.group.parts) and self._means.get(part, NO_MEAN)[0] != contributors
 
     def has_mean(self, part: int, contributors: int) -> bool:
         """Whether the mean of `part` over `contributors` is here."""
@@ -152,7 +156,7 @@ class Ledger:
 
     def whole(self) -> int:
         """Bitmask of the contributors whose contributions to all parts of ours are here."""
-        return sum(1 << member for member in members_of(self.group.contributors) if not self._lacking[member])
+        return self._whole
 
     def digest(self, decision: Decision) -> bytes:
         """Of the decision's mean; all parts are here."""

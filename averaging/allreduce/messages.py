@@ -6,6 +6,7 @@ little-endian bitmaps. Unknown fields are ignored; anything else that does not f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -163,9 +164,8 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RoundMessage)
 
 
-def encode(message: RoundMessage) -> bytes:
-    """The message as msgpack."""
-    return _encoder.encode(message)
+encode: Callable[[RoundMessage], bytes] = _encoder.encode
+"""The message as msgpack."""
 
 
 def decode(data: bytes | memoryview) -> RoundMessage:
