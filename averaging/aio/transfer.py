@@ -256,7 +256,8 @@ class Transfer:
             return ""
 
         ticket, limit = Download.ticket(), keeping.most_bytes(self._spec)
-        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, patient)
+        near = self._circle.peers
+        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, near, patient)
         download = await self._get(request, timeout, keeping.room, examine)
         got = download.outcome.result()
         round_ = found[0] if got.ok else Outcome(ok=False, reason=got.reason, run=self._spec.name)

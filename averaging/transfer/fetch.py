@@ -73,6 +73,7 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: it is after the mean that leads on from there, and no snapshot.
+        circle: PeerIDs of those by whom that state is known, whose offers are tried first.
         patient: Where nobody has that mean: whether to wait for those who are not as far.
     """
 
@@ -82,6 +83,7 @@ class Request:
     at_least: int
     limit: int
     after: StateId | None = None
+    circle: frozenset[str] = frozenset()
     patient: bool = False
 
 
@@ -363,4 +365,8 @@ class Fetch:
 
 
 def _poll_of(request: Request) -> Poll | Missed:
-    return Poll(request.at_least) if request.after is None else Missed(request.after, request.patient)
+    return (
+        Poll(request.at_least)
+        if request.after is None
+        else Missed(request.after, request.circle, request.patient)
+    )

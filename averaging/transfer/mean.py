@@ -1,4 +1,4 @@
-"""A mean as it travelled: what a round came to, with all that whoever missed it needs to know that it is genuine.
+"""A mean as it travelled: what a round came to, for whoever missed it. The votes that prove it go beside it (`votes`).
 
 An image of one is the length of the manifest (u32, big-endian), the manifest in msgpack, the contributors (a bitmask,
 u64, little-endian) and the encoded parts one after another. How long those are follows from the manifest and the run's

@@ -1,8 +1,9 @@
 """Which mean one that missed it takes: decided from what the peers answer, and in no more time than that takes.
 
-Whoever holds the state after is asked for what led there. What most offer is tried first; how many they are proves
-nothing, for the votes that come with a mean do (`votes`), so that one honest donor is enough. A peer at which that very
-round goes on answers when it has ended.
+Whoever holds the state after is asked for what led there. How many offer it proves nothing, for the votes that come
+with a mean do (`votes`), so that one honest donor is enough. What most offer is tried first, of those by whom one knows
+the state, so that strangers who make something up do not cost their betters the time. A peer at which that very round
+goes on answers when it has ended.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ class Missed(Answers):
 
     Args:
         after: The state.
+        circle: PeerIDs of those by whom it is known.
         patient: Whether it may yet come to be, as long as some are not as far.
     """
 
-    def __init__(self, after: StateId, patient: bool = False) -> None:
+    def __init__(self, after: StateId, circle: frozenset[str] = frozenset(), patient: bool = False) -> None:
         super().__init__()
         self._after = after
+        self._circle = circle
         self._patient = patient
 
     @property
@@ -42,8 +45,11 @@ class Missed(Answers):
         """What to try next; None if that is not clear yet, or nobody keeps it."""
         if not self._tally:
             return None
-        offer, count = max(self._tally.items(), key=lambda item: (item[1], item[0].image.digest))
-        if 2 * count <= len(self.peers) and not self._settled(now):
+        offer, count = max(
+            self._tally.items(), key=lambda item: (self._near(item[0]), item[1], item[0].image.digest)
+        )
+        most = 2 * self._near(offer) > len(self._circle) if self._circle else 2 * count > len(self.peers)
+        if not most and not self._settled(now):
             return None
         return self._agreed(offer, f"{count} of {counted(len(self.peers))} offer it")
 
@@ -65,6 +71,10 @@ class Missed(Answers):
         if not offering:
             return f"none of {counted(len(self._answers))} that answered keeps the mean after epoch {self._after.epoch}"
         return f"{offering} of {counted(len(self.peers))} offer the mean after epoch {self._after.epoch}"
+
+    def _near(self, offer: Offer) -> int:
+        """How many of the circle offer it."""
+        return sum(self.offers(peer, offer) for peer in self._circle)
 
     @property
     def _tally(self) -> Counter[Offer]:

@@ -213,7 +213,7 @@ def test_what_is_being_downloaded_goes_last() -> None:
 
 
 def seen(*peers: str, patient: bool = False) -> Missed:
-    missed = Missed(offer_of(7).state, patient)
+    missed = Missed(offer_of(7).state, patient=patient)
     missed.see(peers, 0.0)
     return missed
 
@@ -237,6 +237,27 @@ def test_one_that_offers_it_is_enough_once_the_others_were_given_time() -> None:
     missed.hear("b", answer(9, offer_of(7)), 0.1)
     assert missed.agreement(0.5) is None
     assert missed.agreement(1.5) is not None
+
+
+def test_those_by_whom_one_knows_the_state_come_before_any_number_of_strangers() -> None:
+    missed = Missed(offer_of(7).state, frozenset("ab"))
+    missed.see(tuple("axyz"), 0.0)
+    for stranger in "xyz":
+        missed.hear(stranger, answer(9, offer_of(7, kind=1)), 0.1)
+    assert missed.agreement(0.1) is None
+    missed.hear("a", answer(9, offer_of(7)), 0.2)
+    agreement = missed.agreement(0.2)
+    assert agreement is not None
+    assert agreement.donors == ("a",)
+
+
+def test_what_most_of_those_offer_is_tried_at_once_however_many_came_later() -> None:
+    missed = Missed(offer_of(7).state, frozenset("abc"))
+    missed.see(tuple("abcklmnopq"), 0.0)
+    missed.hear("a", answer(9, offer_of(7)), 0.1)
+    assert missed.agreement(0.1) is None
+    missed.hear("b", answer(9, offer_of(7)), 0.1)
+    assert missed.agreement(0.1) is not None
 
 
 def test_who_offers_what_nobody_asked_for_offers_nothing() -> None:
