@@ -11,8 +11,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
 from numba.core import cgutils
+from numba.core.cgutils import ir
 from numba.extending import intrinsic
 
 from equipoise.compression.blockwise import (
