@@ -37,8 +37,8 @@ MAX_EARLY_PEERS = 256
 MAX_LINGERING = 2
 """Rounds of one run that are over here and still answer others. Whoever needs an older one has others to ask."""
 
-MAX_COMING = 64
-"""Headers of bodies under way that are kept decoded; from each channel one body comes in at a time."""
+MAX_COMING = 32
+"""Headers of bodies under way that are kept decoded, 128 KiB each at most; from each channel one comes at a time."""
 
 MAX_CLOSED_ROUNDS = 1024
 """Ids of rounds that are over, whose late frames are dropped."""

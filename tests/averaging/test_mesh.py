@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -227,3 +229,20 @@ async def test_bulk_that_a_stream_may_have_lost_is_a_loss(pair: Pair) -> None:
     await pair.hear(1)
     pair.streams["a"].channels[0].close()
     assert (await pair.ears["a"].losses.get())[2]
+
+
+async def test_what_a_round_has_not_sent_yet_is_let_go_of_with_it(pair: Pair) -> None:
+    class Tensors:
+        pass
+
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    pair.direct["a"].obstacle = lambda: never
+    pair.begin()
+    tensors = Tensors()
+    alive = weakref.ref(tensors)
+    pair.mesh["a"].post_bulk("b", ROUND, functools.partial(lambda kept: None, tensors))
+    del tensors
+    await asyncio.sleep(0)
+    assert alive() is not None
+    pair.mesh["a"].leave(ROUND)
+    assert alive() is None
