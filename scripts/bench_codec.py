@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from equipoise.compression import Codec, kernels, parse_codec
+from equipoise.compression import Codec, kernels, parse_codec, unwrapped
 from equipoise.compression.choice import ENVIRONMENT, NAMES
 
 BLOCKWISE = "int8"
@@ -32,14 +32,16 @@ def measure(call: Callable[[], object], repeats: int) -> dict[str, float]:
 
 
 def bench_codec(codec: Codec, count: int, repeats: int) -> dict[str, dict[str, float]]:
-    values, out = torch.randn(count), torch.zeros(count)
-    payload = torch.zeros(codec.encoded_size(count), dtype=torch.uint8)
+    source, target = torch.randn(count), torch.zeros(count)
+    values, out = unwrapped(source), unwrapped(target)
+    payload, mean = (memoryview(bytearray(codec.encoded_size(count))) for _ in range(2))
+    others, weights = [payload, payload, payload, None], [0.25] * 4
     return {
-        "copy": measure(lambda: out.copy_(values), repeats),
+        "copy": measure(lambda: target.copy_(source), repeats),
         "encode": measure(lambda: codec.encode(values, payload), repeats),
         "check": measure(lambda: codec.check(payload, count), repeats),
         "decode": measure(lambda: codec.decode(payload, out), repeats),
-        "accumulate": measure(lambda: codec.accumulate(payload, 0.5, out), repeats),
+        "reduce 4": measure(lambda: codec.reduce(others, weights, values, mean, out), repeats),
     }
 
 

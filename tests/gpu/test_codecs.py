@@ -46,3 +46,19 @@ def test_names_the_first_value_that_is_not_finite(spec: str) -> None:
     values[[517, 900]] = torch.nan
     with pytest.raises(NonFiniteError, match="value 517 of 1000 is nan"):
         parse_codec(spec).encode(values, bytearray(parse_codec(spec).encoded_size(1000)))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("count", [1, 1000, 300_001])
+def test_reduces_to_the_same_as_on_a_cpu(spec: str, count: int) -> None:
+    codec = parse_codec(spec)
+    generator = torch.Generator().manual_seed(count)
+    own, other = (torch.randn(count, generator=generator) for _ in range(2))
+    payload = memoryview(bytearray(codec.encoded_size(count)))
+    codec.encode(other, payload)
+    results = []
+    for values in (own, own.cuda()):
+        mean, out = memoryview(bytearray(len(payload))), torch.empty_like(values)
+        codec.reduce([payload, None], [0.3, 0.7], values, mean, out)
+        results.append((bytes(mean), out.cpu().numpy().tobytes()))
+    assert results[0] == results[1]
