@@ -30,7 +30,7 @@ from equipoise.averaging.transfer.mean import (
     cut,
     read_head,
 )
-from equipoise.averaging.transfer.votes import Circle, VotesError, voters, without_forged
+from equipoise.averaging.transfer.votes import Circle, VotesError, voters
 from equipoise.compression import CodecError, parse_codec
 
 PART_SLACK_BYTES = 64
@@ -49,25 +49,18 @@ class Imaged:
         image: Its bytes.
         digests: Of its chunks.
         name: What it is called.
-        proof: Votes of its round's majority.
     """
 
     image: memoryview
     digests: bytes
     name: ImageId
-    proof: Commit
 
     @classmethod
-    def of(cls, mean: EncodedMean, proof: Commit, verify: Verify) -> Imaged:
-        """Make it: a copy of all bytes, and their digests; for a thread.
-
-        Raises:
-            VotesError: Liars voted, so that the mean cannot be proved to others.
-        """
-        proof = without_forged(proof, mean.manifest, verify)
+    def of(cls, mean: EncodedMean) -> Imaged:
+        """Make it: a copy of all bytes, and their digests; for a thread."""
         image = memoryview(mean.image())
         digests = digests_of(image)
-        return cls(image, digests, ImageId.of(len(image), digests), proof)
+        return cls(image, digests, ImageId.of(len(image), digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +128,6 @@ def decode(
             wanted.circle.check(manifest, voted)
         result = room()
         for part, encoded in zip(group.parts, parts, strict=True):
-            codec.check(encoded, part.size)
             codec.decode(encoded, result[part.start : part.stop])
     except (ManifestError, VotesError, CodecError) as error:
         raise MeanError(str(error)) from error
