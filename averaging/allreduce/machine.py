@@ -216,7 +216,7 @@ class AllReduce:
             self._progress(now)
 
     def _on_contribution(self, sender: int, part: int, now: float) -> bool:
-        """Returns whether more than work on the part can be due; so does `_on_mean`."""
+        """Returns whether more than work on the part can be due (after the end, by the clock); so does `_on_mean`."""
         if not self.wants_contribution(sender, part):
             return self.ended is not None
         whole = self._ledger.take_contribution(sender, part)
