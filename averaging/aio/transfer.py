@@ -58,7 +58,7 @@ from equipoise.averaging.transfer.messages import (
     encode,
 )
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
-from equipoise.averaging.transfer.votes import Circle, Prove, VotesError
+from equipoise.averaging.transfer.votes import Circle, Prove, VotesError, without_forged
 
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache during a download: who has come, and who has gone."""
@@ -326,9 +326,11 @@ class Transfer:
     async def _make_image(self, before: StateId) -> None:
         kept = self._means.get(before)
         if isinstance(kept, _Kept):
-            make = partial(keeping.Imaged.of, kept.mean, kept.prove(), self._verify)
+            run, manifest = self._loop.run_in_executor, kept.mean.manifest
             try:
-                made = await self._loop.run_in_executor(None, make)
+                made = await run(None, keeping.Imaged.of, kept.mean)
+                # Not before: of a round that has just ended more votes may have come meanwhile.
+                proof = await run(None, without_forged, kept.prove(), manifest, self._verify)
             except (MemoryError, VotesError) as error:
                 why = str(error) or "no memory"
                 log.warning(
@@ -339,7 +341,7 @@ class Transfer:
             if self._means.get(before) is kept:  # It has not been dropped meanwhile.
                 self._means[before] = made.name
                 self._held[made.name.digest] = _Held(made.image, made.digests)
-                self._tell(MeanReady(before, made.name, made.proof))
+                self._tell(MeanReady(before, made.name, proof))
 
     def _drop(self, before: StateId) -> None:
         mean = self._means.pop(before, None)
