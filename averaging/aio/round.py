@@ -213,6 +213,7 @@ class Round:
     # ---- from the world to the machine ----
 
     def _on_contribution(self, member: int, part: int, body: memoryview) -> None:
+        # What began to come in before its round lies in memory that the next body is received over.
         if not self._machine.wants_contribution(member, part) or self._mesh.is_scratch(body):
             return
         try:
