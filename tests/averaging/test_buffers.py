@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from equipoise.averaging.aio.buffers import GRAIN_BYTES, BufferPool
 
@@ -35,3 +36,20 @@ def test_trimming_lets_go_of_what_is_idle() -> None:
     assert pool.idle_bytes == GRAIN_BYTES
     pool.trim()
     assert pool.idle_bytes == 0
+
+
+def test_what_comes_back_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.averaging.aio.buffers.MAX_IDLE_BYTES", 3 * GRAIN_BYTES)
+    pool = BufferPool()
+    lent = [pool.take(size) for size in (GRAIN_BYTES, 2 * GRAIN_BYTES, GRAIN_BYTES)]
+    lent.clear()
+    assert pool.idle_bytes == sum(each.nbytes for idle in pool.idle.values() for each in idle)
+    assert 2 * GRAIN_BYTES <= pool.idle_bytes <= 3 * GRAIN_BYTES
+
+
+def test_a_buffer_outlives_its_pool() -> None:
+    pool = BufferPool()
+    view = pool.take(100)
+    del pool
+    view[:] = bytes(100)
+    assert bytes(view) == bytes(100)
