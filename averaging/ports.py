@@ -45,7 +45,7 @@ class Channel(Protocol):
     def received(self) -> int:
         """Bytes that have come in so far, those of a frame that is not complete included."""
 
-    async def send(self, header: Buffer, body: Buffer = b"") -> None:
+    async def send(self, header: bytes, body: Buffer = b"") -> None:
         """Send one frame; returns when the transport has taken it (backpressure).
 
         Concurrent callers are serialised, frame by frame.

@@ -11,7 +11,7 @@ from equipoise.dht.transport import FramedChannel
 MAX_CHANNELS_PER_PEER = 8
 """Two per direction and run are usual."""
 MAX_CHANNELS = 512
-"""A group has at most 64 members; several groups at once stay below. Each costs a descriptor and up to 0.6 MB."""
+"""A group has at most 64 members; several groups at once stay below. Each costs a descriptor and up to 1.3 MB."""
 
 
 class DirectChannel(FramedChannel):

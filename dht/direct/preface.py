@@ -17,7 +17,7 @@ from equipoise.dht.identity import peer_of, public_key_of
 Layer = Literal["tls", "aead", "plain"]
 """What carries frames once TLS has proved who is there; `plain` neither proves nor encrypts, for measurements only."""
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"EQPD"
 _PREFACE = struct.Struct("!4sBB32s32s32s")
 PREFACE_BYTES = _PREFACE.size
