@@ -10,7 +10,7 @@ from blake3 import blake3
 from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
-from equipoise.compression import Codec, NonFiniteError, unwrapped
+from equipoise.compression import Codec, CodecError, NonFiniteError, unwrapped
 
 
 class Store:
@@ -89,7 +89,13 @@ class Store:
             CodecError: It does not decode to finite values.
         """
         where = self._group.parts[part]
-        self._codec.decode(payload, self._result[where.start : where.stop])
+        out = self._result[where.start : where.stop]
+        try:
+            self._codec.decode(payload, out)
+        except CodecError:
+            if part in self._means:  # A later decision may return to it.
+                self._codec.decode(self._means[part][1], out)
+            raise
         self._means[part] = (contributors, payload)
         return blake3(payload).digest()
 

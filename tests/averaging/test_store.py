@@ -89,6 +89,22 @@ def test_what_does_not_decode_is_not_kept(codec: Codec) -> None:
 
 
 @codecs
+def test_what_does_not_decode_takes_the_place_of_nothing(codec: Codec) -> None:
+    (giver, given), (store, result) = store_of(codec, 0), store_of(codec, ME)
+    giver.reduce(0, 0b001)
+    good = giver.mean(0, 0b001)
+    assert good is not None
+    store.keep_mean(0, 0b001, received(store, 0, good))
+    bad = received(store, 0, good)
+    bad[:] = b"\xff" * len(bad)
+    with pytest.raises(CodecError):
+        store.keep_mean(0, 0b011, bad)
+    size = group().parts[0].size
+    assert torch.equal(result[:size], given[:size])
+    assert store.mean(0, 0b001) == good
+
+
+@codecs
 def test_our_own_fault_is_named_by_its_place_in_the_whole_vector(codec: Codec) -> None:
     contribution = values_of(ME)
     part = len(group().parts) - 1
