@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from equipoise.compression.blockwise import Kernels, payload_size
+from equipoise.compression.blockwise import OWN_ADDRESS, Kernels, payload_size
 from equipoise.compression.errors import CodecError
 from equipoise.compression.torch_kernels import TorchKernels
 
@@ -105,7 +105,7 @@ def _reduce(kernels: Kernels, payload: torch.Tensor, own: torch.Tensor) -> list[
     mean, out = torch.empty_like(payload), torch.zeros_like(own)
     if kernels.arrays is not None:
         kernels.arrays.reduce(
-            np.array([kernels.arrays.address(payload.numpy()), 0]),
+            np.array([kernels.arrays.address(payload.numpy()), OWN_ADDRESS], np.int64),
             np.array(_PROBE_WEIGHTS),
             own.numpy(),
             mean.numpy(),

@@ -233,8 +233,9 @@ def _vector(values: Values) -> torch.Tensor:
     if isinstance(values, np.ndarray):
         if not plain(values):
             raise CodecError(
-                "expected a contiguous, writable float32 array of one dimension, "
-                f"got {values.dtype} {list(values.shape)}"
+                f"expected a contiguous, writable float32 array of one dimension, got {values.dtype} "
+                f"{list(values.shape)}{'' if values.flags.writeable else ', read-only'}"
+                f"{'' if values.flags.c_contiguous else ', strided'}"
             )
         return torch.from_numpy(values)
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():

@@ -107,7 +107,7 @@ class Int8Codec(Codec):
         target = raw(mean)
         if target is None or not plain(out) or not plain(values):
             return False
-        addresses, alive = [], []
+        addresses, alive = [], []  # The arrays must live as long as their addresses are in use.
         for payload, weight in zip(payloads, weights, strict=True):
             if payload is None or not weight:
                 addresses.append(OWN_ADDRESS)

@@ -350,6 +350,10 @@ class Averager:
                 raise ValueError(
                     f"expected {name} as float32 [{size}], got {tensor.dtype} {list(tensor.shape)}"
                 )
+        if contribution.device != result.device:
+            raise ValueError(
+                f"expected contribution and result on one device, got {contribution.device} and {result.device}"
+            )
 
     # ---- between the machine and the world ----
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-GRAIN_BYTES = 64 * 1024
-"""Sizes are rounded up to it: shares follow the bandwidth, so last parts differ from round to round."""
+MIN_GRAIN_BYTES = 512
+"""Sizes are rounded up, by an eighth at most or to this: shares follow the bandwidth, so last parts differ from round
+to round."""
 
 MAX_IDLE_BYTES = 256 * 1024 * 1024
 """Kept for the next round at most: the encoded contributions and means of a vector of 100 million int8 values."""
@@ -47,7 +48,8 @@ class BufferPool:
 
     def take(self, size: int) -> memoryview:
         """A writable buffer of `size` bytes; its content is undefined."""
-        whole = -(-size // GRAIN_BYTES) * GRAIN_BYTES
+        grain = max(MIN_GRAIN_BYTES, 1 << size.bit_length() >> 4)
+        whole = -(-size // grain) * grain
         idle = self.idle[whole]
         if idle:
             base = idle.pop()

@@ -38,7 +38,8 @@ MAX_LINGERING = 2
 """Rounds of one run that are over here and still answer others. Whoever needs an older one has others to ask."""
 
 MAX_COMING = 32
-"""Headers of bodies under way that are kept decoded, 128 KiB each at most; from each channel one comes at a time."""
+"""Headers of bodies under way that are kept decoded, of all hubs; from each channel one comes at a time. A hostile one
+takes 128 KiB and as much decoded."""
 
 MAX_CLOSED_ROUNDS = 1024
 """Ids of rounds that are over, whose late frames are dropped."""

@@ -130,13 +130,13 @@ class Round:
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.index(mesh.peer)
-        self._members = {peer: index for index, peer in enumerate(self._peers) if index != self._me}
         self._header = ROUND_FRAME + self.id
         self._store = Store(self.group, self._me, task.codec, task.contribution, task.result, mesh.pool)
         self._began = self._loop.time()
         self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
         self._notary = Notary(self.id, self._me, self._peers, task.keys)
         self._others = [index for index in range(self.group.size) if self._reachable(index)]
+        self._members = {self._peers[index]: index for index in self._others}
         self._liveness = Liveness(self._others, self._began)
         self._waiting: dict[int, list[Bulk]] = {member: [] for member in self._others}
         self._unsaid: dict[int, list[wire.RoundMessage]] = {
@@ -207,7 +207,7 @@ class Round:
         return self._task.spec.name
 
     def is_member(self, peer: str) -> bool:
-        """Whether frames of this round may come from `peer`."""
+        """Whether frames of this round may come from `peer`: not from one undialled to another."""
         return peer in self._members
 
     # ---- from the world to the machine ----

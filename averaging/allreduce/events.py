@@ -60,7 +60,7 @@ class ContributionReceived(msgspec.Struct, frozen=True):
 
 
 class PartReduced(msgspec.Struct, frozen=True):
-    """The driver has reduced `part` over `contributors` and keeps the encoded mean, whose SHA-256 is `digest`."""
+    """The driver has reduced `part` over `contributors` and keeps the encoded mean, whose BLAKE3 is `digest`."""
 
     part: int
     contributors: int

@@ -34,7 +34,7 @@ def prepare(unopened: socket.socket) -> None:
 
 
 def tune(connection: socket.socket) -> None:
-    """Set what an open connection wants, where the system has it; it began as a socket that was prepared."""
+    """Set what an open connection wants, where the system has it."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for name, value in (("TCP_USER_TIMEOUT", USER_TIMEOUT_MS), ("TCP_NOTSENT_LOWAT", UNSENT_BYTES)):
         option = getattr(socket, name, None)
@@ -46,18 +46,18 @@ def tune(connection: socket.socket) -> None:
 
 
 def _control_congestion(connection: socket.socket, how: bytes) -> None:
-    if hasattr(socket, "TCP_CONGESTION"):
+    if how and hasattr(socket, "TCP_CONGESTION"):
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, how)
 
 
 @functools.cache
 def _usual_congestion_control(family: int) -> bytes:
-    """The system's choice, which a new socket has."""
-    if not hasattr(socket, "TCP_CONGESTION"):
-        return b""
-    with socket.socket(family, socket.SOCK_STREAM) as fresh:
-        return fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
+    """The system's choice, which a new socket has; empty where it cannot be told."""
+    if hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as fresh:
+            return fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
+    return b""
 
 
 def _within_host(connection: socket.socket) -> bool:

@@ -1,7 +1,8 @@
 """Byte streams on a TCP connection that `handshake` has opened: plain, of TLS records, of our AEAD records.
 
-All three are `equipoise.dht.streams.Stream`s: `FramedChannel` puts frames on them. A frame is sent as (prefix,
-header, body), and what is read ahead stays below `HEAD_BYTES`, so that bodies go from and to the caller's memory.
+All three are `equipoise.dht.streams.Stream`s: `FramedChannel` puts frames on them. A frame is sent as a head
+(prefix and header) and a body, and what is read ahead stays below `HEAD_BYTES`, so that bodies go from and to the
+caller's memory.
 """
 
 from __future__ import annotations

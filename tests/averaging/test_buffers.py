@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from equipoise.averaging.aio.buffers import GRAIN_BYTES, BufferPool
+from equipoise.averaging.aio.buffers import MIN_GRAIN_BYTES, BufferPool
+
+SIZE = 64 * 1024
 
 
 def address(view: memoryview) -> int:
@@ -24,27 +26,34 @@ def test_a_buffer_is_lent_again_once_its_last_view_is_gone() -> None:
 
 def test_sizes_that_differ_a_little_share_buffers() -> None:
     pool = BufferPool()
-    where = address(pool.take(GRAIN_BYTES - 5))
-    again = pool.take(GRAIN_BYTES - 900)
-    assert (address(again), len(again)) == (where, GRAIN_BYTES - 900)
+    where = address(pool.take(SIZE - 5))
+    again = pool.take(SIZE - 900)
+    assert (address(again), len(again)) == (where, SIZE - 900)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 4097, 70_000, 540_672, 4 * 1024 * 1024 + 1])
+def test_little_is_lent_beyond_what_was_asked_for(size: int) -> None:
+    pool = BufferPool()
+    pool.take(size)
+    assert size <= pool.idle_bytes <= max(size * 9 / 8, MIN_GRAIN_BYTES)
 
 
 def test_trimming_lets_go_of_what_is_idle() -> None:
     pool = BufferPool()
     kept = pool.take(10)
     del kept
-    assert pool.idle_bytes == GRAIN_BYTES
+    assert pool.idle_bytes == MIN_GRAIN_BYTES
     pool.trim()
     assert pool.idle_bytes == 0
 
 
 def test_what_comes_back_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equipoise.averaging.aio.buffers.MAX_IDLE_BYTES", 3 * GRAIN_BYTES)
+    monkeypatch.setattr("equipoise.averaging.aio.buffers.MAX_IDLE_BYTES", 3 * SIZE)
     pool = BufferPool()
-    lent = [pool.take(size) for size in (GRAIN_BYTES, 2 * GRAIN_BYTES, GRAIN_BYTES)]
+    lent = [pool.take(size) for size in (SIZE, 2 * SIZE, SIZE)]
     lent.clear()
     assert pool.idle_bytes == sum(each.nbytes for idle in pool.idle.values() for each in idle)
-    assert 2 * GRAIN_BYTES <= pool.idle_bytes <= 3 * GRAIN_BYTES
+    assert 2 * SIZE <= pool.idle_bytes <= 3 * SIZE
 
 
 def test_a_buffer_outlives_its_pool() -> None:

@@ -11,6 +11,8 @@ import torch
 
 from equipoise.averaging.aio.averager import Averager
 from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio.round import ROUND_FRAME, Round, Task
+from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -192,6 +194,36 @@ async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> Non
     for name, outcome in outcomes.items():
         assert outcome.ok, outcome.reason
         assert set(outcome.contributors) == {"client", "public", "second"}
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_undialable_members_hear_nothing_of_each_other(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """What one says to another nevertheless, over a channel that was open before, disturbs nobody."""
+    spec = spec_of(5000)
+    for name in ("a", "b", "client", "other"):
+        cluster.add(name, dialable=name in "ab")
+    begin = Hub._begin
+
+    def overheard(hub: Hub, task: Task) -> Round:
+        heartbeat = ROUND_FRAME + task.manifest.id + wire.encode(wire.Heartbeat())
+        if hub is not cluster.hubs["client"]:
+            return begin(hub, task)
+        if early:
+            hub.frame("other", heartbeat, memoryview(b""))
+        round = begin(hub, task)
+        hub.frame("other", heartbeat, memoryview(b""))
+        return round
+
+    monkeypatch.setattr(Hub, "_begin", overheard)
+    values, results, outcomes = await average(cluster, spec, dict.fromkeys(cluster.hubs, 1.0))
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors.keys() == values.keys()
         torch.testing.assert_close(
             results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
         )
