@@ -117,7 +117,7 @@ class StateContract:
         late = last.join("digits", [torch.zeros(2)], **OPTIONS)
 
         def recovered() -> Any:
-            found = late.recover(state_of(4), SOON).result()
+            found = late.recover(state_of(4), SOON, proved=True).result()
             return found if found.outcome.ok else None
 
         found = eventually(recovered, "the mean, from peers that know the late one by then")
@@ -126,9 +126,12 @@ class StateContract:
         assert found.outcome.contributors == outcome.contributors
         assert {name: value.tolist() for name, value in found.values.items()} == {"0": [1.0, 1.0]}
         assert found.sources
-        # The late one is of those who might offer it, and does not: not most do.
         again = members[0].recover(state_of(4), SOON, proved=True).result()
         assert again.outcome.counted(members[0].peer)
+        # Whoever knows nobody by whom it has its state cannot tell whose round it was.
+        alone = late.recover(state_of(4), SOON).result()
+        assert not alone.outcome.ok
+        assert alone.outcome.reason
 
     def test_a_mean_that_nobody_keeps_is_not_waited_for(self, peers: Peers) -> None:
         run, _ = step_all(peers, 2)
