@@ -60,9 +60,13 @@ Room = Callable[[int], Awaitable[memoryview]]
 
 Examine = Callable[[memoryview, Sequence[Commit]], Awaitable[str]]
 """Finds out whether the image of a mean is the group's, given what was given to prove it; returns why not, or nothing.
-Raises ValueError where there is no room for it."""
+Raises NoRoomError."""
 
 log = logging.getLogger(__name__)
+
+
+class NoRoomError(Exception):
+    """There is no room for a mean that is the group's; the message says why."""
 
 
 def flow_of(ticket: bytes, peer: str) -> bytes:
@@ -82,7 +86,7 @@ class Download:
 
     Attributes:
         outcome: What it came to.
-        donors: Who offered what has come.
+        voters: Who had a say in which snapshot has come.
     """
 
     def __init__(
@@ -93,7 +97,7 @@ class Download:
         self._mesh = mesh
         self._room = room
         self._examine = examine
-        self.donors: frozenset[str] = frozenset()
+        self.voters: frozenset[str] = frozenset()
         self._began = self._loop.time()
         self._ticket = request.ticket
         self._machine = Fetch(request, self._began, timeout)
@@ -232,17 +236,17 @@ class Download:
         assert self._examine is not None, "who is after a mean can tell whether it is one"
         try:
             event: FetchEvent = Checked(await self._examine(self._memory, proofs))
-        except ValueError as error:
+        except NoRoomError as error:
             event = MemoryRefused(str(error))
-        except Exception:
+        except Exception:  # Whatever is in it that nobody thought of: another donor may have a better one.
             log.exception("an image of %d bytes could not be looked at", len(self._memory))
-            event = MemoryRefused("looking at the mean failed here; the daemon's log says more")
+            event = Checked("looking at the mean from it failed here; the daemon's log says more")
         self._tell(event)
 
     def _end(self, action: Finish | Fail) -> None:
         seconds = self._loop.time() - self._began
         if isinstance(action, Finish):
-            self.donors = action.donors
+            self.voters = action.voters
             outcome = FetchOutcome(
                 ok=True,
                 reason=action.reason,

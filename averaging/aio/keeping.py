@@ -14,11 +14,12 @@ from dataclasses import dataclass
 
 import torch
 
+from equipoise.averaging.aio.download import NoRoomError
 from equipoise.averaging.aio.round import group_of
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.messages import Commit
-from equipoise.averaging.manifest import Manifest, ManifestError, Verify
+from equipoise.averaging.manifest import ManifestError, Verify
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import MAX_GROUP_SIZE, RunSpec
 from equipoise.averaging.state import StateId
@@ -93,7 +94,7 @@ async def room(size: int) -> memoryview:
 
 def decode(
     image: memoryview, wanted: Wanted, proofs: Iterable[Commit], verify: Verify, room: Room
-) -> tuple[Outcome, Manifest]:
+) -> Outcome:
     """Check an image of a mean, and decode it; for a thread.
 
     Args:
@@ -104,11 +105,11 @@ def decode(
         room: Makes room for the mean; what is there is undefined if this raises.
 
     Returns:
-        What the round came to, and who was in it.
+        What the round came to.
 
     Raises:
         MeanError: It is none, of another run or state, or not proved.
-        ValueError: There is no room.
+        NoRoomError: There is no room.
     """
     spec = wanted.run
     manifest, contributors, payload = read_head(image)
@@ -125,13 +126,20 @@ def decode(
         digest = mean.digest()
         voted = voters(manifest, contributors, digest, proofs, verify)
         if wanted.circle is not None:
-            wanted.circle.check(manifest, voted)
-        result = room()
+            wanted.circle.check(manifest, wanted.after, voted)
+        result = _made(room)
         for part, encoded in zip(group.parts, parts, strict=True):
             codec.decode(encoded, result[part.start : part.stop])
     except (ManifestError, VotesError, CodecError) as error:
         raise MeanError(str(error)) from error
-    return _outcome(mean, group, digest, spec), manifest
+    return _outcome(mean, group, digest, spec)
+
+
+def _made(room: Room) -> torch.Tensor:
+    try:
+        return room()
+    except ValueError as error:
+        raise NoRoomError(str(error)) from error
 
 
 def _outcome(mean: EncodedMean, group: Group, digest: bytes, spec: RunSpec) -> Outcome:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 
 from equipoise.averaging.aio import keeping
@@ -48,6 +49,7 @@ from equipoise.averaging.transfer.fetch import Request
 from equipoise.averaging.transfer.image import MAX_IMAGE_BYTES, ImageId, digests_of
 from equipoise.averaging.transfer.mean import EncodedMean, MeanError
 from equipoise.averaging.transfer.messages import (
+    Answer,
     Ask,
     Bulk,
     Chunk,
@@ -58,7 +60,7 @@ from equipoise.averaging.transfer.messages import (
     encode,
 )
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
-from equipoise.averaging.transfer.votes import Circle, Prove, VotesError, without_forged
+from equipoise.averaging.transfer.votes import Circle, Prove
 
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache during a download: who has come, and who has gone."""
@@ -83,9 +85,9 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A mean of which no image has been made, and what tells the votes for it."""
+    """A mean, or the image that has been made of it, and what tells the votes for it."""
 
-    mean: EncodedMean
+    mean: EncodedMean | ImageId
     prove: Prove
 
 
@@ -120,7 +122,7 @@ class Transfer:
         self._donor = Donor()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS)
         self._held: dict[bytes, _Held] = {}
-        self._means: dict[StateId, _Kept | ImageId] = {}
+        self._means: dict[StateId, _Kept] = {}
         self._circle = Circle()
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
@@ -195,7 +197,7 @@ class Transfer:
             self._tell(FetchEnded())
         outcome = download.outcome.result()
         if outcome.ok:
-            self._circle = Circle(download.donors)
+            self._circle = Circle(outcome.state, download.voters)
         log.info("run %s: %s", self._spec.name, _told(outcome))
         return outcome
 
@@ -203,15 +205,16 @@ class Transfer:
         """A round has come to a mean: keep it for those who missed it, if there is a state that it leads on from."""
         before = mean.before
         if before is not None and not self._left:
+            self._circle = self._circle.ended(before, mean.manifest, self._mesh.peer)
             self._drop(before)
             self._means[before] = _Kept(mean, prove)
             self._tell(MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """A round of this run exchanges values here; `over` is called when it has ended."""
+        self._circle = self._circle.begun(manifest, self._mesh.peer)
         before = group_state(join.state for join in manifest.members if join.state is not None)
         if before is not None:
-            self._circle = Circle.of(manifest, self._mesh.peer)
             self._tell(RoundBegan(before))
 
     def over(self, outcome: object) -> None:
@@ -247,12 +250,9 @@ class Transfer:
         async def examine(image: memoryview, proofs: Sequence[Commit]) -> str:
             decode = partial(keeping.decode, image, wanted, proofs, self._verify, result)
             try:
-                outcome, manifest = await self._loop.run_in_executor(None, decode)
+                found.append(await self._loop.run_in_executor(None, decode))
             except MeanError as error:
                 return str(error)
-            if not proved:
-                self._circle = Circle.of(manifest, self._mesh.peer)
-            found.append(outcome)
             return ""
 
         ticket, limit = Download.ticket(), keeping.most_bytes(self._spec)
@@ -260,7 +260,9 @@ class Transfer:
         request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, near, patient)
         download = await self._get(request, timeout, keeping.room, examine)
         got = download.outcome.result()
-        round_ = found[0] if got.ok else Outcome(ok=False, reason=got.reason, run=self._spec.name)
+        if got.ok and not proved:
+            self._circle = self._circle.followed(after)
+        round_ = found[-1] if got.ok else Outcome(ok=False, reason=got.reason, run=self._spec.name)
         log.info("run %s, after epoch %d: %s", self._spec.name, after.epoch, round_.reason)
         return MeanOutcome(round=round_, sources=got.sources, behind=got.behind, unheard=got.unheard)
 
@@ -325,28 +327,25 @@ class Transfer:
 
     async def _make_image(self, before: StateId) -> None:
         kept = self._means.get(before)
-        if isinstance(kept, _Kept):
-            run, manifest = self._loop.run_in_executor, kept.mean.manifest
-            try:
-                made = await run(None, keeping.Imaged.of, kept.mean)
-                # Not before: of a round that has just ended more votes may have come meanwhile.
-                proof = await run(None, without_forged, kept.prove(), manifest, self._verify)
-            except (MemoryError, VotesError) as error:
-                why = str(error) or "no memory"
-                log.warning(
-                    "run %s: the mean after epoch %d is not passed on: %s", self._spec.name, before.epoch, why
-                )
-                self._tell(MeanReady(before, None))
-                return
-            if self._means.get(before) is kept:  # It has not been dropped meanwhile.
-                self._means[before] = made.name
-                self._held[made.name.digest] = _Held(made.image, made.digests)
-                self._tell(MeanReady(before, made.name, proof))
+        if kept is None or isinstance(kept.mean, ImageId):
+            return
+        made: keeping.Imaged | None = None
+        try:
+            made = await self._loop.run_in_executor(None, keeping.Imaged.of, kept.mean)
+        except MemoryError:
+            name, epoch = self._spec.name, before.epoch
+            log.warning("run %s: the mean after epoch %d is not passed on: no memory", name, epoch)
+        if self._means.get(before) is not kept:
+            return  # Another has taken its place, or none.
+        if made is not None:
+            self._means[before] = _Kept(made.name, kept.prove)
+            self._held[made.name.digest] = _Held(made.image, made.digests)
+        self._tell(MeanReady(before, None if made is None else made.name))
 
     def _drop(self, before: StateId) -> None:
-        mean = self._means.pop(before, None)
-        if isinstance(mean, ImageId):
-            self._held.pop(mean.digest, None)
+        kept = self._means.pop(before, None)
+        if kept is not None and isinstance(kept.mean, ImageId):
+            self._held.pop(kept.mean.digest, None)
 
     async def _on_ask(self, peer: str, ask: Ask) -> None:
         found = next((one for one in await self._mates() if one.peer == peer), None)
@@ -393,7 +392,15 @@ class Transfer:
             self._timer = self._loop.call_at(self._donor.deadline, self._wake)
 
     def _post(self, peer: str, message: ToDonor | ToNewcomer) -> None:
+        if isinstance(message, Answer):
+            message = self._proved(message)
         self._mesh.post(peer, TRANSFER_FRAME + encode(message))
+
+    def _proved(self, answer: Answer) -> Answer:
+        """With all votes for the mean that it offers that are known by now."""
+        image = answer.offers[0].image if answer.offers else None
+        prove = next((one.prove for one in self._means.values() if one.mean == image), None)
+        return answer if prove is None else msgspec.structs.replace(answer, proof=prove())
 
     def _post_body(self, peer: str, message: Bulk) -> None:
         flow = self._flows.get(peer, b"")

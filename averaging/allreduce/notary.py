@@ -1,11 +1,10 @@
 """Votes that others can check: so that no member, the leader least of all, can claim a majority that there is not.
 
-A vote said by its voter needs no proof: channels are authenticated. But members that cannot be dialled do not hear
-each other, and learn from a `Commit` who voted. There each vote comes with its voter's signature over the round, the
-ballot, the decision and the digest; what is not signed is not believed, except of the sender itself. Nothing is checked
-that is known already, so where all hear all, a round costs one signature per member and no check.
-
-Whoever missed the round is convinced in the same way: the mean goes to it with the signatures that were seen (`proof`).
+Members that cannot be dialled do not hear each other, and learn from a `Commit` who voted; and whoever missed the round
+learns it later, from the signatures that were seen (`proof`). So each vote comes with its voter's signature over the
+round, the ballot, the decision and the digest, and counts for nothing without, even if its voter itself says it: it
+could convince nobody else, and a mean that only some believe in is no group's. Nothing is checked twice: a round costs
+each member one signature, and a check of 0.07 ms for each other member.
 
 A member can still lend its own vote to a mean that it does not hold, or to two. That it takes a majority less one of
 honest votes to make one is all that Paxos promises here; agreement despite liars in the majority would take two thirds.
@@ -73,10 +72,11 @@ class Notary:
         return message
 
     def check(self, sender: int, message: wire.RoundMessage) -> wire.RoundMessage:
-        """What has come, without the holders that it does not prove."""
+        """What has come, without the holders that it does not prove; a vote that is not proved names none."""
         match message:
             case wire.Held(ballot, decision, digest):
-                self._keep(sender, sender, Vote(ballot, decision, digest), message.signature)
+                if not self._proved(sender, sender, Vote(ballot, decision, digest), message.signature):
+                    return wire.Commit(ballot, decision, digest, 0)
             case wire.Commit(ballot, decision, digest, holders):
                 vote = Vote(ballot, decision, digest)
                 proofs = dict(message.signatures)
@@ -89,25 +89,31 @@ class Notary:
         return message
 
     def proof(self, decision: Decision, digest: bytes) -> wire.Commit:
-        """What proves to strangers that the round came to this mean, which is whole here: all votes known by now."""
+        """What proves to strangers that the round came to this mean, which is whole here: all votes known by now.
+
+        They are a majority's as soon as the round has ended here.
+        """
         same = [vote for vote in self._signatures if (vote.decision, vote.digest) == (decision, digest)]
         vote = max(same, key=lambda one: len(self._signatures[one]), default=Vote(0, decision, digest))
         self._sign(vote)
         signed = sorted(self._signatures[vote].items())
         return wire.Commit(vote.ballot, decision, digest, sum(1 << one for one, _ in signed), tuple(signed))
 
-    def _proved(self, sender: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
-        if voter in self._signatures.get(vote, ()):
+    def _proved(self, teller: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
+        known = self._signatures.get(vote)
+        if known is not None and voter in known:
             return True
-        if signature is None or self._bad[sender] >= MAX_BAD_SIGNATURES:
+        if signature is None or self._bad[teller] >= MAX_BAD_SIGNATURES:
             return False
-        # What a voter says itself is true of it; without a signature we could not tell it on, so it must have one.
-        if voter != sender and not self._keys.verify(
-            self._peers[voter], statement(self._round_id, vote), signature
-        ):
-            self._bad[sender] += 1
+        if known is None and self._told[teller] >= MAX_VOTES_PER_MEMBER:
             return False
-        self._keep(sender, voter, vote, signature)
+        if not self._keys.verify(self._peers[voter], statement(self._round_id, vote), signature):
+            self._bad[teller] += 1
+            return False
+        if known is None:
+            self._told[teller] += 1
+            known = self._signatures[vote] = {}
+        known[voter] = signature
         return True
 
     def _sign(self, vote: Vote) -> bytes:
@@ -115,15 +121,6 @@ class Notary:
         if self._me not in signed:
             signed[self._me] = self._keys.sign(statement(self._round_id, vote))
         return signed[self._me]
-
-    def _keep(self, teller: int, voter: int, vote: Vote, signature: bytes) -> None:
-        known = self._signatures.get(vote)
-        if known is None:
-            if self._told[teller] >= MAX_VOTES_PER_MEMBER:
-                return
-            self._told[teller] += 1
-            known = self._signatures[vote] = {}
-        known.setdefault(voter, signature)
 
 
 def statement(round_id: bytes, vote: Vote) -> bytes:

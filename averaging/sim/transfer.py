@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 
+import msgspec
 from blake3 import blake3
 
+from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.transfer.donor import Donor
 from equipoise.averaging.transfer.events import (
@@ -64,6 +66,9 @@ RUN, SPEC = "sim/step", "5" * 64
 MEAN = "mean"
 """Kind of the images of means."""
 
+VOTES = Commit(0, Decision(0b11, 0b11), bytes(32), 0b11, ((0, b""), (1, b"")))
+"""With every offer, a liar's too: here the image alone tells whether a mean is genuine."""
+
 DIGEST_SECONDS_PER_CHUNK = 0.0002
 """BLAKE3 of one chunk, as measured."""
 
@@ -85,8 +90,8 @@ class Trouble:
         killed_at: When it is killed; never by default.
         stopped: From when to when it is stopped, as by SIGSTOP.
         flips: Share of its chunks of which a byte is changed.
-        lies: How it lies: "" not at all, "image" offers another image, "epoch" says it is far ahead, "promise" notes
-            every wish and fulfils none.
+        lies: How it lies: "" not at all, "image" offers another image, "silent" does so and gives nothing of it,
+            "epoch" says it is far ahead, "promise" notes every wish and fulfils none.
         astray: Whether it holds another state than the others.
         absent: Whether it is in the directory, and does not answer at all.
     """
@@ -333,7 +338,7 @@ class SimDonor:
 
     @property
     def _lie(self) -> str:
-        return self._name if self.trouble.lies == "image" else ""
+        return self._name if self.trouble.lies in ("image", "silent") else ""
 
     @property
     def _digested_at(self) -> float:
@@ -385,6 +390,7 @@ class SimDonor:
         self._world.carry(self._name, to, False, lambda: newcomer.tell(event))
 
     def _bend(self, answer: Answer) -> Answer:
+        answer = msgspec.structs.replace(answer, proof=VOTES if answer.offers else None)
         match self.trouble.lies:
             case "epoch":
                 return Answer(answer.run, answer.ticket, MAX_EPOCH - 1, (), ())
@@ -393,6 +399,8 @@ class SimDonor:
         return answer
 
     def _send_body(self, to: str, message: Bulk) -> None:
+        if self.trouble.lies == "silent":
+            return
         begins = max(self._free_at, self._world.now)
         self._free_at = begins + self._world.scenario.chunk
         self._world.at(self._free_at, lambda: self._sent(to, message))
@@ -420,6 +428,7 @@ class SimNewcomer:
             present + scenario.at_least,
             scenario.chunks * CHUNK_BYTES,
             state_of(max(present - scenario.missed, 0)) if scenario.missed else None,
+            frozenset(world.donors),
         )
         self.request = request
         self._world = world

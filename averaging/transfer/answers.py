@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.transfer.messages import Answer, Offer
 
 ANSWER_SECONDS = 1.0
@@ -22,11 +21,13 @@ class Agreement:
         offer: The snapshot, or mean.
         donors: PeerIDs of those who offer it.
         reason: Why it is taken, in one line.
+        voters: Of a snapshot: PeerIDs of all who had a say in that, whether they offer it or not, or would have.
     """
 
     offer: Offer
     donors: tuple[str, ...]
     reason: str
+    voters: frozenset[str] = frozenset()
 
 
 class Answers:
@@ -72,10 +73,6 @@ class Answers:
     def offers(self, peer: str, offer: Offer) -> bool:
         """Whether `peer` offers it."""
         return peer in self._answers and offer in self._answers[peer].offers
-
-    def proofs(self, offer: Offer) -> dict[str, Commit | None]:
-        """Who offers it, and what it gives to prove it."""
-        return {peer: answer.proof for peer, answer in self._answers.items() if offer in answer.offers}
 
     def deadline(self, now: float) -> float:
         """When it may come to another result without an answer."""

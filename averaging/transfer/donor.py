@@ -3,7 +3,8 @@
 Theory of operation. A newcomer's `Ask` is kept and answered, and answered again whenever the answer changes, until it
 has finished or has not been heard of for a while. What it wishes for shows in `wanted`; the trainer takes a snapshot
 when it stands at that epoch, and nobody waits for it. A snapshot is held until the next takes its place, and longer
-while someone downloads it. The last means are kept too (`kept`); an image is made of one when somebody asks for it.
+while someone downloads it. The last means are kept too (`kept`); an image is made of one when somebody asks for it, and
+whoever sends the answer puts to it what proves the mean by then.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class Donor:
         return [MakeImage(before)] if self._kept.begins_image(before) else []
 
     def _on_mean(self, mean: MeanReady) -> list[DonorAction]:
-        gone = [] if self._kept.ready(mean.before, mean.image, mean.proof) else [Drop(mean.before)]
+        gone = [] if self._kept.ready(mean.before, mean.image) else [Drop(mean.before)]
         return gone + [
             self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == mean.before
         ]
@@ -271,8 +272,8 @@ class Donor:
     def _answer(self, peer: str, asker: _Asker) -> DonorAction:
         ask = asker.ask
         if ask.after is not None:
-            mean, proof = self._kept.offer(ask.after), self._kept.proof(ask.after)
-            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), (mean,) if mean else (), proof))
+            mean = self._kept.offer(ask.after)
+            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), (mean,) if mean else ()))
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
         wishes = self._wishes(peer)
         noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)

@@ -105,17 +105,15 @@ class MeanKept:
 
 @dataclass(frozen=True, slots=True)
 class MeanReady:
-    """The driver has made an image of that mean; None where it has not the memory, or the votes to prove it.
+    """The driver has made an image of that mean; None where it has not the memory.
 
     Attributes:
         before: What the mean leads on from.
         image: Its image.
-        proof: Votes of its round's majority, all signed.
     """
 
     before: StateId
     image: ImageId | None
-    proof: Commit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,14 +304,14 @@ class Finish:
         state: What it is a snapshot of.
         image: Its name.
         sources: PeerID -> chunks that came from it.
-        donors: Who offers it.
+        voters: Of a snapshot: all who had a say in which one to take, whether they offered any or not.
         reason: How it came about, in one line.
     """
 
     state: StateId
     image: ImageId
     sources: dict[str, int]
-    donors: frozenset[str]
+    voters: frozenset[str]
     reason: str
 
 

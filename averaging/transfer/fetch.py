@@ -6,7 +6,7 @@ donor that sends one wrong byte is barred; one that dies or stalls loses its chu
 If none is left it asks again, and goes on with what it has if the same image is offered. It ends with the whole image,
 or, at its timeout, with the reason why there is none. A mean that was missed is had in the same way, or, as soon as all
 have answered, not at all (`missed`). Whether it is the group's is found out when it is here; if not, all who offer it
-are barred, and what others offer is tried.
+are barred, and what others offer is tried; as is, at any time, what those offer who are more to be believed.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from equipoise.averaging.transfer.messages import (
     Chunk,
     Finished,
     Gone,
+    Offer,
     Refusal,
     ToDonor,
 )
@@ -99,7 +100,10 @@ class Fetch:
         self._request = request
         self._timeout = timeout
         self._expires = now + timeout
-        self._poll = _poll_of(request)
+        self._missed = (
+            None if request.after is None else Missed(request.after, request.circle, request.patient)
+        )
+        self._poll: Poll | Missed = self._missed or Poll(request.at_least)
         self._agreement: Agreement | None = None
         self._sources: Sources | None = None
         self._image: ImageId | None = None
@@ -110,6 +114,7 @@ class Fetch:
         self._memory = 0
         self._asked_digests: deque[str] = deque(maxlen=1)
         self._digests_until = 0.0
+        self._slow: set[str] = set()
         self._ask_at = now + ASK_AGAIN_SECONDS
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._next_change = float("inf")
@@ -208,6 +213,7 @@ class Fetch:
             self._bar(event.peer, f"chunk {event.chunk} from it has not the digest it should have")
         elif self._sources.expects(event.peer, event.chunk):
             self._sources.receive(event.peer, event.chunk, now)
+            self._slow.discard(event.peer)
 
     def _on_checked(self, problem: str) -> None:
         offered, self._checking = self._checking, frozenset()
@@ -244,6 +250,8 @@ class Fetch:
         if self._agreement is not None and self._sources is not None and not self._sources.donors:
             self._agreement = None
             self._ask_at = now
+        if self._agreement is not None and self._outranked(self._agreement.offer, now):
+            self._agreement = None
         if self._agreement is None:
             actions += self._seek(now)
         if self._agreement is not None and not self.ended:
@@ -271,6 +279,23 @@ class Fetch:
             self._bar(peer, problem)
         return self._seek(now)
 
+    def _outranked(self, offer: Offer, now: float) -> bool:
+        """Whether another mean is to be had sooner, or is more likely to be the group's, than that on its way."""
+        if self._missed is None or self._sources is None or not self._sources.left:
+            return False
+        self._note_slow(self._sources, now)
+        if self._sources.donors.keys() <= self._slow:
+            self._missed.doubt(offer)
+        best = self._missed.agreement(now)
+        return best is not None and self._missed.rank(best.offer) > self._missed.rank(offer)
+
+    def _note_slow(self, sources: Sources, now: float) -> None:
+        for peer in sources.stalled(now):
+            self._slow.add(peer)
+            self._notes.append(f"{peer[-8:]}: nothing came from it for {STALL_SECONDS:g} s")
+        if not self._digests_known and now >= self._digests_until:
+            self._slow.update(self._asked_digests)
+
     def _begin(self, agreement: Agreement, now: float) -> list[FetchAction]:
         image = agreement.offer.image
         self._agreement = agreement
@@ -279,6 +304,7 @@ class Fetch:
             self._image = image
             self._sources = Sources(image.chunks)
             self._digests_known, self._memory = False, 0
+            self._slow.clear()
             actions.append(Allocate(image))
         for peer in agreement.donors:
             self._sources.add(peer)
@@ -291,8 +317,7 @@ class Fetch:
         assert self._sources is not None
         if not self._sources.left:
             return self._complete(agreement, self._sources)
-        for peer in self._sources.stalled(now):
-            self._notes.append(f"{peer[-8:]}: nothing came from it for {STALL_SECONDS:g} s")
+        self._note_slow(self._sources, now)
         if not self._digests_known:
             return self._ask_digests(agreement, now)
         if self._memory != agreement.offer.image.size:
@@ -333,23 +358,24 @@ class Fetch:
     def _changes_at(self, now: float) -> float:
         if self._agreement is None or self._sources is None:
             return self._poll.deadline(now)
-        return self._sources.deadline(now) if self._digests_known else self._digests_until
+        change = self._sources.deadline(now) if self._digests_known else self._digests_until
+        return change if self._missed is None else min(change, self._poll.deadline(now))
 
     # ---- the end ----
 
     def _complete(self, agreement: Agreement, sources: Sources) -> list[FetchAction]:
-        offer, offered = agreement.offer, self._poll.proofs(agreement.offer)
-        if not self._proved:
-            self._checking = frozenset({*offered, *sources.donors})
-            return [Check(tuple({proof: None for proof in offered.values() if proof is not None}))]
+        offer = agreement.offer
+        if self._missed is not None and not self._proved:
+            offering = (peer for peer in self._poll.peers if self._poll.offers(peer, offer))
+            self._checking = frozenset({*offering, *sources.donors})
+            return [Check(self._missed.proofs(offer))]
         reason = "; ".join([agreement.reason, *self._notes])
-        finish = Finish(offer.state, offer.image, dict(sources.delivered), frozenset(offered), reason)
+        finish = Finish(offer.state, offer.image, dict(sources.delivered), agreement.voters, reason)
         return [*self._end(), finish]
 
     def _fail(self, reason: str) -> list[FetchAction]:
-        behind, unheard = 0, 0
-        if isinstance(self._poll, Missed):
-            behind, unheard = self._poll.behind, self._poll.unheard
+        missed = self._missed
+        behind, unheard = (0, 0) if missed is None else (missed.behind, missed.unheard)
         notes = [note for note in self._notes if note not in reason]
         return [*self._end(), Fail("; ".join([reason, *notes]), behind, unheard)]
 
@@ -362,11 +388,3 @@ class Fetch:
 
     def _say(self, peer: str, message: ToDonor) -> FetchAction:
         return Send(peer, message)
-
-
-def _poll_of(request: Request) -> Poll | Missed:
-    return (
-        Poll(request.at_least)
-        if request.after is None
-        else Missed(request.after, request.circle, request.patient)
-    )

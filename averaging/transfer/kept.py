@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.image import ImageId
 from equipoise.averaging.transfer.messages import Offer
@@ -20,7 +19,6 @@ Adam's two moments has."""
 class _Mean:
     size: int
     image: ImageId | None = None
-    proof: Commit | None = None
     making: bool = False
 
 
@@ -65,23 +63,19 @@ class Kept:
         mean.making = True
         return True
 
-    def ready(self, before: StateId, image: ImageId | None, proof: Commit | None) -> bool:
-        """That mean has an image now, and a proof; with None it cannot, and goes. Returns whether it is still kept."""
+    def ready(self, before: StateId, image: ImageId | None) -> bool:
+        """That mean has an image now; with None it cannot, and goes. Returns whether it is still kept."""
         if image is None:
             self._means.pop(before, None)
         mean = self._means.get(before)
         if mean is not None:
-            mean.image, mean.proof = image, proof
+            mean.image = image
         return mean is not None
 
     def offer(self, before: StateId) -> Offer | None:
         """The mean that leads on from there, if it is kept and has an image."""
         mean = self._means.get(before)
         return None if mean is None or mean.image is None else Offer(before, mean.image)
-
-    def proof(self, before: StateId) -> Commit | None:
-        """What proves that mean."""
-        return self._means[before].proof if before in self._means else None
 
     def find(self, digest: bytes) -> Offer | None:
         """The mean whose image has this digest."""

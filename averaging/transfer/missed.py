@@ -2,17 +2,24 @@
 
 Whoever holds the state after is asked for what led there. How many offer it proves nothing, for the votes that come
 with a mean do (`votes`), so that one honest donor is enough. What most offer is tried first, of those by whom one knows
-the state, so that strangers who make something up do not cost their betters the time. A peer at which that very round
-goes on answers when it has ended.
+the state, so that strangers who make something up do not cost their betters the time; what nobody gives, though some
+offer it, comes last. That changes as answers come: a peer at which that very round goes on answers when it has ended.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.answers import LONE_SECONDS, Agreement, Answers, counted
-from equipoise.averaging.transfer.messages import Offer
+from equipoise.averaging.transfer.messages import Answer, Offer
+
+FEWEST_VOTES = 2
+"""More than half of the smallest round; what comes with fewer is not worth a download."""
+
+MAX_PROOFS = 256
+"""Held at once, of those that are asked and of some that have gone: four times as many as are asked."""
 
 
 class Missed(Answers):
@@ -29,6 +36,33 @@ class Missed(Answers):
         self._after = after
         self._circle = circle
         self._patient = patient
+        self._proofs: dict[str, tuple[Offer, Commit]] = {}
+        self._offered: set[str] = set()
+        self._doubted: set[Offer] = set()
+
+    def hear(self, peer: str, answer: Answer, now: float) -> None:
+        """See `Answers`. What proves a mean is kept when its donor has gone, or is not believed any more."""
+        super().hear(peer, answer, now)
+        if peer not in self.peers or not any(offer.state == self._after for offer in answer.offers):
+            return
+        if len(self._offered) >= MAX_PROOFS:
+            self._offered &= self.peers.keys()
+            self._proofs = {one: proof for one, proof in self._proofs.items() if one in self.peers}
+        self._offered.add(peer)
+        if answer.proof is not None and (offer := self._offer_in(answer)) is not None:
+            self._proofs[peer] = (offer, answer.proof)
+
+    def proofs(self, offer: Offer) -> tuple[Commit, ...]:
+        """What was given to prove it, each once."""
+        return tuple({proof: None for one, proof in self._proofs.values() if one == offer})
+
+    def doubt(self, offer: Offer) -> None:
+        """None of those who offered it has given anything of it when it was asked for it."""
+        self._doubted.add(offer)
+
+    def rank(self, offer: Offer) -> tuple[bool, int]:
+        """Of two offers that with the larger one is tried first: of those who are known to have the state, most."""
+        return offer not in self._doubted, sum(self.offers(peer, offer) for peer in self._circle)
 
     @property
     def behind(self) -> int:
@@ -38,17 +72,17 @@ class Missed(Answers):
 
     @property
     def unheard(self) -> int:
-        """How many have not answered."""
-        return len(self.peers) - len(self._answers)
+        """How many have not answered, or have offered a mean: the right one, perhaps."""
+        return len((self.peers.keys() - self._answers.keys()) | self._offered)
 
     def agreement(self, now: float) -> Agreement | None:
         """What to try next; None if that is not clear yet, or nobody keeps it."""
-        if not self._tally:
+        tally = self._tally
+        if not tally:
             return None
-        offer, count = max(
-            self._tally.items(), key=lambda item: (self._near(item[0]), item[1], item[0].image.digest)
-        )
-        most = 2 * self._near(offer) > len(self._circle) if self._circle else 2 * count > len(self.peers)
+        offer = max(tally, key=lambda one: (*self.rank(one), tally[one], one.image.digest))
+        count, (_, near) = tally[offer], self.rank(offer)
+        most = 2 * near > len(self._circle) if self._circle else 2 * count > len(self.peers)
         if not most and not self._settled(now):
             return None
         return self._agreed(offer, f"{count} of {counted(len(self.peers))} offer it")
@@ -72,12 +106,13 @@ class Missed(Answers):
             return f"none of {counted(len(self._answers))} that answered keeps the mean after epoch {self._after.epoch}"
         return f"{offering} of {counted(len(self.peers))} offer the mean after epoch {self._after.epoch}"
 
-    def _near(self, offer: Offer) -> int:
-        """How many of the circle offer it."""
-        return sum(self.offers(peer, offer) for peer in self._circle)
+    def _offer_in(self, answer: Answer) -> Offer | None:
+        """The mean that an answer offers, with as many votes as any needs."""
+        votes = answer.proof.signatures if answer.proof is not None else ()
+        known = answer.offers[:1] if len(dict(votes)) >= FEWEST_VOTES else ()
+        return next((offer for offer in known if offer.state == self._after), None)
 
     @property
     def _tally(self) -> Counter[Offer]:
-        return Counter(
-            offer for one in self._answers.values() for offer in one.offers[:1] if offer.state == self._after
-        )
+        found = map(self._offer_in, self._answers.values())
+        return Counter(offer for offer in found if offer is not None)

@@ -12,6 +12,7 @@ doubles; where they are so slow that it would be long in coming, donors are aske
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from equipoise.averaging.state import MAX_EPOCH
 from equipoise.averaging.transfer.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers, counted
@@ -101,7 +102,7 @@ class Poll(Answers):
         if len(voters) - len(moving) <= count:
             voters = moving
         if 2 * count > len(voters):
-            return self._agreed(offer, f"{count} of {counted(len(voters))} with a state offer it")
+            return self._voted(offer, f"{count} of {counted(len(voters))} with a state offer it", now)
         denied = max(
             (n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer),
             default=0,
@@ -111,9 +112,8 @@ class Poll(Answers):
         # Who has not come so far may yet offer another: two who make up an epoch to come are not to be believed.
         if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
             return None
-        return self._agreed(
-            offer, f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
-        )
+        why = f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
+        return self._voted(offer, why, now)
 
     def wish(self, now: float) -> bool:
         """Choose the epochs to ask for; returns whether they are others than before."""
@@ -164,6 +164,11 @@ class Poll(Answers):
     @property
     def _offering(self) -> int:
         return sum(any(map(self._useful, self._answers[peer].offers)) for peer in self._voters)
+
+    def _voted(self, offer: Offer, reason: str, now: float) -> Agreement:
+        # Where it is decided before all have answered, whoever answered first must not be all who count.
+        waited_for = () if self._settled(now) else self.peers.keys() - self._answers.keys() - self._silent
+        return replace(self._agreed(offer, reason), voters=frozenset({*self._voters, *waited_for}))
 
     def _keeps_up(self, epoch: int | None) -> bool:
         return epoch is not None and epoch + LAG_EPOCHS >= self._at_least

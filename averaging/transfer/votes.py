@@ -2,25 +2,31 @@
 
 A round has come to a mean once more than half of its members have signed that they hold it (`allreduce.notary`). That
 proves what the round came to, and not that the round was the group's: anybody can make up identities that join, vote
-and sign. So it must be a round that this peer was in itself, or more than half of its `Circle` must have signed: of
-those by whom it knows the state that it holds. Liars who are that many could as well have lied in that round, or have
-given it another state.
+and sign. So it must be a round that this peer began itself from the state that it holds, or more than half of its
+`Circle` must have signed: of those by whom it knows that state. What is not sure is refused, and a snapshot taken.
+
+What this does not keep out: liars who are more than half of a circle, for they could as well have outvoted the others
+in the round, or the poll, that it comes from. And means that the whole group went back behind: where all load an old
+checkpoint together, its state has two successors, and votes for the first remain true.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import Vote, is_majority, members_of
 from equipoise.averaging.allreduce.notary import signers
 from equipoise.averaging.manifest import Manifest, Verify
-from equipoise.averaging.state import group_state
+from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.answers import counted
 
 Prove = Callable[[], wire.Commit]
 """Says which votes of a kept mean's round are known by now, each with its signature."""
+
+MAX_ROUNDS = 8
+"""From one state, of which a circle knows the ids: each took its group a while."""
 
 
 class VotesError(ValueError):
@@ -32,34 +38,65 @@ class Circle:
     """By whom a peer knows the state that it holds.
 
     Attributes:
-        peers: PeerIDs, without its own: who held the group's state in the last round that it was in, or gave it a
-            snapshot. Newcomers to a round are none of them: they do not know the state themselves.
-        round: Id of that round; empty if it was none.
+        state: That state; None if it knows it by nobody.
+        peers: PeerIDs, without its own: who said in a round that they hold it too, or were polled for a snapshot of it.
+        rounds: Ids of the last rounds that this peer began from it.
+        left: Whether a mean has been applied to it since: then the circle is of the state of the next epoch, whose
+            lineage only the trainer knows. Nobody is added on the way, so that no liar gains by it; where too many of
+            a circle have left, the means after them are refused.
     """
 
+    state: StateId | None = None
     peers: frozenset[str] = frozenset()
-    round: bytes = b""
+    rounds: tuple[bytes, ...] = ()
+    left: bool = False
 
-    @classmethod
-    def of(cls, manifest: Manifest, own: str) -> Circle:
-        """As one knows it who was in that round, or knows that it was the group's."""
-        states = {join.peer: join.state for join in manifest.members if join.state is not None}
-        before = group_state(states.values())
-        return cls(
-            frozenset(peer for peer, one in states.items() if one == before and peer != own), manifest.id
-        )
+    def begun(self, manifest: Manifest, own: str) -> Circle:
+        """After this peer has begun a round; one in which it says no state tells nothing of any."""
+        held = {join.peer: join.state for join in manifest.members}.get(own)
+        if held is None:
+            return self
+        peers, rounds = (self.peers, self.rounds) if self.knows(held) else (frozenset[str](), ())
+        # A round that did not come to be may have been of few: it takes nobody away.
+        return Circle(held, peers or _agreed(manifest, own), (*rounds, manifest.id)[-MAX_ROUNDS:])
 
-    def check(self, manifest: Manifest, voters: frozenset[str]) -> None:
-        """Require that a round was the group's, given whose votes for its mean are proved.
+    def ended(self, before: StateId, manifest: Manifest, own: str) -> Circle:
+        """After a round that this peer began has come to a mean, which leads on from `before`."""
+        if before != self.state or manifest.id not in self.rounds:
+            return self
+        return replace(self, peers=_agreed(manifest, own) or self.peers, left=True)
+
+    def followed(self, before: StateId) -> Circle:
+        """After this peer has got the mean that led on from `before`, and believed it."""
+        return replace(self, state=before, left=True)
+
+    def knows(self, state: StateId) -> bool:
+        """Whether it tells what came after `state`."""
+        if self.state is None:
+            return False
+        return state == self.state or (self.left and state.epoch == self.state.epoch + 1)
+
+    def check(self, manifest: Manifest, after: StateId, voters: frozenset[str]) -> None:
+        """Require that a round from the state `after` was the group's, given whose votes for its mean are proved.
 
         Raises:
             VotesError: It may be a round of strangers.
         """
-        voted, known = len(voters & self.peers), len(self.peers)
-        if manifest.id == self.round or 2 * voted > known:
+        known, rounds = (self.peers, self.rounds) if self.knows(after) else (frozenset[str](), ())
+        voted = len(voters & known)
+        if manifest.id in rounds or 2 * voted > len(known):
             return
-        whose = f"the {counted(known)} by whom this one knows its state, {voted} of them voted"
+        whose = f"the {counted(len(known))} by whom this one knows its state, {voted} of them voted"
         raise VotesError(f"expected votes of more than half of {whose}")
+
+
+def _agreed(manifest: Manifest, own: str) -> frozenset[str]:
+    """Who else holds what this peer holds, if that are most; newcomers of epoch 0 have no say, as in `group_state`."""
+    states = {join.peer: join.state for join in manifest.members if join.state is not None}
+    held = states[own]
+    alike = frozenset(peer for peer, state in states.items() if state == held)
+    known = sum(state == held or state.epoch > 0 for state in states.values())
+    return alike - {own} if 2 * len(alike) > known else frozenset()
 
 
 def voters(
@@ -89,17 +126,3 @@ def voters(
         most = max((signed.bit_count() for signed in cast.values()), default=0)
         raise VotesError(f"expected votes of more than half of its round's {size} members, {most} signed")
     return frozenset(manifest.peers[member] for signed in won for member in members_of(signed))
-
-
-def without_forged(proof: wire.Commit, manifest: Manifest, verify: Verify) -> wire.Commit:
-    """A proof without the signatures that prove nothing, which liars in the round may have given with their votes.
-
-    Raises:
-        VotesError: What is left is no majority.
-    """
-    holders = signers(manifest.id, manifest.peers, proof, verify)
-    if not is_majority(holders, len(manifest.members)):
-        left = f"{holders.bit_count()} of {len(manifest.members)}"
-        raise VotesError(f"expected votes of more than half of its round's members, {left} are signed")
-    signed = tuple(one for one in proof.signatures if holders >> one[0] & 1)
-    return wire.Commit(proof.ballot, proof.decision, proof.digest, holders, signed)

@@ -11,7 +11,6 @@ import torch
 from equipoise.averaging.aio import keeping
 from equipoise.averaging.aio.keeping import Wanted
 from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -31,11 +30,11 @@ from equipoise.averaging.transfer.image import ImageId
 from equipoise.averaging.transfer.kept import KEPT_MEANS, Kept
 from equipoise.averaging.transfer.mean import EncodedMean, MeanError
 from equipoise.averaging.transfer.messages import Answer, Ask, Offer
-from equipoise.averaging.transfer.missed import Missed
+from equipoise.averaging.transfer.missed import MAX_PROOFS, Missed
 from fakes.cluster import Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import kept_by, recovered, rounds
-from fakes.transfer import RUN, TICKET, answer, offer_of
+from fakes.transfer import RUN, TICKET, answer, mean_answer, offer_of, proof_of
 
 SIZE = 3_000_000
 SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}), codec="int8")
@@ -131,7 +130,7 @@ async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
 
     def digest(changed: bytes) -> str:
         try:
-            return keeping.decode(memoryview(changed), wanted, [proof], verify, lambda: result)[0].digest
+            return keeping.decode(memoryview(changed), wanted, [proof], verify, lambda: result).digest
         except MeanError:
             return ""
 
@@ -201,12 +200,12 @@ def test_what_is_being_downloaded_goes_last() -> None:
     assert kept.lacks_image(state(0))
     assert kept.begins_image(state(0))
     assert not kept.begins_image(state(0))
-    assert kept.ready(state(0), image, None)
+    assert kept.ready(state(0), image)
     assert not kept.lacks_image(state(0))
     assert kept.keep(state(2), 1, MOST, {image.digest}) == [state(1)]
     assert kept.find(image.digest) == kept.offer(state(0))
     assert kept.keep(state(3), MOST, MOST, {image.digest}) == [state(2), state(0)]
-    assert not kept.ready(state(0), image, None)
+    assert not kept.ready(state(0), image)
 
 
 # ---- what to try first ----
@@ -220,11 +219,11 @@ def seen(*peers: str, patient: bool = False) -> Missed:
 
 def test_what_most_known_peers_offer_is_tried_at_once() -> None:
     missed = seen("a", "b", "c")
-    missed.hear("a", answer(8, offer_of(7)), 0.1)
+    missed.hear("a", mean_answer(8, offer_of(7)), 0.1)
     assert missed.agreement(0.1) is None
-    missed.hear("b", answer(8, offer_of(7, kind=1)), 0.1)
+    missed.hear("b", mean_answer(8, offer_of(7, kind=1)), 0.1)
     assert missed.agreement(0.1) is None
-    missed.hear("c", answer(8, offer_of(7)), 0.1)
+    missed.hear("c", mean_answer(8, offer_of(7)), 0.1)
     agreement = missed.agreement(0.1)
     assert agreement is not None
     assert agreement.offer == offer_of(7)
@@ -234,7 +233,7 @@ def test_what_most_known_peers_offer_is_tried_at_once() -> None:
 def test_one_that_offers_it_is_enough_once_the_others_were_given_time() -> None:
     missed = seen("a", "b", "c")
     missed.hear("a", answer(30), 0.1)
-    missed.hear("b", answer(9, offer_of(7)), 0.1)
+    missed.hear("b", mean_answer(9, offer_of(7)), 0.1)
     assert missed.agreement(0.5) is None
     assert missed.agreement(1.5) is not None
 
@@ -243,9 +242,9 @@ def test_those_by_whom_one_knows_the_state_come_before_any_number_of_strangers()
     missed = Missed(offer_of(7).state, frozenset("ab"))
     missed.see(tuple("axyz"), 0.0)
     for stranger in "xyz":
-        missed.hear(stranger, answer(9, offer_of(7, kind=1)), 0.1)
+        missed.hear(stranger, mean_answer(9, offer_of(7, kind=1)), 0.1)
     assert missed.agreement(0.1) is None
-    missed.hear("a", answer(9, offer_of(7)), 0.2)
+    missed.hear("a", mean_answer(9, offer_of(7)), 0.2)
     agreement = missed.agreement(0.2)
     assert agreement is not None
     assert agreement.donors == ("a",)
@@ -254,17 +253,59 @@ def test_those_by_whom_one_knows_the_state_come_before_any_number_of_strangers()
 def test_what_most_of_those_offer_is_tried_at_once_however_many_came_later() -> None:
     missed = Missed(offer_of(7).state, frozenset("abc"))
     missed.see(tuple("abcklmnopq"), 0.0)
-    missed.hear("a", answer(9, offer_of(7)), 0.1)
+    missed.hear("a", mean_answer(9, offer_of(7)), 0.1)
     assert missed.agreement(0.1) is None
-    missed.hear("b", answer(9, offer_of(7)), 0.1)
+    missed.hear("b", mean_answer(9, offer_of(7)), 0.1)
     assert missed.agreement(0.1) is not None
 
 
 def test_who_offers_what_nobody_asked_for_offers_nothing() -> None:
     missed = seen("a")
-    missed.hear("a", answer(9, offer_of(6)), 0.1)
+    missed.hear("a", mean_answer(9, offer_of(6)), 0.1)
     assert missed.agreement(0.1) is None
     assert missed.hopeless(0.1)
+
+
+def test_what_comes_without_as_many_votes_as_any_mean_needs_is_not_even_tried() -> None:
+    missed = seen("x", "y")
+    missed.hear("x", answer(9, offer_of(7)), 0.1)
+    missed.hear("y", mean_answer(9, offer_of(7), proof_of(1)), 0.1)
+    assert missed.agreement(9.0) is None
+    assert missed.hopeless(9.0)
+
+
+def test_who_offered_one_has_not_said_that_there_is_none() -> None:
+    missed = seen("a", "b", "c", "x", "y")
+    missed.hear("a", answer(7), 0.1)
+    missed.hear("b", answer(7), 0.1)
+    missed.hear("x", mean_answer(9, offer_of(7)), 0.1)
+    missed.hear("y", answer(9, offer_of(7)), 0.1)
+    assert missed.unheard == 3
+    missed.hear("c", answer(7), 0.2)
+    missed.bar("x", "it is not proved")
+    missed.forget("y")
+    assert missed.unheard == 2
+
+
+def test_what_was_given_to_prove_it_stays_when_who_gave_it_goes() -> None:
+    missed = seen("a", "b")
+    missed.hear("a", mean_answer(9, offer_of(7), proof_of(0, 1)), 0.1)
+    missed.hear("b", mean_answer(9, offer_of(7), proof_of(1, 2)), 0.1)
+    missed.bar("a", "chunk 1 has not the digest it should have")
+    missed.forget("b")
+    missed.see((), 0.2)
+    assert missed.proofs(offer_of(7)) == (proof_of(0, 1), proof_of(1, 2))
+    assert missed.proofs(offer_of(6)) == ()
+
+
+def test_what_those_give_who_come_and_go_is_bounded() -> None:
+    missed = seen()
+    for number in range(10 * MAX_PROOFS):
+        missed.see(("a", f"x{number}"), 0.0)
+        missed.hear("a", mean_answer(9, offer_of(7), proof_of(0, 1)), 0.1)
+        missed.hear(f"x{number}", mean_answer(9, offer_of(7), proof_of(number % 64, 63)), 0.1)
+        assert len(missed._proofs) <= MAX_PROOFS
+        assert proof_of(0, 1) in missed.proofs(offer_of(7))
 
 
 def test_one_that_is_patient_waits_for_those_who_are_not_as_far() -> None:
@@ -296,9 +337,8 @@ def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
     assert donor.handle(EpochReached(7), 0.2) == []
     assert donor.handle(MeanKept(before, 100, MOST), 0.3) == [MakeImage(before)]
     assert donor.handle(RoundOver(), 0.4) == []
-    proof = Commit(0, Decision(0b11, 0b11), b"d" * 32, 0b11, ((0, b"a's"), (1, b"b's")))
-    offered = donor.handle(MeanReady(before, image, proof), 0.5)
-    assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),), proof))]
+    offered = donor.handle(MeanReady(before, image), 0.5)
+    assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),)))]
 
 
 def test_a_mean_of_which_no_image_can_be_made_is_told_to_be_gone() -> None:

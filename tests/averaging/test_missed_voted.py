@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from equipoise.averaging.aio import keeping
 from equipoise.averaging.aio.keeping import Wanted
 from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.allreduce.messages import Commit, Decision
+from equipoise.averaging.allreduce.messages import Commit, Held, RoundMessage
+from equipoise.averaging.allreduce.notary import Notary
+from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.answers import ANSWER_SECONDS
 from equipoise.averaging.transfer.events import (
     Allocate,
     AnswerReceived,
+    AskReceived,
     Check,
     Checked,
     ChunkReceived,
@@ -32,17 +39,19 @@ from equipoise.averaging.transfer.events import (
 )
 from equipoise.averaging.transfer.fetch import Fetch, Request
 from equipoise.averaging.transfer.image import CHUNK_BYTES
-from equipoise.averaging.transfer.mean import EncodedMean, MeanError
-from equipoise.averaging.transfer.messages import Answer, AskChunks, AskDigests, Offer
-from equipoise.averaging.transfer.votes import Circle
+from equipoise.averaging.transfer.mean import EncodedMean, MeanError, read_head
+from equipoise.averaging.transfer.messages import Answer, Ask, AskChunks, AskDigests, Offer
+from equipoise.averaging.transfer.sources import STALL_SECONDS
+from equipoise.averaging.transfer.votes import Circle, Prove, voters
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
-from fakes.missed import mean_of, recovered, round_of
-from fakes.transfer import RUN, TICKET, offer_of
+from fakes.missed import kept_by, mean_of, recovered, round_of, rounds
+from fakes.transfer import RUN, TICKET, offer_of, proof_of
 from fakes.transfer import SPEC as HASH
 
 BEFORE = StateId(7, "ab" * 32)
 NEXT = StateId(8, "ef" * 32)
+LAST = StateId(9, "0f" * 32)
 
 
 @pytest.fixture
@@ -57,11 +66,22 @@ def keeps(mean: EncodedMean, proof: Commit, *transfers: Transfer) -> None:
         transfer.keep(mean, lambda: proof)
 
 
+def mean_kept(names: str, state: StateId) -> tuple[EncodedMean, Prove]:
+    mean, proof = mean_of(names, state)
+    return mean, lambda: proof
+
+
+def was_in(transfer: Transfer, names: str, state: StateId) -> None:
+    """One round of these peers from that state to the next."""
+    transfer.begin(round_of(names, state))
+    transfer.keep(*mean_kept(names, state))
+
+
 async def test_the_votes_of_its_own_group_tell_whose_mean_it_is_however_many_come_later(
     cluster: Cluster,
 ) -> None:
     a, b, away = await cluster.add("a", "b", "c")
-    away.begin(round_of("abc", BEFORE))
+    was_in(away, "abc", BEFORE)
     mean, proof = mean_of("abuvw", NEXT)
     keeps(mean, proof, a, b)
     await cluster.add(*"klmnopqr")
@@ -74,7 +94,7 @@ async def test_the_votes_of_its_own_group_tell_whose_mean_it_is_however_many_com
 
 async def test_one_honest_donor_is_enough(cluster: Cluster) -> None:
     a, *_, away = await cluster.add("a", "b", "c", "d")
-    away.begin(round_of("abcd", BEFORE))
+    was_in(away, "abcd", BEFORE)
     mean, proof = mean_of("abc", NEXT, votes="bc")
     keeps(mean, proof, a)
     found, _, sources = await recovered(away, NEXT, proved=False)
@@ -92,22 +112,60 @@ async def test_who_knows_nobody_believes_only_what_the_next_state_will_prove(clu
     assert found.ok, found.reason
 
 
-async def test_those_who_gave_a_snapshot_tell_what_came_next(cluster: Cluster) -> None:
-    *donors, late = await cluster.add("a", "b", "c")
+async def test_those_who_were_polled_for_a_snapshot_tell_what_came_next(cluster: Cluster) -> None:
+    *donors, late = await cluster.add("a", "b", "c", "p")
     for donor in donors:
         await donor.offer(BEFORE, memoryview(b"a state"))
     fetched = await late.fetch(BEFORE.epoch, 100, 20.0, keeping.room)
     assert fetched.ok, fetched.reason
     keeps(*mean_of("abmn", BEFORE), *donors)
-    keeps(*mean_of("bmnop", NEXT, votes="bmn"), *donors)
-    for state in (BEFORE, NEXT):  # The first mean's group is known by its votes, and tells of the second.
+    keeps(*mean_of("bcmno", NEXT, votes="bcm"), *donors)
+    for state in (BEFORE, NEXT):
         found, _, _ = await recovered(late, state, proved=False)
         assert found.ok, found.reason
+    keeps(*mean_of("cmnop", LAST), *donors)
+    found, _, _ = await recovered(late, LAST, proved=False)
+    assert "half of the 3 peers by whom this one knows its state, 1 of them voted" in found.reason
+
+
+async def test_who_copies_the_offer_of_a_snapshot_outvotes_nobody_who_had_a_say_in_it(
+    cluster: Cluster,
+) -> None:
+    *others, me = await cluster.add(*"abcdewxyz", "p")
+    for one in others:
+        one.reach(BEFORE.epoch)
+    for one in (*others[:3], *others[5:]):
+        await one.offer(BEFORE, memoryview(b"a state"))
+    fetched = await me.fetch(BEFORE.epoch, 100, 20.0, keeping.room)
+    assert fetched.ok, fetched.reason
+    keeps(*mean_of("wxyz", BEFORE), *others[5:])
+    found, _, _ = await recovered(me, BEFORE, proved=False)
+    assert "half of the 9 peers by whom this one knows its state, 4 of them voted" in found.reason
+
+
+async def test_a_liar_that_says_it_is_further_is_not_the_one_by_whom_the_state_is_known(
+    cluster: Cluster,
+) -> None:
+    first, further = StateId(0, "00" * 32), StateId(1, "66" * 32)
+    me, liar = await cluster.add("p", "x")
+    me.begin(round_of("abcdpx", first, states={"x": further}))
+    keeps(*mean_of("xy", first), liar)
+    found, _, _ = await recovered(me, first, proved=False)
+    assert "half of the 4 peers by whom this one knows its state, 0 of them voted" in found.reason
+
+
+async def test_a_round_that_failed_with_a_straggler_takes_nothing_away(cluster: Cluster) -> None:
+    *others, me = await cluster.add(*"abcdefg", "p")
+    was_in(me, "abcdefgpq", BEFORE)
+    me.begin(round_of("pq", NEXT))
+    keeps(*mean_of("abcdefg", NEXT), *others)
+    found, _, _ = await recovered(me, NEXT, proved=False)
+    assert found.ok, found.reason
 
 
 async def test_newcomers_who_say_no_state_in_a_round_tell_nothing_of_it(cluster: Cluster) -> None:
     a, away = await cluster.add("a", "b")
-    away.begin(round_of("ab", BEFORE))
+    was_in(away, "ab", BEFORE)
     away.begin(round_of("bxyz", None))
     keeps(*mean_of("xyz", NEXT), a)
     found, _, _ = await recovered(away, NEXT, proved=False)
@@ -118,7 +176,7 @@ async def test_a_mean_of_strangers_is_refused_and_the_group_s_is_taken_from_the_
     cluster: Cluster,
 ) -> None:
     a, away, *liars = await cluster.add("a", "c", "x", "y")
-    away.begin(round_of("abc", BEFORE))
+    was_in(away, "abc", BEFORE)
     mean, proof = mean_of("ab", NEXT)
     keeps(mean, proof, a)
     keeps(*mean_of("vwxyz", NEXT), *liars)
@@ -130,7 +188,7 @@ async def test_a_mean_of_strangers_is_refused_and_the_group_s_is_taken_from_the_
 @pytest.mark.parametrize("names", ["xyz", "abcvwxyz"])
 async def test_where_only_strangers_voted_for_one_there_is_none(cluster: Cluster, names: str) -> None:
     away, _, liar = await cluster.add("c", "a", "x")
-    away.begin(round_of("abc", BEFORE))
+    was_in(away, "abc", BEFORE)
     keeps(*mean_of(names, NEXT, votes=names.removeprefix("abc")), liar)
     found, _, _ = await recovered(away, NEXT, proved=False)
     assert not found.ok
@@ -138,41 +196,112 @@ async def test_where_only_strangers_voted_for_one_there_is_none(cluster: Cluster
     assert "x: expected votes of more than half of the 2 peers by whom this one knows" in found.reason
 
 
-async def test_a_mean_of_too_few_of_its_round_is_not_even_offered(cluster: Cluster) -> None:
-    a, away = await cluster.add("a", "b")
-    away.begin(round_of("ab", BEFORE))
-    keeps(*mean_of("ab", BEFORE, votes="a"), a)
-    found, _, _ = await recovered(away, BEFORE, proved=False)
-    assert found.reason == "none of 1 peer that answered keeps the mean after epoch 7"
-    assert not a._means
+async def test_a_refusal_for_lack_of_votes_is_not_the_last_word_and_later_votes_are_passed_on(
+    cluster: Cluster,
+) -> None:
+    a, me = await cluster.add("a", "p")
+    me.begin(round_of("abcp", NEXT))
+    (mean, early), (_, late) = mean_of("abckmno", NEXT, votes="akmn"), mean_of("abckmno", NEXT)
+    votes = [early]
+    a.keep(mean, lambda: votes[0])
+    got = await me.recover(NEXT, 20.0, lambda: torch.empty(me.values))
+    assert "half of the 3 peers by whom this one knows its state, 1 of them voted" in got.round.reason
+    assert got.unheard == 1
+    votes[0] = late
+    found, _, _ = await recovered(me, NEXT, proved=False)
+    assert found.ok, found.reason
+
+
+async def test_a_liar_that_forges_its_vote_neither_ends_the_round_nor_has_the_mean_dropped(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *others, late = await cluster.add(*"abcdx", "p")
+    seal = Notary.seal
+
+    def forge(self: Notary, message: RoundMessage) -> RoundMessage:
+        forged = isinstance(message, Held) and self._peers[self._me] == "x"
+        return msgspec.structs.replace(message, signature=b"forged") if forged else seal(self, message)
+
+    monkeypatch.setattr(Notary, "seal", forge)
+    ends = await rounds(cluster, "abcdx", BEFORE)
+    assert all(outcome.ok for outcome, _ in ends), ends
+    verify = FakeIdentity("p").verify
+    for other in others[:4]:
+        mean, proof = kept_by(other, BEFORE)
+        assert len(voters(mean.manifest, mean.contributors, mean.digest(), [proof], verify)) >= 3
+    found, _, _ = await recovered(late, BEFORE, proved=True)
+    assert found.ok, found.reason
+
+
+async def test_a_mean_that_takes_the_place_of_another_is_not_dropped_with_it(cluster: Cluster) -> None:
+    a, me = await cluster.add("a", "p")
+    me.begin(round_of("abp", NEXT))
+    a.keep(*mean_kept("abx", NEXT))
+    a._tell(AskReceived("p", Ask(SPEC.name, TICKET, SPEC.hash, 0, (), NEXT)))
+    await asyncio.sleep(0)
+    mean, proof = mean_of("ab", NEXT)
+    keeps(mean, proof, a)
+    found, _, _ = await recovered(me, NEXT, proved=False)
+    assert found.digest == mean.digest().hex(), found.reason
+
+
+async def test_what_is_wrong_with_an_image_that_nobody_thought_of_is_its_donor_s_fault(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, liar, me = await cluster.add("a", "x", "p")
+    me.begin(round_of("abp", NEXT))
+    mean, proof = mean_of("ab", NEXT)
+    keeps(mean, proof, a)
+    keeps(*mean_of("abx", NEXT), liar)
+    decode = keeping.decode
+
+    def fails(image: memoryview, *args: Any) -> Outcome:
+        if len(read_head(image)[0].members) == 3:
+            raise ValueError("what is this?")
+        return decode(image, *args)
+
+    monkeypatch.setattr(keeping, "decode", fails)
+    found, _, _ = await recovered(me, NEXT, proved=False)
+    assert found.digest == mean.digest().hex(), found.reason
+
+
+async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) -> None:
+    a, me = await cluster.add("a", "p")
+    me.begin(round_of("abp", NEXT))
+    keeps(*mean_of("ab", NEXT), a)
+
+    def none() -> torch.Tensor:
+        raise ValueError("no memory for it")
+
+    got = await me.recover(NEXT, 20.0, none)
+    assert got.round.reason.startswith("no memory for it")
 
 
 def test_who_receives_one_checks_its_votes_whatever_the_donor_did() -> None:
     mean, proof = mean_of("ab", BEFORE, votes="a")
-    wanted = Wanted(SPEC, BEFORE, Circle.of(mean.manifest, "b"))
+    wanted = Wanted(SPEC, BEFORE, Circle().begun(mean.manifest, "b"))
     image, room = memoryview(mean.image()), lambda: torch.empty(SPEC.schema.size)
     with pytest.raises(MeanError, match="more than half of its round's 2 members, 1 signed"):
         keeping.decode(image, wanted, [proof], FakeIdentity("b").verify, room)
     _, both = mean_of("ab", BEFORE)
-    outcome, _ = keeping.decode(image, wanted, [proof, both], FakeIdentity("b").verify, room)
-    assert outcome.ok
+    assert keeping.decode(image, wanted, [proof, both], FakeIdentity("b").verify, room).ok
 
 
 # ---- what is tried, one after another ----
 
 
-PROOF = Commit(0, Decision(0b11, 0b11), b"d" * 32, 0b11, ((0, b"a's"), (1, b"b's")))
-ANOTHER = Commit(4, Decision(0b11, 0b11), b"d" * 32, 0b11, ((0, b"a's"), (1, b"b's")))
+PROOF, ANOTHER, LYING = proof_of(0, 1), proof_of(0, 1, ballot=4), proof_of(0, 1, ballot=2)
 GENUINE, FORGED = offer_of(7), offer_of(7, kind=1)
 
 
 class Fetching:
     """The machine of one that missed a mean, of which all chunks come as soon as they are asked for."""
 
-    def __init__(self, *peers: str) -> None:
-        self.machine = Fetch(
-            Request(RUN, HASH, TICKET, 0, 10 * CHUNK_BYTES, after=GENUINE.state), 0.0, timeout=60.0
+    def __init__(self, *peers: str, circle: str = "") -> None:
+        request = Request(
+            RUN, HASH, TICKET, 0, 10 * CHUNK_BYTES, after=GENUINE.state, circle=frozenset(circle)
         )
+        self.machine = Fetch(request, 0.0, timeout=60.0)
         self.done: list[object] = []
         self.asked: list[tuple[str, int]] = []
         self.tell(PeersSeen(peers))
@@ -189,16 +318,25 @@ class Fetching:
                 case _:
                     self.done.append(action)
 
-    def hear(self, peer: str, *offers: Offer, proof: Commit | None = None) -> None:
-        self.tell(AnswerReceived(peer, Answer(RUN, TICKET, 8, (), offers, proof)))
+    def hear(self, peer: str, *offers: Offer, proof: Commit | None = None, now: float = 0.0) -> None:
+        self.tell(AnswerReceived(peer, Answer(RUN, TICKET, 8, (), offers, proof)), now)
 
-    def download(self, offer: Offer) -> None:
+    def wait(self, since: float) -> float:
+        """Until something is to be done, while nothing comes that is asked for; returns when that is."""
+        now = since
+        while not self.done:
+            self.asked.clear()
+            now = max(self.machine.deadline, now + 1e-3)
+            self.tell(Woke(), now)
+        return now
+
+    def download(self, offer: Offer, now: float = 0.0) -> None:
         assert self.take() == [Allocate(offer.image)]
-        self.tell(MemoryReady(offer.image.size))
+        self.tell(MemoryReady(offer.image.size), now)
         while self.asked:
             peer, chunk = self.asked.pop(0)
             here = ChunkReceived(peer, offer.image, chunk, True)
-            self.tell(DigestsReceived(peer, offer.image, True) if chunk < 0 else here)
+            self.tell(DigestsReceived(peer, offer.image, True) if chunk < 0 else here, now)
 
     def take(self) -> list[object]:
         done, self.done = self.done, []
@@ -215,15 +353,14 @@ def test_what_is_here_is_checked_with_all_proofs_that_were_given_for_it() -> Non
     fetching.tell(Checked(""))
     (end,) = fetching.take()
     assert isinstance(end, Finish)
-    assert end.donors == {"a", "b"}
 
 
 def test_what_is_not_proved_bars_all_who_offer_it_and_the_next_is_tried() -> None:
     fetching = Fetching("x", "y", "a")
     fetching.hear("x", FORGED, proof=PROOF)
-    fetching.hear("y", FORGED)
+    fetching.hear("y", FORGED, proof=LYING)
     fetching.download(FORGED)
-    assert fetching.take() == [Check((PROOF,))]
+    assert fetching.take() == [Check((PROOF, LYING))]
     fetching.hear("a", GENUINE, proof=PROOF)
     fetching.tell(Checked("0 signed"))
     fetching.download(GENUINE)
@@ -235,33 +372,73 @@ def test_what_is_not_proved_bars_all_who_offer_it_and_the_next_is_tried() -> Non
     assert "x: 0 signed; y: 0 signed" in end.reason
 
 
-def test_one_that_offers_the_genuine_mean_without_votes_does_not_keep_others_from_proving_it() -> None:
+def test_one_that_offers_the_genuine_mean_with_false_votes_does_not_keep_others_from_proving_it() -> None:
     fetching = Fetching("x", "a")
     fetching.tell(PeerLost("a", "it is slow", False))
-    fetching.hear("x", GENUINE)
+    fetching.hear("x", GENUINE, proof=LYING)
     fetching.download(GENUINE)
-    assert fetching.take() == [Check(())]
+    assert fetching.take() == [Check((LYING,))]
     fetching.hear("a", GENUINE, proof=PROOF)
     fetching.tell(Checked("0 signed"))
-    assert fetching.take() == [Check((PROOF,))], "at once, for all of it is here"
+    assert fetching.take() == [Check((LYING, PROOF))], "at once, for all of it is here"
 
 
 def test_where_nobody_is_left_the_reason_says_what_was_wrong_with_each() -> None:
     fetching = Fetching("x", "b")
     fetching.hear("b")
-    fetching.hear("x", FORGED)
+    fetching.hear("x", FORGED, proof=LYING)
     fetching.download(FORGED)
     fetching.take()
     fetching.tell(Checked("0 signed"))
-    assert fetching.take() == [Fail("none of 1 peer that answered keeps the mean after epoch 7; x: 0 signed")]
+    none = "none of 1 peer that answered keeps the mean after epoch 7; x: 0 signed"
+    assert fetching.take() == [Fail(none, unheard=1)]
 
 
 def test_one_that_offers_more_than_a_mean_can_have_does_not_keep_others_from_giving_it() -> None:
     fetching = Fetching("x", "a")
-    fetching.hear("x", offer_of(7, kind=2, chunks=11))
+    fetching.hear("x", offer_of(7, kind=2, chunks=11), proof=LYING)
     fetching.hear("a", GENUINE, proof=PROOF)
     fetching.download(GENUINE)
     assert fetching.take() == [Check((PROOF,))]
+
+
+def test_a_liar_that_offers_at_once_and_gives_nothing_does_not_keep_anybody_from_what_others_offer_later() -> (
+    None
+):
+    fetching = Fetching(*"xabc", circle="abc")
+    fetching.hear("x", FORGED, proof=LYING)
+    assert fetching.wait(0.0) == ANSWER_SECONDS
+    assert fetching.take() == [Allocate(FORGED.image)]
+    fetching.hear("a", GENUINE, proof=PROOF, now=1.2)
+    fetching.download(GENUINE, now=1.3)
+    assert fetching.take() == [Check((PROOF,))]
+
+
+@pytest.mark.parametrize("given", [-1, 0, 1], ids=["nothing", "the digests", "a chunk"])
+def test_nor_does_one_by_whom_the_state_is_known(given: int) -> None:
+    fetching = Fetching(*"xab", circle="xab")
+    fetching.hear("x", FORGED, proof=LYING)
+    fetching.wait(0.0)
+    fetching.tell(MemoryReady(FORGED.image.size), 1.1)
+    if given >= 0:
+        fetching.tell(DigestsReceived("x", FORGED.image, True), 1.1)
+    if given > 0:
+        fetching.tell(ChunkReceived("x", FORGED.image, 0, True), 1.1)
+    fetching.hear("a", GENUINE, proof=PROOF, now=1.2)
+    assert fetching.take() == [Allocate(FORGED.image)], "one of them each: it goes on"
+    now = fetching.wait(1.2)
+    assert now < 1.2 + 2 * STALL_SECONDS
+    fetching.download(GENUINE, now=now)
+    assert fetching.take() == [Check((PROOF,))]
+
+
+def test_what_is_being_downloaded_is_not_given_up_for_what_strangers_offer() -> None:
+    fetching = Fetching(*"axyz", circle="a")
+    fetching.hear("a", GENUINE, proof=PROOF)
+    assert fetching.take() == [Allocate(GENUINE.image)]
+    for stranger in "xyz":
+        fetching.hear(stranger, FORGED, proof=LYING, now=0.1)
+    assert fetching.take() == []
 
 
 def test_nothing_ends_it_while_it_is_being_checked() -> None:
@@ -286,4 +463,4 @@ def test_a_mean_for_which_there_is_no_room_is_nobody_s_fault() -> None:
     fetching.download(GENUINE)
     fetching.take()
     fetching.tell(MemoryRefused("no memory"))
-    assert fetching.take() == [Fail("no memory", unheard=0)]
+    assert fetching.take() == [Fail("no memory", unheard=1)]

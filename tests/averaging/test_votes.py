@@ -16,7 +16,7 @@ from equipoise.averaging.allreduce.notary import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.sim.matchmaking import SPEC, signer, verify
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.votes import Circle, VotesError, voters, without_forged
+from equipoise.averaging.transfer.votes import MAX_ROUNDS, Circle, VotesError, voters
 
 BEFORE = StateId(7, "ab" * 32)
 CONTRIBUTORS = 0b0111
@@ -144,29 +144,54 @@ def test_no_byte_of_a_vote_can_be_changed(at: int, change: int) -> None:
             assert prove([changed]) == {"a", "b", "c"}, "only what is not looked at may change"
 
 
-def test_a_donor_passes_on_no_forged_vote_and_nothing_that_is_not_proved() -> None:
-    told = Commit(0, DECISION, DIGEST, 0b1111, (*proof("abc").signatures, (3, b"forged")))
-    assert without_forged(told, ROUND, verify) == proof("abc")
-    with pytest.raises(VotesError, match="2 of 4"):
-        without_forged(Commit(0, DECISION, DIGEST, 0b1111, proof("ab").signatures), ROUND, verify)
-
-
 # ---- whose round it was ----
 
 
-CIRCLE = Circle.of(round_of("abcd", number=6), "d")
+NEXT = StateId(8, "ef" * 32)
+CIRCLE = Circle().begun(round_of("abcd"), "d")
 
 
-def test_a_circle_are_the_others_who_held_the_state() -> None:
-    known = round_of("abcdno", {"n": None, "o": StateId(0, "00" * 32)})
-    assert Circle.of(known, "d") == Circle(frozenset("abc"), known.id)
+def claims(**states: int) -> Manifest:
+    """A round whose members say that they hold the states of these epochs, each epoch's the same."""
+    return round_of(
+        "".join(states), {peer: StateId(epoch, f"{epoch:064x}") for peer, epoch in states.items()}
+    )
+
+
+def state(epoch: int) -> StateId:
+    return StateId(epoch, f"{epoch:064x}")
+
+
+def known_after(manifest: Manifest) -> frozenset[str]:
+    return Circle().begun(manifest, "p").peers
+
+
+def test_a_circle_are_the_others_who_held_the_state_in_a_round() -> None:
+    manifest = round_of("abcdno", {"n": None, "o": StateId(0, "00" * 32)})
+    assert Circle().begun(manifest, "d") == Circle(BEFORE, frozenset("abc"), (manifest.id,))
+
+
+def test_it_is_of_the_state_that_this_peer_holds_whatever_most_say_that_they_hold() -> None:
+    assert known_after(claims(a=0, b=0, c=0, d=0, p=0, x=1)) == frozenset("abcd")
+    assert known_after(claims(a=5, p=5, b=6, c=6, x=7, y=7, z=7)) == frozenset(), "few are with it"
+    assert known_after(claims(p=5, x=5, a=6, b=6)) == frozenset()
+    assert known_after(claims(a=5, b=5, p=5, n=0, o=0, q=0, r=0)) == frozenset("ab"), "newcomers do not count"
+    assert known_after(claims(n=0, p=0, a=5, b=5, c=5)) == frozenset()
 
 
 def test_more_than_half_of_the_circle_must_have_voted() -> None:
-    later = round_of("abmn")
-    CIRCLE.check(later, frozenset("abm"))
+    later = round_of("abmn", number=8)
+    CIRCLE.check(later, BEFORE, frozenset("abm"))
     with pytest.raises(VotesError, match="half of the 3 peers by whom this one knows its state, 1 of them"):
-        CIRCLE.check(later, frozenset("amn"))
+        CIRCLE.check(later, BEFORE, frozenset("amn"))
+
+
+def test_it_tells_nothing_of_any_other_state() -> None:
+    later = round_of("abmn", dict.fromkeys("abmn", NEXT))
+    with pytest.raises(VotesError, match="half of the 0 peers"):
+        CIRCLE.check(later, NEXT, frozenset("abmn"))
+    with pytest.raises(VotesError, match="half of the 0 peers"):
+        CIRCLE.check(ROUND, NEXT, frozenset("abmn"))
 
 
 def test_strangers_prove_nothing_to_who_knows_none_of_them() -> None:
@@ -176,21 +201,53 @@ def test_strangers_prove_nothing_to_who_knows_none_of_them() -> None:
     assert voted == {"x", "y", "z"}
     for circle in (CIRCLE, Circle()):
         with pytest.raises(VotesError, match="0 of them voted"):
-            circle.check(strangers, voted)
+            circle.check(strangers, BEFORE, voted)
 
 
 def test_joins_of_the_circle_that_strangers_outnumber_prove_nothing() -> None:
     mixed = round_of("abcvwxyz")
     voted = voters(mixed, CONTRIBUTORS, DIGEST, [proof("vwxyz", mixed)], verify)
     with pytest.raises(VotesError, match="0 of them voted"):
-        CIRCLE.check(mixed, voted)
+        CIRCLE.check(mixed, BEFORE, voted)
 
 
-def test_the_round_that_this_peer_was_in_is_its_own_group_s_whoever_voted() -> None:
-    Circle.of(ROUND, "d").check(ROUND, frozenset("bcd"))
-    Circle(frozenset("xyz"), ROUND.id).check(ROUND, frozenset("abc"))
+def test_a_round_that_this_peer_began_is_its_own_group_s_whoever_voted() -> None:
+    CIRCLE.check(ROUND, BEFORE, frozenset("xyz"))
 
 
 def test_late_joiners_take_nothing_from_it() -> None:
     later = round_of("abc" + "klmnopqrst", dict.fromkeys("klmnopqrst"))
-    CIRCLE.check(later, frozenset("ab" + "klmnop"))
+    CIRCLE.check(later, BEFORE, frozenset("ab" + "klmnop"))
+
+
+def test_a_round_that_fails_adds_its_id_and_takes_nobody_away_nor_brings_anybody() -> None:
+    small = round_of("dxy", number=8)
+    after = CIRCLE.begun(small, "d")
+    assert after == Circle(BEFORE, frozenset("abc"), (ROUND.id, small.id))
+    assert after.begun(round_of("dxy", {"d": None}), "d") == after, "it says that it holds nothing"
+    for number in range(9, 99):
+        after = after.begun(round_of("dx", number=number), "d")
+    assert len(after.rounds) == MAX_ROUNDS
+
+
+def test_it_leads_on_through_a_round_that_succeeds() -> None:
+    wider = round_of("abcdefg")
+    after = CIRCLE.begun(wider, "d").ended(BEFORE, wider, "d")
+    assert after.peers == frozenset("abcefg")
+    assert after.knows(NEXT)
+    assert after.knows(BEFORE), "perhaps the trainer has not applied it"
+    assert not after.knows(StateId(9, NEXT.lineage))
+    straggler = round_of("dg", {"d": NEXT, "g": NEXT})
+    assert after.begun(straggler, "d") == Circle(
+        NEXT, frozenset("abcefg"), (ROUND.id, wider.id, straggler.id)
+    )
+    assert CIRCLE.ended(BEFORE, wider, "d") == CIRCLE, "it was not in that one"
+
+
+def test_it_leads_on_through_means_that_were_missed_and_nobody_joins_it_on_the_way() -> None:
+    after = CIRCLE.followed(BEFORE)
+    assert after.knows(NEXT)
+    again = after.followed(NEXT)
+    assert again.peers == CIRCLE.peers
+    assert again.knows(state(9))
+    assert not again.knows(BEFORE)

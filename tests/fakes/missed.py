@@ -7,7 +7,7 @@ import asyncio
 import torch
 
 from equipoise.averaging.aio.round import group_of
-from equipoise.averaging.aio.transfer import Transfer, _Kept
+from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce.ballot import Vote
 from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.allreduce.notary import statement
@@ -39,7 +39,7 @@ async def rounds(
 def kept_by(keeper: Transfer, before: StateId) -> tuple[EncodedMean, Commit]:
     """The mean that a peer keeps, and the votes for it."""
     kept = keeper._means[before]
-    assert isinstance(kept, _Kept)
+    assert isinstance(kept.mean, EncodedMean)
     return kept.mean, kept.prove()
 
 
@@ -52,8 +52,10 @@ async def recovered(
     return got.round, result, got.sources
 
 
-def round_of(names: str, state: StateId | None, spec: RunSpec = SPEC) -> Manifest:
-    """These peers, who hold that state, in one round."""
+def round_of(
+    names: str, state: StateId | None, spec: RunSpec = SPEC, states: dict[str, StateId] | None = None
+) -> Manifest:
+    """These peers, who hold that state, or some of them others, in one round."""
     joins = [
         Join.create(
             FakeIdentity(name).sign,
@@ -64,7 +66,7 @@ def round_of(names: str, state: StateId | None, spec: RunSpec = SPEC) -> Manifes
             bandwidth=0.0,
             dialable=True,
             nonce=name.encode().ljust(16, b"."),
-            state=state,
+            state=(states or {}).get(name, state),
         )
         for name in names
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.image import CHUNK_BYTES, ImageId
 from equipoise.averaging.transfer.messages import Answer, Ask, Offer
@@ -20,3 +21,14 @@ def ask(at_least: int = 0, wanted: tuple[int, ...] = (), ticket: bytes = TICKET)
 
 def answer(epoch: int | None, *offers: Offer, noted: tuple[int, ...] = (), ticket: bytes = TICKET) -> Answer:
     return Answer(RUN, ticket, epoch, noted, offers)
+
+
+def proof_of(*members: int, ballot: int = 0) -> Commit:
+    """Votes of these members, which nobody has looked at."""
+    holders = sum(1 << member for member in members)
+    return Commit(ballot, Decision(0b11, 0b11), b"d" * 32, holders, tuple((one, b"vote") for one in members))
+
+
+def mean_answer(epoch: int, offer: Offer, proof: Commit | None = None) -> Answer:
+    """One that offers a mean, by default with as many votes as any needs."""
+    return Answer(RUN, TICKET, epoch, (), (offer,), proof or proof_of(0, 1))

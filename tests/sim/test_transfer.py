@@ -205,6 +205,16 @@ def test_one_honest_donor_is_enough_however_many_liars_there_are() -> None:
         assert set(result.end.sources) == {"donor6"}
 
 
+def test_liars_that_give_nothing_of_what_they_offer_do_not_keep_the_newcomer_from_the_others() -> None:
+    for seed in range(20):
+        late = Trouble(stopped=(1.9, 1.9 + 0.2 * seed))
+        donors = (*(Trouble(lies="silent"),) * 3, late, late)
+        world = World(Scenario(donors, step=(1.0, 1.2), chunk=0.001, chunks=10, missed=1), seed)
+        (result,) = world.run().values()
+        assert has_the_mean(world.scenario, world, "new0", result), (seed, result)
+        assert result.ended_at < 20.0
+
+
 def test_a_mean_that_all_have_let_go_is_not_waited_for() -> None:
     world = World(Scenario((FINE, FINE, FINE), step=(0.05, 0.06), missed=KEPT_MEANS + 4), 1)
     (result,) = world.run().values()
