@@ -102,7 +102,7 @@ class Poll(Answers):
         if len(voters) - len(moving) <= count:
             voters = moving
         if 2 * count > len(voters):
-            return self._voted(offer, f"{count} of {counted(len(voters))} with a state offer it", now)
+            return self._agreed(offer, f"{count} of {counted(len(voters))} with a state offer it")
         denied = max(
             (n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer),
             default=0,
@@ -113,7 +113,7 @@ class Poll(Answers):
         if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
             return None
         why = f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
-        return self._voted(offer, why, now)
+        return self._agreed(offer, why)
 
     def wish(self, now: float) -> bool:
         """Choose the epochs to ask for; returns whether they are others than before."""
@@ -165,10 +165,11 @@ class Poll(Answers):
     def _offering(self) -> int:
         return sum(any(map(self._useful, self._answers[peer].offers)) for peer in self._voters)
 
-    def _voted(self, offer: Offer, reason: str, now: float) -> Agreement:
-        # Where it is decided before all have answered, whoever answered first must not be all who count.
-        waited_for = () if self._settled(now) else self.peers.keys() - self._answers.keys() - self._silent
-        return replace(self._agreed(offer, reason), voters=frozenset({*self._voters, *waited_for}))
+    def _agreed(self, offer: Offer, reason: str) -> Agreement:
+        # Whoever answered first must not be all who count. Liars who are most of those who have not answered could as
+        # well have done so, and outvoted the others.
+        late = self.peers.keys() - self._answers.keys() - self._silent
+        return replace(super()._agreed(offer, reason), voters=frozenset({*self._voters, *late}))
 
     def _keeps_up(self, epoch: int | None) -> bool:
         return epoch is not None and epoch + LAG_EPOCHS >= self._at_least

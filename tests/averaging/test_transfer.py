@@ -220,6 +220,24 @@ def test_most_are_believed_at_once() -> None:
     assert newcomer.allocated
 
 
+def test_who_answers_first_does_not_become_all_who_count() -> None:
+    asked = poll.Poll(7)
+    asked.see(tuple("abcdenvwxyz"), 0.0)
+    asked.hear("e", answer(7), 0.1)
+    asked.hear("n", answer(None), 0.1)
+    asked.forget("v")
+    for peer in "awxyz":
+        assert asked.agreement(0.1) is None
+        asked.hear(peer, answer(7, offer_of(7)), 0.1)
+    agreement = asked.agreement(0.1)
+    assert agreement is None
+    asked.hear("b", answer(7, offer_of(7)), 0.1)
+    agreement = asked.agreement(0.1)
+    assert agreement is not None
+    assert agreement.donors == tuple("abwxyz")
+    assert agreement.voters == frozenset("abcdewxyz")
+
+
 def test_the_only_one_is_believed_once_the_others_were_given_time() -> None:
     alone = Newcomer("a")
     alone.hear("a", answer(5, offer_of(5)))
