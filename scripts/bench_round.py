@@ -300,6 +300,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of tables")
     options = parser.parse_args(arguments)
+    from bench_systems import SYSTEMS  # imports torch, which `--help` needs not wait for
+
+    for name in options.systems:
+        if name.split("/")[0] not in SYSTEMS:
+            parser.error(f"--systems: expected names that begin with {', '.join(SYSTEMS)}, got {name!r}")
     if len(options.shape) > 1 and options.peers != [len(options.shape)]:
         parser.error(f"--shape names {len(options.shape)} links: give --peers {len(options.shape)}")
     if options.shape and available():
