@@ -248,11 +248,11 @@ async def test_a_mean_that_takes_the_place_of_another_is_not_dropped_with_it(clu
 async def test_what_is_wrong_with_an_image_that_nobody_thought_of_is_its_donor_s_fault(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, liar, me = await cluster.add("a", "x", "p")
-    me.begin(round_of("abp", NEXT))
-    mean, proof = mean_of("ab", NEXT)
+    a, *liars, me = await cluster.add("a", "x", "y", "p")
+    me.begin(round_of("apxy", NEXT))
+    mean, proof = mean_of("apxy", NEXT)
     keeps(mean, proof, a)
-    keeps(*mean_of("abx", NEXT), liar)
+    keeps(*mean_of("abx", NEXT), *liars)
     decode = keeping.decode
 
     def fails(image: memoryview, *args: Any) -> Outcome:
@@ -261,8 +261,9 @@ async def test_what_is_wrong_with_an_image_that_nobody_thought_of_is_its_donor_s
         return decode(image, *args)
 
     monkeypatch.setattr(keeping, "decode", fails)
-    found, _, _ = await recovered(me, NEXT, proved=False)
-    assert found.digest == mean.digest().hex(), found.reason
+    got = await me.recover(NEXT, 20.0, lambda: torch.empty(me.values))
+    assert got.round.digest == mean.digest().hex(), got.round.reason
+    assert set(got.sources) == {"a"}
 
 
 async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) -> None:
