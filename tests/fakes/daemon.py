@@ -241,6 +241,9 @@ class FakeTransfer:
         if found is None:
             return MeanOutcome(round=Outcome(ok=False, reason="nobody keeps it", run=self._spec.name))
         outcome, mean = found
+        if not proved and self._peer not in outcome.group:
+            reason = "it knows nobody by whom it has its state"
+            return MeanOutcome(round=Outcome(ok=False, reason=reason, run=self._spec.name))
         result().copy_(mean)
         return MeanOutcome(round=outcome, sources=dict.fromkeys(outcome.group, 4 * len(mean)))
 
