@@ -27,7 +27,10 @@ into, or raise `FrameRefused`. It is called before memory is taken or the body i
 
 
 class FrameRefused(Exception):
-    """The receiver will not take this frame (unknown round, wrong size, not a member); the channel is closed."""
+    """The receiver will not take this frame (of no known kind, malformed, of the wrong size); the channel is closed.
+
+    Frames of a round that it does not know, or that the sender is no member of, are not refused but passed over.
+    """
 
 
 class Channel(Protocol):
@@ -90,7 +93,12 @@ class Transport(Protocol):
 
 
 class DirectTransport(Transport, Protocol):
-    """Channels that are the peers' own, fast, and only with peers that were admitted: members of a group."""
+    """Channels that are the peers' own, fast, and only with peers that were admitted.
+
+    Admitted are members of this peer's groups, and who takes its state or gives it. They are admitted to the
+    daemon, not to one round, and may be for hours: whether a frame comes from a member of the round that it names
+    is checked with each.
+    """
 
     @property
     def credential(self) -> bytes:
@@ -135,7 +143,7 @@ class Candidate(Protocol):
 
     @property
     def bandwidth(self) -> float:
-        """What it says it can send, in bytes per second."""
+        """What it says it can send, in bytes per second; 0 if unknown."""
 
     @property
     def accumulated(self) -> float:
@@ -150,9 +158,19 @@ class Directory(Protocol):
     """Who takes part in a run, as far as this peer knows."""
 
     async def announce(
-        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
+        self,
+        run: str,
+        *,
+        spec: str,
+        ready: bool,
+        round: int,
+        accumulated: float,
+        reason: str,
+        bandwidth: float = 0.0,
     ) -> None:
         """Publish this peer's state in the run named `run`; renewed until withdrawn.
+
+        `bandwidth` is what this peer can send, in bytes per second; 0 if unknown.
 
         `spec` is the hash of the RunSpec in hex: peers of one name with different hashes see each other, so that
         each can tell its user why they do not meet.

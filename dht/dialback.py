@@ -3,7 +3,8 @@
 Like libp2p's AutoNAT, which p2pd would take a quarter of a minute to ask, and asks of public addresses only. The
 asker names ports and addresses; only its own machine is dialled: the IP address that its connection comes from, and,
 where that is a private one, others of the same private networks. A try is one TCP connection and the greeting
-that libp2p's listeners send; so nobody can be made to dial a third party, or to send it anything.
+that libp2p's listeners send, or, at the direct port, one question of `mirror`; so nobody can be made to dial a third
+party.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import msgspec
 
 from equipoise.dht import messages
 from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
-from equipoise.dht.dialer import Unreached, probe
+from equipoise.dht.dialer import PROBE_SECONDS, Unreached, probe
+from equipoise.dht.direct import mirror
+from equipoise.dht.direct.dialling import connect, said, shown
 from equipoise.dht.escaping import printable
 from equipoise.dht.limits import RateLimit
 from equipoise.dht.link import Link
@@ -48,9 +51,11 @@ class Ask(messages.Versioned, frozen=True, kw_only=True):
 
     Attributes:
         addresses: Where I listen, in the form that `--join` takes.
+        direct: TCP port of my direct listener, to be tried at the same hosts; 0: none.
     """
 
     addresses: messages.Addresses
+    direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
 
 class Answer(messages.Versioned, frozen=True, kw_only=True):
@@ -58,6 +63,7 @@ class Answer(messages.Versioned, frozen=True, kw_only=True):
 
     Attributes:
         direct: TCP port of the author's direct listener, which tells whoever asks where it comes from; 0: none.
+        blocked: Why the asker's direct port could not be opened; empty if it was, or not tried.
     """
 
     seen: Text = ""
@@ -65,6 +71,7 @@ class Answer(messages.Versioned, frozen=True, kw_only=True):
     failed: Text = ""
     busy: bool = False
     direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    blocked: Text = ""
 
 
 Probe = Callable[[str, int], Awaitable[None]]
@@ -90,14 +97,14 @@ class DialBack:
             ConnectionError: It does not answer.
             messages.MessageError: Its answer is none.
         """
-        data = await self._link.call(
-            peer, DIALBACK, messages.encode(Ask(addresses=addresses)), DIALBACK_SECONDS
-        )
+        question = messages.encode(Ask(addresses=addresses, direct=self.direct()))
+        data = await self._link.call(peer, DIALBACK, question, DIALBACK_SECONDS)
         answer = messages.decode(data, Answer)
         if answer.busy:
             return None
         reached = tuple(one for one in answer.reached if _is_listen_address(one))
-        return Finding(printable(answer.seen, 64), reached, printable(answer.failed, MAX_TEXT), answer.direct)
+        failed, blocked = printable(answer.failed, MAX_TEXT), printable(answer.blocked, MAX_TEXT)
+        return Finding(printable(answer.seen, 64), reached, failed, answer.direct, blocked)
 
     async def answer(self, peer: str, data: bytes) -> bytes:
         """Answer the call of `peer`."""
@@ -107,8 +114,14 @@ class DialBack:
         self._under_way += 1
         try:
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
-            answer = await _try_all(seen, targets(seen, ask.addresses), greeted)
-            return messages.encode(msgspec.structs.replace(answer, direct=self.direct()))
+            where = targets(seen, ask.addresses)
+            hosts = dict.fromkeys(host for host, _ in where) if ask.direct else ()
+            answer, other = await asyncio.gather(
+                _try_all(seen, where, greeted),
+                _try_all(seen, [(host, ask.direct) for host in hosts], answered),
+            )
+            blocked = other.failed if hosts and not other.reached else ""
+            return messages.encode(msgspec.structs.replace(answer, direct=self.direct(), blocked=blocked))
         finally:
             self._under_way -= 1
 
@@ -136,6 +149,25 @@ async def greeted(host: str, port: int) -> None:
         Unreached: Nobody answers, or something else; says why.
     """
     await probe(host, port, GREETING)
+
+
+async def answered(host: str, port: int) -> None:
+    """Open a connection on which a direct listener must answer a question.
+
+    Raises:
+        Unreached: Nobody does; says why.
+    """
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            connection = await connect(host, port)
+            try:
+                await mirror.ask(connection)
+            finally:
+                connection.close()
+    except TimeoutError:
+        raise Unreached("timeout", f"{shown((host, port))}: no answer within {PROBE_SECONDS:.0f} s") from None
+    except OSError as error:
+        raise Unreached("failed", f"{shown((host, port))}: {said(error)}") from None
 
 
 async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe) -> Answer:

@@ -73,7 +73,6 @@ class RunDirectory:
     """Announces this peer in its runs, and knows the others (`averaging.ports.Directory`).
 
     Attributes:
-        bandwidth: Bytes per second that this peer says it can send; 0 if unknown.
         credential: Returns what this peer's records tell of its direct channels.
         on_credential: Called with the PeerID and the unverified credential of every record that is news and has one.
     """
@@ -81,7 +80,6 @@ class RunDirectory:
     def __init__(
         self, identity: Identity, node: Node, reach: Callable[[], OwnReach], first_sequence: int
     ) -> None:
-        self.bandwidth = 0.0
         self.credential: Callable[[], bytes] = bytes
         self.on_credential: Callable[[str, bytes], None] = lambda peer, credential: None
         self._identity = identity
@@ -99,7 +97,15 @@ class RunDirectory:
         return {run: own.record.state for run, own in self._own.items() if own.record is not None}
 
     async def announce(
-        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
+        self,
+        run: str,
+        *,
+        spec: str,
+        ready: bool,
+        round: int,
+        accumulated: float,
+        reason: str,
+        bandwidth: float = 0.0,
     ) -> None:
         """Publish this peer's state in `run`, at once; renewed until withdrawn. Returns without waiting for peers.
 
@@ -113,6 +119,7 @@ class RunDirectory:
             round=round,
             accumulated=accumulated,
             reason=reason[:MAX_REASON_CHARACTERS],
+            bandwidth=bandwidth,
         )
         data = seal(record, self._identity)
         own = self._own.get(run) or self._enter(run)
@@ -164,7 +171,6 @@ class RunDirectory:
             sequence=next(self._sequence),
             ttl=TTL_SECONDS,
             issued=protocol.clock.now(),
-            bandwidth=self.bandwidth,
             reach=reach.state,
             why=reach.reason[:MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
@@ -210,7 +216,7 @@ class RunDirectory:
 
     def _renew(self, own: _Own) -> None:
         assert own.record is not None
-        names = ["state", "spec", "round", "accumulated", "reason"]
+        names = ["state", "spec", "round", "accumulated", "reason", "bandwidth"]
         if own.record.ready:
             # The join that this peer has signed says so too: others must not see the two differ.
             names.append("dialable")

@@ -26,12 +26,14 @@ class Finding:
         reached: Addresses that led here, in the form that `--listen` takes.
         failed: Why none did, if none did.
         direct: TCP port of the witness's direct listener; 0 if it has none.
+        blocked: Why this peer's direct port could not be opened; empty if it was, or not tried.
     """
 
     seen: str
     reached: tuple[str, ...]
     failed: str
     direct: int = 0
+    blocked: str = ""
 
 
 class Reachability:
@@ -81,6 +83,10 @@ class Reachability:
         self.verdict = "direct" if 2 * len(reached) > len(said) else "private"
         if self.verdict == "direct":
             self.reason = f"{len(reached)} of {_peers(len(said))} reached it at {reached[-1].reached[0]}"
+            blocked = [one.blocked for one in reached if one.blocked]
+            if blocked:
+                # It is `direct` all the same: libp2p carries what the direct port does not.
+                self.reason += f"; {len(blocked)} cannot open a direct channel to it: {blocked[-1]}"
         else:
             failed = next(one for one in reversed(said) if not one.reached)
             self.reason = f"{len(said) - len(reached)} of {_peers(len(said))} failed, {failed.failed}"

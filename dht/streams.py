@@ -32,6 +32,10 @@ class StreamClosed(ConnectionError):
     """The stream is closed or broken; the message says why."""
 
 
+class BytesRefused(StreamClosed):
+    """What came breaks the rules, by the other end or by somebody in between."""
+
+
 class Stream:
     """One stream's socket: non-blocking, with a bound on stalls, safe to close from anywhere.
 

@@ -176,20 +176,36 @@ class Swarm:
         return [f"{address}/p2p/{self.peer}" for address in addresses]
 
     def reach(self, peer: str) -> ReachStatus:
-        """Return how this member reaches `peer`, by what it says of itself and by what came of trying."""
+        """Return how this member reaches `peer`: by what is open, or came of trying, and else by what it says."""
         if peer == self.peer:
             return self._reach.status()
         if self.direct.punched(peer):
             return ReachStatus("direct", "hole punched through both NATs")
+        if self.direct.linked(peer):
+            return ReachStatus("direct", "a direct channel is open")
         said = self._protocol.ledger.newest(peer)
+        connected = peer in self._dialer.connected
         failure = self._dialer.failures.get(peer)
-        if failure is not None and peer not in self._dialer.connected:
+        if failure is not None and not connected:
             return ReachStatus("unreachable", failure)
         if said is None:
             return ReachStatus("unknown", "it has said nothing of itself")
-        punching = self._puncher.failure(peer)
-        why = f"punching failed because {punching}; {said.why}" if punching else said.why
-        return ReachStatus(said.reach, printable(why))
+        return self._reach_by_libp2p(peer, said, self._dialer.paths.get(peer, ()) if connected else ())
+
+    def _reach_by_libp2p(self, peer: str, said: Readiness, paths: Sequence[str]) -> ReachStatus:
+        """Return how `peer` is reached without a direct channel; `paths` are those of libp2p's open connections."""
+        state, why = said.reach, []
+        if paths:
+            state = "relayed" if all(map(is_relayed, paths)) else "direct"
+        if punching := self._puncher.failure(peer):
+            why.append(f"punching failed because {punching}")
+        if blocked := self.direct.failure(peer):
+            state = state if paths else "unknown"
+            by = "by libp2p only" if paths else "libp2p has no connection to it"
+            why.append(f"{by}: cannot open a direct channel: {blocked}")
+        elif state != said.reach:
+            why.append("a libp2p connection is open")
+        return ReachStatus(state, printable("; ".join((*why, said.why))))
 
     async def start(self) -> None:
         """Start libp2p and begin to look for the swarm; returns without waiting for peers.

@@ -18,7 +18,7 @@ from equipoise.dht.identity import public_key_of
 from equipoise.dht.inbound import Inbound
 from equipoise.dht.link import Link
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.dht.streams import Buffer, Stream, StreamClosed
+from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
 
 MAX_HEADER_BYTES = 128 * 1024
 """Equal to `averaging.ports.MAX_HEADER_BYTES`, checked by a test: the packages do not know each other."""
@@ -29,7 +29,8 @@ STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
 OPEN_SECONDS = 5.0
 """To dial, negotiate and open: the port's own timeout."""
 MAX_STREAMS_PER_PEER = 8
-"""One per run and direction is usual; a peer in more runs at once waits."""
+"""One is usual, for all runs together, two if both sides dial at once: the rest is room for those that the other end
+has given up already. One more is refused."""
 MAX_STREAMS = 512
 """A group has at most 64 members; several groups at once stay below. Each costs a descriptor here and one in p2pd."""
 
@@ -136,7 +137,7 @@ class FramedChannel:
         await stream.receive_into(memoryview(self._prefix))
         header_size, body_size = _PREFIX.unpack(self._prefix)
         if header_size > MAX_HEADER_BYTES or body_size > MAX_BODY_BYTES:
-            raise StreamClosed(
+            raise BytesRefused(
                 f"it announces a frame of {header_size} + {body_size} bytes, above the maximum"
             )
         if not (header := stream.read_ahead(header_size)):
@@ -161,6 +162,8 @@ class FramedChannel:
             self._closed(self)
 
     def _broken(self, what: str, error: StreamClosed) -> StreamClosed:
+        if isinstance(error, BytesRefused):
+            _log.info("dropped a channel with %s: %s", self._peer, error)
         self._close(str(error))
         return StreamClosed(f"{what} {self._peer}: {error}")
 

@@ -25,6 +25,9 @@ FILE_NAME = "config.toml"
 MAX_FILE_BYTES = 64 * 1024
 """A configuration is some lines; whatever is larger is not one."""
 
+MAX_BANDWIDTH = 1e13
+"""As in `equipoise.averaging.manifest`, which takes long to import."""
+
 MAX_ADDRESSES = 64
 """More bootstrap addresses than that only slow down the start."""
 
@@ -69,7 +72,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     relay: bool = False
     relay_bandwidth: Annotated[float, msgspec.Meta(gt=0)] = 12.5e6
     log_level: str = "info"
-    bandwidth: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    bandwidth: Annotated[float, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)] = 0.0
 
 
 class Setting(msgspec.Struct, frozen=True):

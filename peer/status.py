@@ -64,11 +64,11 @@ class PeerRow(msgspec.Struct, frozen=True):
         ready: Whether it waits for a group now.
         round: Number of its next round.
         dialable: Whether others can open channels to it, and it may own shares.
-        bandwidth: Bytes per second that it says it can send.
+        bandwidth: Bytes per second that it says it can send; 0 if it does not say.
         accumulated: Weight accumulated towards its next step.
         same_spec: Whether its options are this daemon's; otherwise they do not meet.
-        reach: How this daemon reaches it.
-        why: Why that is so, one line: its own word, or what came of trying.
+        reach: How this daemon reaches it: by a channel or connection that is open, else by its own word.
+        why: Why that is so, one line: what is open, what came of trying, its own word.
         differs: Which of its options differ, here and there, one line; empty if none do, or that is not known.
     """
 

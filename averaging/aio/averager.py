@@ -309,7 +309,7 @@ class Averager:
                 BecameReady(
                     weight=weight,
                     nonce=os.urandom(NONCE_BYTES),
-                    bandwidth=self._surroundings.bandwidth or self._mesh.meter.bandwidth.estimate,
+                    bandwidth=self._bandwidth,
                     credential=self._mesh.credential,
                     dialable=dialable,
                     patience=max(0.0, until - self._loop.time()),
@@ -324,6 +324,11 @@ class Averager:
                 if formed.done():
                     return formed.result()
             self._tell(Withdrew())
+
+    @property
+    def _bandwidth(self) -> float:
+        """What this peer says it can send, to its group and to all: as its user says, or as measured; 0 if unknown."""
+        return self._surroundings.bandwidth or self._mesh.meter.bandwidth.estimate
 
     async def _exchange(self, task: Task) -> Outcome:
         self._round = self._surroundings.begin(task)
@@ -427,6 +432,7 @@ class Averager:
             round=self._machine.round,
             accumulated=self._accumulated,
             reason=self._announced.reason,
+            bandwidth=self._bandwidth,
         )
 
     async def _look(self) -> None:

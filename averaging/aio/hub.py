@@ -154,11 +154,18 @@ class Hub:
         for round in list(self._rounds.values()):
             if round.is_member(peer):
                 round.lost(peer, reason)
+        if connected:
+            for transfer in list(self._transfers.values()):
+                transfer.lost(peer, reason, connected)
+        else:
+            self.interrupted(peer, reason)
+
+    def interrupted(self, peer: str, reason: str) -> None:
+        """The only channel to a peer broke, and another is being opened."""
         for transfer in list(self._transfers.values()):
-            transfer.lost(peer, reason, connected)
-        if not connected:
-            for run in list(self._runs.values()):
-                run.lost(peer)
+            transfer.lost(peer, reason, False)
+        for run in list(self._runs.values()):
+            run.lost(peer)
 
     def _matchmaking(self, peer: str, data: bytes) -> None:
         try:

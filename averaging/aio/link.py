@@ -8,6 +8,12 @@ from collections import deque
 from equipoise.averaging.aio.sendqueue import SendQueue
 from equipoise.averaging.ports import Channel
 
+RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
+"""After a direct channel could not be opened, until it is tried again: twice as long each time, up to a maximum."""
+
+SETTLED_SECONDS = 2.0
+"""What was written so long ago has arrived, or the channel would have been found broken."""
+
 MAX_REMEMBERED = 64
 """Frames written to a channel last that are remembered; a round's members say fewer to each other in two seconds."""
 
@@ -22,8 +28,8 @@ class Link:
         writer: The task that sends it, while there is something.
         dialling: The task that opens a direct channel.
         patience: Until when frames wait for that, in the loop's time.
-        retry_at: When a direct channel may be tried again.
         arrived: Set while a channel is open.
+        news: Set when a direct channel is open, or will not be for now.
     """
 
     def __init__(self) -> None:
@@ -33,8 +39,11 @@ class Link:
         self.writer: asyncio.Task[None] | None = None
         self.dialling: asyncio.Task[None] | None = None
         self.patience = 0.0
-        self.retry_at = 0.0
         self.arrived = asyncio.Event()
+        self.news = asyncio.Event()
+        self._retry_in = 0.0
+        self._retry_at = 0.0
+        self._laden: set[Channel] = set()
         self._written: dict[Channel, deque[tuple[float, bytes | None]]] = {}
         self._moved: dict[Channel, tuple[int, float]] = {}
         self._delivered = 0
@@ -55,16 +64,32 @@ class Link:
         """Bytes that have come from the peer so far, those of a frame that is not complete included."""
         return self._received + sum(channel.received for channel in self.channels)
 
+    def dials(self, now: float, seconds: float) -> bool:
+        """Whether a direct channel is to be opened now; frames wait for it so long, if the last one did not fail."""
+        if self.direct or self.dialling is not None or now < self._retry_at:
+            return False
+        self.patience = now if self._retry_in else now + seconds
+        return True
+
+    def dialled_in_vain(self, now: float) -> None:
+        """A direct channel could not be opened."""
+        self._retry_in = min(2 * self._retry_in, MAX_RETRY_SECONDS) or RETRY_SECONDS
+        self._retry_at = now + self._retry_in
+
     def add(self, channel: Channel, direct: bool) -> None:
         """A channel was opened."""
         (self.direct if direct else self.streams).append(channel)
         self.arrived.set()
+        if direct:
+            self._retry_in = self._retry_at = 0.0
+            self.news.set()
 
     def remove(self, channel: Channel) -> None:
         """A channel broke; what it carried still counts."""
         (self.direct if channel in self.direct else self.streams).remove(channel)
         self._moved.pop(channel, None)
         self._written.pop(channel, None)
+        self._laden.discard(channel)
         self._delivered += channel.delivered
         self._received += channel.received
         if not self.channels:
@@ -72,19 +97,26 @@ class Link:
 
     def wrote(self, channel: Channel, now: float, control: bytes | None) -> None:
         """A frame is being written to a channel: a control frame, or bulk."""
-        self._written.setdefault(channel, deque(maxlen=MAX_REMEMBERED)).append((now, control))
+        written = self._written.setdefault(channel, deque(maxlen=MAX_REMEMBERED))
+        while written and written[0][0] < now - SETTLED_SECONDS:
+            written.popleft()
+        written.append((now, control))
+        if control is None:
+            self._laden.add(channel)
 
-    def unsettled(self, channel: Channel, since: float) -> list[bytes] | None:
-        """The control frames that may be lost with a channel that breaks beside another: those written since then.
+    def unsettled(self, channel: Channel, now: float) -> tuple[list[bytes], bool]:
+        """What may be lost with a channel that breaks: the control frames that were written last; and whether more may.
 
-        None if more may be lost: the channel is the one in use, or bulk was written to it, or more than is remembered.
+        More may if more was written than is remembered, or bulk, or if the channel is the one in use.
         """
         written = self._written.get(channel, deque())
-        forgotten = len(written) == MAX_REMEMBERED and written[0][0] >= since
-        if forgotten or channel is self.channels[-1]:
-            return None
-        recent = [control for at, control in written if at >= since]
-        return None if None in recent else [control for control in recent if control is not None]
+        recent = [control for at, control in written if at >= now - SETTLED_SECONDS]
+        if len(self.channels) > 1:
+            more = channel is self.channels[-1] or None in recent
+        else:
+            # What takes its place is not open yet, so nothing but words may be missing: links hold bulk for long.
+            more = now >= self.patience or self.dialling is None or channel in self._laden
+        return [control for control in recent if control is not None], more or len(recent) == MAX_REMEMBERED
 
     def idle(self, now: float, seconds: float) -> list[Channel]:
         """The channels on which no byte has moved for so long, as far as these calls could see."""

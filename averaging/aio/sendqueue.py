@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 
 from equipoise.averaging.ports import Buffer
@@ -14,6 +14,38 @@ Bulk = Callable[[], Frame | None]
 """Makes a bulk frame when its turn has come; None if it is no longer wanted."""
 
 
+class _Lane:
+    """Flows that share alike: next is who has had the fewest bytes (as in SFQ: Goyal, Vin and Cheng, 1996).
+
+    Attributes:
+        waiting: What each flow wants to send; a flow that wants nothing is not there.
+        had: Bytes that each flow has had while others waited too, since the lane was last empty.
+        reached: What who was next had had then: no flow that waits has had less.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: dict[bytes, deque[Bulk]] = {}
+        self.had: dict[bytes, int] = {}
+        self.reached = 0
+
+    def enter(self, flow: bytes) -> deque[Bulk]:
+        """A flow has something to send; while it had not, it saved nothing up, and what it had before still counts."""
+        if self.waiting:
+            self.had[flow] = max(self.had.get(flow, 0), self.reached)
+        else:
+            self.had, self.reached = {flow: 0}, 0
+        frames = self.waiting[flow] = deque()
+        return frames
+
+    def drop(self, flow: bytes | None) -> None:
+        """Forget one flow, or all."""
+        for kept in (self.waiting, self.had):
+            if flow is None:
+                kept.clear()
+            else:
+                kept.pop(flow, None)
+
+
 class SendQueue:
     """A queue in which a heartbeat waits behind no part, a round behind no more than it must, a download behind both.
 
@@ -23,37 +55,48 @@ class SendQueue:
 
     def __init__(self) -> None:
         self.control: deque[bytes] = deque()
-        self._flows: OrderedDict[bytes, deque[Bulk]] = OrderedDict()
-        self._late: OrderedDict[bytes, deque[Bulk]] = OrderedDict()
+        self._rounds = _Lane()
+        self._late = _Lane()
 
     def __bool__(self) -> bool:
-        return bool(self.control or self._flows or self._late)
+        return bool(self.control or self._rounds.waiting or self._late.waiting)
 
     @property
     def has_bulk(self) -> bool:
         """Whether a bulk frame waits."""
-        return bool(self._flows or self._late)
+        return bool(self._rounds.waiting or self._late.waiting)
 
     def add_bulk(self, flow: bytes, make: Bulk, late: bool = False) -> None:
-        """Queue a bulk frame; those of one flow (a round's id) stay in order, flows take turns, late ones come last."""
-        (self._late if late else self._flows).setdefault(flow, deque()).append(make)
+        """Queue a bulk frame; those of a flow (a round's id) stay in order, flows share alike, late ones come last."""
+        lane = self._late if late else self._rounds
+        frames = lane.waiting.get(flow)
+        if frames is None:
+            frames = lane.enter(flow)
+        frames.append(make)
 
     def next_bulk(self) -> Frame | None:
-        """Take the next bulk frame that is still wanted, from the flow whose turn it is."""
-        while flows := self._flows or self._late:
-            flow, waiting = flows.popitem(last=False)
-            make = waiting.popleft()
-            if waiting:
-                flows[flow] = waiting
-            if frame := make():
+        """Take the next bulk frame that is still wanted, from the flow that has had the fewest bytes."""
+        for lane in (self._rounds, self._late):
+            while waiting := lane.waiting:
+                shared = len(waiting) > 1
+                if shared:
+                    flow = min(waiting, key=lane.had.__getitem__)
+                    lane.reached = lane.had[flow]
+                else:
+                    flow = next(iter(waiting))
+                frames = waiting[flow]
+                make = frames.popleft()
+                if not frames:
+                    del waiting[flow]
+                frame = make()
+                if frame is None:
+                    continue
+                if shared and flow in lane.had:
+                    lane.had[flow] += len(frame[0]) + len(frame[1])
                 return frame
         return None
 
     def drop_bulk(self, flow: bytes | None = None) -> None:
         """Forget the bulk frames of one flow, or of all."""
-        if flow is None:
-            self._flows.clear()
-            self._late.clear()
-        else:
-            self._flows.pop(flow, None)
-            self._late.pop(flow, None)
+        for lane in (self._rounds, self._late):
+            lane.drop(flow)

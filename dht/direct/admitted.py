@@ -1,4 +1,9 @@
-"""Who may connect: peers admitted by the rounds they are members of, each with its one certificate."""
+"""Who may connect: peers that were admitted, each with its one certificate.
+
+Members of this peer's rounds are, and peers of its runs that ask for a state or are asked for one. An admission is to
+the daemon, not to one round, and is not taken back when that ends: the next one is seconds away, and the channel is
+kept for it. It ends with the credential, or when `MAX_ADMITTED` others have come since.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Records of our own, AES-256-GCM, for after TLS has done what it is good at.
 
 Threat: whoever controls the network between two members reads, alters, drops, replays, reorders and injects bytes.
-It may learn sizes and times of records, and end the connection; nothing else.
+It may learn sizes and times of records and, from the preface and the start of TLS, which are in the clear, who talks to
+whom (both PeerIDs), in which layer, and the fingerprint of the dialling side's certificate. It may end the connection.
+It learns nothing of what is said and changes none of it: who alters the preface is found out inside TLS.
 
 Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Inside it each side sends 32 random bytes;
 then both leave TLS. Key of a direction = HKDF-SHA256 over both secrets, with the direction and both PeerIDs as info:
@@ -20,6 +22,18 @@ rekeyings costs nothing, and a key that leaks from memory does not open what was
 
 End of stream: there is no authenticated farewell. A connection that is cut between frames looks closed; within one, the
 receiver misses bytes and fails. Rounds do not take silence for consent, so that is enough.
+
+Why it is the default: records of TLS hold 16 KiB at most, and OpenSSL gives them out one by one and copies them; ours
+hold a part of a round and are opened where it belongs. Sealed and opened, 1 GB takes 0.087 CPU seconds in ours and
+0.337 in those of TLS (medians of 7, all within 2 %; records of 528 KiB, cryptography's OpenSSL, an EPYC with AVX-512
+and VAES). The exchange of a round of four peers on one machine, 16 million values in int8, took 50 ms against 71 with
+TLS there, and 81 against 95 on an older machine. How sure that is: the direction, on two processors and no others; the
+ratio depends on the processor, and was measured for the records alone on one. It matters where a round waits for cores
+or has a fast link: to fill one both ways takes 1 or 4 % of a core at 1 Gbit/s, 11 or 42 % at 10 Gbit/s.
+
+When to choose TLS (`--channel tls`): where only well-known protocols may be used, for nobody outside of this project
+has reviewed the construction above; or where links carry up to about 1 Gbit/s, so that caution costs nothing. Who dials
+decides for a channel, so all members of a group have to choose it.
 
 What to attack: that both sides stop and start reading at the same byte when they leave TLS (`tls.TlsSession.leave`
 hands over what was read and not yet decrypted); two records under one nonce after an error or a cancelled send (the

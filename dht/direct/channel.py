@@ -9,9 +9,12 @@ from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.transport import FramedChannel
 
 MAX_CHANNELS_PER_PEER = 8
-"""Two per direction and run are usual."""
+"""Two if both sides dial at once, one otherwise, for all runs: the rest is room for those that the other end has
+given up already."""
 MAX_CHANNELS = 512
 """A group has at most 64 members; several groups at once stay below. Each costs a descriptor and up to 1.3 MB."""
+MAX_FAILURES = 1024
+"""Peers remembered with the reason for which they could not be dialled: as many as are admitted."""
 
 
 class DirectChannel(FramedChannel):
@@ -33,9 +36,10 @@ class DirectChannel(FramedChannel):
 
 
 class OpenChannels:
-    """The direct channels that are open."""
+    """The direct channels that are open, and why those are not that could not be."""
 
     def __init__(self) -> None:
+        self._failures: dict[str, str] = {}
         self._channels: set[FramedChannel] = set()
         self._per_peer: Counter[str] = Counter()
 
@@ -45,6 +49,17 @@ class OpenChannels:
     def has(self, peer: str) -> bool:
         """Whether one with `peer` is open."""
         return self._per_peer[peer] > 0
+
+    def failed(self, peer: str, reason: str) -> None:
+        """Remember why none to `peer` could be opened, until one is."""
+        self._failures.pop(peer, None)
+        self._failures[peer] = reason
+        if len(self._failures) > MAX_FAILURES:
+            del self._failures[next(iter(self._failures))]
+
+    def failure(self, peer: str) -> str:
+        """Return what the last dial of `peer` failed for; empty if a channel was opened since, by either side."""
+        return self._failures.get(peer, "")
 
     def check_room(self, peer: str) -> None:
         """Check that one more channel with `peer` stays within bounds.
@@ -62,6 +77,7 @@ class OpenChannels:
     def enter(self, peer: str, stream: PlainStream) -> DirectChannel:
         """Make a stream a channel, counted until it is closed."""
         channel = DirectChannel(peer, stream, self._leave)
+        self._failures.pop(peer, None)
         self._channels.add(channel)
         self._per_peer[peer] += 1
         return channel

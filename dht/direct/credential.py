@@ -26,8 +26,8 @@ MAX_ADDRESSES = 4
 MAX_HOST_CHARACTERS = 253
 """Of a DNS name."""
 LIFE_SECONDS = 7 * 86400.0
-"""Of a credential; signed anew, with the same certificate, at half of it. A week bounds how long a stolen key of a
-runtime directory is good for, and is far above what clocks are off."""
+"""Of a credential; signed anew, with the same certificate, at half of it. A week bounds how long a key that was
+stolen from a daemon's memory, the only place where it is, is good for, and is far above what clocks are off."""
 MAX_LIFE_SECONDS = 60 * 86400.0
 """More than this ahead is refused: nobody needs it, and clocks are not off by months."""
 

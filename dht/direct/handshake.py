@@ -139,6 +139,10 @@ def _refusal(fault: TlsFault) -> Refused:
 async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:
     """Return a stream that proves and encrypts nothing; the caller has checked that it stays on this machine.
 
+    Args:
+        connection: Non-blocking, after the preface; it is taken over, and closed if this fails.
+        dialler: Whether this side has dialled.
+
     Raises:
         Refused: The other side ended the connection.
     """
@@ -150,5 +154,9 @@ async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:
         else:
             await stream.send(b"\0")
     except StreamClosed as error:
+        stream.close()
         raise Refused("went away", str(error)) from None
+    except BaseException:
+        stream.close()
+        raise
     return stream

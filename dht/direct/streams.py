@@ -13,7 +13,7 @@ import socket
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.sockets import acknowledged, waiting, wake_at
 from equipoise.dht.direct.tls import TlsFault, TlsSession
-from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Buffer, Stream, StreamClosed, wake
+from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed, wake
 
 HEAD_BYTES = 4096
 """Read ahead: a control frame whole, in one call."""
@@ -169,7 +169,7 @@ class TlsStream(PlainStream):
                 taken = await super()._take(self._raw, at_least, bound)
                 self._tls.feed(self._raw[:taken])
         except TlsFault as fault:
-            raise StreamClosed(str(fault)) from None
+            raise (StreamClosed if fault.why == "went away" else BytesRefused)(str(fault)) from None
         return opened
 
 
@@ -233,7 +233,7 @@ class AeadStream(PlainStream):
                 await self._hold(aead.PREFIX_BYTES, STALL_SECONDS)
             kind, size = self._opener.parse_prefix(self._in[self._start : self._end])
             if kind == aead.BODY and size > len(place):
-                raise StreamClosed(f"a record of {size} bytes where {len(place)} are left of a body")
+                raise BytesRefused(f"a record of {size} bytes where {len(place)} are left of a body")
             total = aead.PREFIX_BYTES + size + aead.TAG_BYTES
             if self._end - self._start < total:
                 await self._hold(total, STALL_SECONDS)
@@ -245,7 +245,7 @@ class AeadStream(PlainStream):
             self._opener.open_into(record, place[:size])
             return size
         except aead.RecordRefused as error:
-            raise StreamClosed(str(error)) from None
+            raise BytesRefused(str(error)) from None
 
     async def _hold(self, total: int, bound: float | None) -> None:
         """Have the next `total` bytes of records in the buffer."""

@@ -338,7 +338,8 @@ async def test_channels_of_one_peer_are_bounded_and_the_newest_is_written_to() -
     channels[-1].close()
     await settled()
     scene.hubs["a"]._mesh.post("m", b"again")
-    assert (await channels[-2].receive(memoryview))[0] == b"again"
+    heard = [(await channels[-2].receive(memoryview))[0] for _ in range(2)]
+    assert heard == [b"hello", b"again"], "what was said last on the one that broke may be lost"
     for channel in channels:
         channel.close()
     await scene.stop()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.averaging.aio.round import group_of
 from equipoise.averaging.balance import balance, settle
+from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.sim.matchmaking import signer
+from equipoise.averaging.spec import RunSpec
 from oracles.averaging import best_butterfly_seconds, butterfly_seconds
 
 bandwidths_and_owners = st.lists(
@@ -50,6 +57,28 @@ def test_a_slow_member_owns_as_much_as_others_lest_its_contribution_take_longer(
 def test_the_faster_owners_take_over_for_whom_nobody_can_dial() -> None:
     fractions = balance([100.0, 1.0, 2.0, 100.0], [False, True, True, False])
     assert fractions == pytest.approx([0.0, 1 / 3, 2 / 3, 0.0])
+
+
+def test_a_group_is_cut_by_what_its_members_say_they_can_send() -> None:
+    spec = RunSpec.create("run", Schema.of({"w": torch.zeros(3 << 16)}), codec="fp32", part_values=256)
+    members = {"a": (100e6, False), "b": (1e6, True), "c": (2e6, True), "d": (100e6, False)}
+    joins = [
+        Join.create(
+            signer(peer),
+            peer=peer,
+            spec=spec.hash,
+            round=0,
+            weight=1.0,
+            bandwidth=bandwidth,
+            dialable=dialable,
+            nonce=bytes(NONCE_BYTES),
+        )
+        for peer, (bandwidth, dialable) in members.items()
+    ]
+    owned: Counter[int] = Counter()
+    for part in group_of(spec, Manifest.of("b", joins)).parts:
+        owned[part.owner] += part.stop - part.start
+    assert owned == {1: pytest.approx(1 << 16, rel=0.01), 2: pytest.approx(2 << 16, rel=0.01)}
 
 
 def test_a_group_of_two_splits_the_work_evenly() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 import torch
 
+from equipoise.averaging.aio import meter
 from equipoise.averaging.aio.averager import Averager
 from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.round import ROUND_FRAME, Round, Task
 from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -32,9 +34,9 @@ class Cluster:
         self.net = Net()
         self.hubs: dict[str, Hub] = {}
 
-    def add(self, name: str, dialable: bool = True) -> Hub:
+    def add(self, name: str, dialable: bool = True, bandwidth: float = 0.0) -> Hub:
         transport, directory = self.net.peer(name, dialable)
-        self.hubs[name] = Hub(transport, directory, FakeIdentity(name))
+        self.hubs[name] = Hub(transport, directory, FakeIdentity(name), bandwidth)
         return self.hubs[name]
 
     async def stop(self) -> None:
@@ -46,6 +48,33 @@ async def cluster() -> AsyncIterator[Cluster]:
     cluster = Cluster()
     yield cluster
     await cluster.stop()
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Hub, Round, Manifest]]:
+    """What begins: one of each member of each round."""
+    begun, begin = [], Hub._begin
+
+    def watched(hub: Hub, task: Task) -> Round:
+        begun.append((hub, begin(hub, task), task.manifest))
+        return begun[-1][1]
+
+    monkeypatch.setattr(Hub, "_begin", watched)
+    return begun
+
+
+async def joined(cluster: Cluster, spec: RunSpec, names: Sequence[str]) -> list[Averager]:
+    runs = [await cluster.hubs[name].join(spec) for name in names]
+    await cluster.net.acquainted(spec.name, names)
+    return runs
+
+
+async def together(runs: Sequence[Averager]) -> list[Outcome]:
+    """One round, the contents of which do not matter."""
+    size = runs[0].spec.schema.size
+    return await asyncio.gather(
+        *(run.average(torch.ones(size), torch.zeros(size), 1.0, 20.0) for run in runs)
+    )
 
 
 async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], timeout: float = 20.0):
@@ -106,9 +135,11 @@ async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(clu
 async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, Averager]:
     """Peers that join one after the other and have heard of each other what they need."""
     runs = {}
-    for name, spec in specs.items():
+    for number, (name, spec) in enumerate(specs.items()):
         cluster.add(name)
         runs[name] = await cluster.hubs[name].join(spec)
+        # As if a second apart: a busy machine may hold an answer up for longer than a join takes.
+        runs[name]._comparing._began -= len(specs) - number
         await cluster.net.acquainted(spec.name, list(runs))
     return runs
 
@@ -169,21 +200,63 @@ async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster
     weights = {"one": 1.0, "two": 1.0, "three": 1.0}
     for name in weights:
         cluster.add(name)
-    spec = spec_of(1000)
-    runs = {name: await cluster.hubs[name].join(spec) for name in weights}
-    await cluster.net.acquainted(spec.name, list(weights))
-
-    async def together() -> list[Outcome]:
-        calls = [run.average(torch.ones(1000), torch.zeros(1000), 1.0, 20.0) for run in runs.values()]
-        return await asyncio.gather(*calls)
-
+    runs = await joined(cluster, spec_of(1000), list(weights))
     for cut in itertools.combinations(weights, 2):
-        assert all(outcome.ok for outcome in await together())
+        assert all(outcome.ok for outcome in await together(runs))
         for channel in list(cluster.net.transports[cut[0]].channels):
             if channel.peer == cut[1]:
                 channel.close()
-        outcomes = await together()
+        outcomes = await together(runs)
         assert [len(outcome.group) for outcome in outcomes] == [3, 3, 3], cut
+
+
+async def test_channels_are_kept_from_round_to_round(cluster: Cluster) -> None:
+    for name in "abc":
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(1000), "abc")
+    opened = []
+    for _ in range(5):
+        assert all(outcome.ok for outcome in await together(runs))
+        opened.append([list(cluster.net.transports[name].channels) for name in "abc"])
+    assert opened == opened[:1] * 5
+    assert not any(channel.closed for channels in opened[0] for channel in channels)
+
+
+@pytest.mark.parametrize("told", [0.0, 5e6], ids=["measured", "told"])
+async def test_joins_and_records_say_what_a_peer_can_send(
+    cluster: Cluster,
+    rounds: list[tuple[Hub, Round, Manifest]],
+    monkeypatch: pytest.MonkeyPatch,
+    told: float,
+) -> None:
+    monkeypatch.setattr(meter, "METER_SECONDS", 0.0)
+    for name in "ab":
+        cluster.add(name, bandwidth=told)
+    spec = spec_of(400_000, part_values=4096)
+    runs = await joined(cluster, spec, "ab")
+    for _ in range(3):
+        for run in runs:
+            run.report_accumulated(1.0)  # Is announced at once.
+        assert all(outcome.ok for outcome in await together(runs))
+    said = [[join.bandwidth for join in manifest.members] for _, _, manifest in rounds[::2]]
+    said.append([record.bandwidth for record in cluster.net.records[spec.name].values()])
+    assert said[0] == [told, told], "nothing has been measured yet"
+    for last in said[-2:]:
+        assert last == [told, told] if told else min(last) > 0, said
+
+
+async def test_only_a_members_values_take_memory_of_a_round(
+    cluster: Cluster, rounds: list[tuple[Hub, Round, Manifest]]
+) -> None:
+    for name in "ab":
+        cluster.add(name)
+    await together(await joined(cluster, spec_of(1000), "ab"))
+    for hub, round, manifest in rounds:
+        header = ROUND_FRAME + round.id + wire.encode(wire.Contribution(0))
+        size = 4 * (round.group.parts[0].stop - round.group.parts[0].start)
+        (other,) = set(manifest.peers) - {hub._mesh.peer}
+        assert not hub._mesh.is_scratch(hub.place(other, header, size))
+        assert hub._mesh.is_scratch(hub.place("stranger", header, size))
 
 
 async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import weakref
 from collections.abc import Callable
 
 import pytest
 
 from equipoise.averaging.aio import mesh as meshes
+from equipoise.averaging.aio.link import Link
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.ports import Channel
 from fakes.memory import MemoryTransport, Net
@@ -23,6 +25,7 @@ class Ears:
     def __init__(self) -> None:
         self.frames: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
         self.losses: asyncio.Queue[tuple[str, str, bool]] = asyncio.Queue()
+        self.interruptions: list[str] = []
 
     def place(self, peer: str, header: bytes, size: int) -> memoryview:
         return memoryview(bytearray(size))
@@ -32,6 +35,9 @@ class Ears:
 
     def lost(self, peer: str, reason: str, connected: bool) -> None:
         self.losses.put_nowait((peer, reason, connected))
+
+    def interrupted(self, peer: str, reason: str) -> None:
+        self.interruptions.append(peer)
 
 
 class Direct(MemoryTransport):
@@ -69,8 +75,8 @@ class Pair:
     """Peers a and b, linked by both kinds of channels."""
 
     def __init__(self) -> None:
-        libp2p, direct = Net(), Net()
-        self.streams = {name: libp2p.peer(name)[0] for name in "ab"}
+        self.libp2p, direct = Net(), Net()
+        self.streams = {name: self.libp2p.peer(name)[0] for name in "ab"}
         self.direct = {name: Direct(direct, name) for name in "ab"}
         self.ears = {name: Ears() for name in "ab"}
         self.mesh = {name: Mesh(self.streams[name], self.ears[name], self.direct[name]) for name in "ab"}
@@ -80,6 +86,16 @@ class Pair:
 
     async def hear(self, count: int) -> list[bytes]:
         return [(await self.ears["b"].frames.get())[1] for _ in range(count)]
+
+    async def stream_then_dial(self) -> asyncio.Future[None]:
+        """Two frames by a stream; then a dials b directly, until what is returned has a result."""
+        for frame in (b"first", b"second"):
+            self.mesh["a"].post("b", frame)
+            await self.ears["b"].frames.get()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.direct["a"].obstacle = lambda: answer
+        self.begin()
+        return answer
 
     async def stop(self) -> None:
         for one in self.mesh.values():
@@ -177,7 +193,7 @@ async def test_a_broken_direct_channel_is_a_loss_that_libp2p_outlives(pair: Pair
     assert (peer, connected) == ("b", True)
     assert pair.mesh["a"].received("b") == before
     pair.mesh["a"].post("b", b"third")
-    assert await pair.hear(1) == [b"third"]
+    assert await pair.hear(2) == [b"second", b"third"], "what it said last may be lost, and goes first"
 
 
 async def test_what_a_round_still_wanted_to_send_ends_with_it(pair: Pair) -> None:
@@ -229,6 +245,67 @@ async def test_bulk_that_a_stream_may_have_lost_is_a_loss(pair: Pair) -> None:
     await pair.hear(1)
     pair.streams["a"].channels[0].close()
     assert (await pair.ears["a"].losses.get())[2]
+
+
+async def test_a_stream_that_breaks_while_a_direct_channel_is_opened_is_no_loss(pair: Pair) -> None:
+    answer = await pair.stream_then_dial()
+    pair.mesh["a"].post("b", b"third")
+    pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
+    pair.streams["a"].channels[0].close()
+    assert (await pair.ears["b"].losses.get())[0] == "a", "b opens none"
+    answer.set_result(None)
+    assert await pair.hear(4) == [b"first", b"second", b"third", b"bulk"]
+    assert pair.ears["a"].losses.empty()
+    assert pair.ears["a"].interruptions == ["b"], "what was said outside of rounds, b may have forgotten"
+
+
+async def test_a_stream_that_broke_is_a_loss_if_no_direct_channel_is_open_in_time(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meshes, "DIRECT_SECONDS", 0.01)
+    await pair.stream_then_dial()
+    pair.mesh["a"]._links[
+        "b"
+    ]._written.clear()  # As if said long ago: nothing is sent again, and so finds it out.
+    pair.libp2p.kill("b")
+    assert (await pair.ears["a"].losses.get())[::2] == ("b", False)
+    assert pair.ears["a"].interruptions == ["b"]
+
+
+async def test_a_stream_that_breaks_with_bulk_on_its_way_is_a_loss_at_once(pair: Pair) -> None:
+    pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
+    await pair.stream_then_dial()
+    pair.streams["a"].channels[0].close()
+    assert (await pair.ears["a"].losses.get())[::2] == ("b", False)
+    assert not pair.ears["a"].interruptions, "nobody waited for the dial"
+
+
+async def test_frames_wait_no_longer_once_the_peer_has_dialled(pair: Pair) -> None:
+    never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    pair.direct["a"].obstacle = lambda: never
+    pair.begin()
+    pair.mesh["a"].post("b", b"control")
+    await asyncio.sleep(0)
+    pair.mesh["b"].enter(ROUND, {"a": b"credential of a", "b": b""})
+    assert await pair.hear(1) == [b"control"]
+    assert not pair.streams["a"].channels
+
+
+async def test_a_daemon_that_stops_waits_for_no_dial_with_its_goodbye(pair: Pair) -> None:
+    await pair.stream_then_dial()
+    pair.mesh["a"].post("b", b"goodbye")
+    await pair.mesh["a"].stop()
+    assert await pair.hear(1) == [b"goodbye"]
+
+
+def test_a_direct_channel_is_tried_again_ever_more_seldom_and_frames_wait_for_the_first_only() -> None:
+    link, tried = Link(), []
+    for now in range(200):
+        if link.dials(float(now), seconds=0.5):
+            tried.append((now, link.patience - now))
+            link.dialled_in_vain(float(now))
+    assert tried[:6] == [(0, 0.5), (1, 0.0), (3, 0.0), (7, 0.0), (15, 0.0), (31, 0.0)]
+    assert {second[0] - first[0] for first, second in itertools.pairwise(tried[5:])} == {30}
 
 
 async def test_what_a_round_has_not_sent_yet_is_let_go_of_with_it(pair: Pair) -> None:

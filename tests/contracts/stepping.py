@@ -34,6 +34,10 @@ class _Mixed(torch.nn.Module):
         return self.out(self.narrow(hidden.bfloat16()).float())
 
 
+LEFT_OUT = 2.0
+"""Seconds for one that brings nothing: those who do may well have met without it, and nobody is left for it to meet."""
+
+
 class SteppingContract:
     """Tests that ask for `peers(n)`: clients of n daemons of one swarm."""
 
@@ -47,7 +51,7 @@ class SteppingContract:
 
         outcomes = together(
             *(
-                lambda run=run, state=state: run.step(SOON, state=state)
+                lambda run=run, state=state: run.step(SOON if state else LEFT_OUT, state=state)
                 for run, state in zip(runs, held, strict=True)
             )
         )
@@ -126,20 +130,27 @@ class SteppingContract:
         run.agree({})
 
     def test_whoever_comes_with_other_terms_hears_which_and_turns_nobody_away(self, peers: Peers) -> None:
-        runs = join_all(peers(2), [[torch.zeros(1)] for _ in range(2)])
-        runs[0].agree({"target batch size": "4096", "clip": "1.0"})
+        clients = peers(2)
+        first, second = join_all(clients, [[torch.zeros(1)] for _ in range(2)])
+        first.agree({"target batch size": "4096", "clip": "1.0"})
+        second.leave()
         said = "another spec: target batch size: here 2048, there 4096; give the same, or use another name"
 
         def refusal() -> str:
+            # Joins anew each time: who came first is whom the first look shows, and its record may be on its way.
+            run = clients[1].join("digits", [torch.zeros(1)], **OPTIONS)
             try:
-                runs[1].agree({"target batch size": "2048", "clip": "1.0"})
+                run.agree({"target batch size": "2048", "clip": "1.0"})
             except Refused as error:
                 return str(error)
+            finally:
+                run.leave()
             return ""
 
         assert said in eventually(refusal, "that the terms differ")
-        runs[0].agree({"target batch size": "4096", "clip": "1.0"})
-        runs[1].agree({"target batch size": "4096", "clip": "1.0"})
+        runs = [first, clients[1].join("digits", [torch.zeros(1)], **OPTIONS)]
+        for run in runs:
+            run.agree({"target batch size": "4096", "clip": "1.0"})
         for run in runs:
             run.accumulate([torch.ones(1)], weight=1)
         assert all(outcome.ok for outcome in together(*(lambda run=run: run.step(SOON) for run in runs)))

@@ -62,6 +62,15 @@ def test_where_witnesses_have_direct_listeners_is_kept_while_they_are_believed()
     assert found.direct_ports == {}
 
 
+def test_a_direct_port_that_some_cannot_open_is_told_of() -> None:
+    found = Reachability()
+    found.hear("a", replace(YES, blocked="44.0.0.1:4002: no answer"), 0.0)
+    found.hear("b", NO, 0.0)
+    found.hear("c", YES, 0.0)
+    assert found.verdict == "direct"
+    assert found.reason.endswith("; 1 cannot open a direct channel to it: 44.0.0.1:4002: no answer")
+
+
 def test_one_in_client_mode_asks_nobody() -> None:
     found = Reachability("it was started in client mode")
     assert (found.verdict, found.reason) == ("private", "it was started in client mode")

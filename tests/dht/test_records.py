@@ -60,6 +60,18 @@ def test_round_trip(identity: Identity) -> None:
     assert unseal(seal(one, identity)) == one
 
 
+async def test_what_a_peer_can_send_is_announced_and_renewed(members) -> None:
+    directory = (await members.start("first")).directory
+    await directory.announce(
+        "digits", spec="ab", ready=True, round=1, accumulated=0.0, reason="waits", bandwidth=5e6
+    )
+    (first,) = await directory.peers("digits")
+    directory.renew()
+    (renewed,) = await directory.peers("digits")
+    assert first.sequence < renewed.sequence
+    assert first.bandwidth == renewed.bandwidth == 5e6
+
+
 def test_unknown_fields_are_ignored(identity: Identity) -> None:
     payload = msgspec.msgpack.encode({**msgspec.to_builtins(record(identity)), "later": [1, {"x": None}]})
     assert unseal(forged(identity, payload)) == record(identity)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.dht import base58
+from equipoise.dht.address import parse_address
 from equipoise.dht.reach import Reach
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
@@ -232,6 +233,20 @@ async def test_members_find_out_whether_they_can_be_dialled(members, until) -> N
     # It leaves the others' routing tables: look-ups would fail there.
     await until(lambda: wrong.peer not in first._protocol.peers)
     assert first.reach(wrong.peer).state == "unknown"
+
+
+async def test_members_find_out_whether_their_direct_port_can_be_opened(members, until, unused_port) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await until(lambda: second.status().reach.state == "direct")
+    assert "direct channel" not in second.status().reach.reason
+    # A firewall lets one of its two ports through; what answers at the other is no direct listener.
+    for port in (unused_port, parse_address(second.addresses[0]).port):
+        second._reach.direct = lambda port=port: port
+        second._reach._verdict.doubt()
+        why = f"; 1 cannot open a direct channel to it: 127.0.0.1:{port}: "
+        await until(lambda why=why: why in second.status().reach.reason)
+        assert second.status().reach.state == "direct"
 
 
 async def test_nobody_is_dialled_back_without_end(members, until) -> None:

@@ -5,27 +5,46 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
 from equipoise.dht import base58
 from equipoise.dht.identity import peer_of
 from equipoise.dht.link import LinkError
-from equipoise.dht.relay import service
-from equipoise.dht.relay.messages import Kind, Message, Status, decode_hop, encode_hop
-from equipoise.dht.relay.service import MAX_CIRCUITS, MAX_CIRCUITS_PER_PEER, RelayRules, RelayService
+from equipoise.dht.relay import allowance, service
+from equipoise.dht.relay.allowance import BURST_SECONDS
+from equipoise.dht.relay.messages import (
+    Kind,
+    Message,
+    Status,
+    StopKind,
+    decode_hop,
+    encode_hop,
+    encode_stop,
+)
+from equipoise.dht.relay.service import (
+    CHUNK_BYTES,
+    MAX_CIRCUITS,
+    MAX_CIRCUITS_PER_PEER,
+    RelayRules,
+    RelayService,
+)
 from equipoise.dht.state import RelayStatus
 from equipoise.dht.streams import Stream, receive_message, send_message
 
 PEERS = [peer_of(bytes([number]) * 32) for number in range(1, 100)]
 TARGET = PEERS[0]
+RATE = 16.0 * CHUNK_BYTES
+MUCH = 64 * CHUNK_BYTES
+"""More than may pass in the three seconds of a test's clock."""
 
 
 class Relay:
     """A relay service whose p2pd is made up; every stream is one end of a socket pair."""
 
-    def __init__(self) -> None:
-        self.service = RelayService(self, self._connected, RelayRules())  # type: ignore[arg-type]
+    def __init__(self, rules: RelayRules) -> None:
+        self.service = RelayService(self, self._connected, rules)  # type: ignore[arg-type]
         self.called: asyncio.Queue[Stream] = asyncio.Queue()
         self.ends: list[Stream] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -71,12 +90,63 @@ class Relay:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
+class Clock:
+    """An allowance's clock, which the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waiting: dict[asyncio.Future[None], float] = {}
+
+    def time(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting[waiter] = self.now + seconds
+        await waiter
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+        for waiter in [waiter for waiter, until in self.waiting.items() if until <= self.now]:
+            del self.waiting[waiter]
+            waiter.set_result(None)
+
+
 @pytest.fixture
-async def relay() -> AsyncIterator[Relay]:
-    relay = Relay()
+async def relay(request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
+    relay = Relay(getattr(request, "param", RelayRules()))
     await answer(await relay.ask(TARGET, Message(Kind.RESERVE)))
     yield relay
     await relay.close()
+
+
+@pytest.mark.parametrize("relay", [RelayRules(bandwidth=RATE)], indirect=True)
+async def test_both_directions_together_are_carried_as_fast_as_allowed_and_no_faster(
+    relay: Relay, until, monkeypatch
+) -> None:
+    clock = Clock()
+    ours = SimpleNamespace(get_running_loop=lambda: clock, sleep=clock.sleep)
+    monkeypatch.setattr(allowance, "asyncio", ours)
+    near = await relay.connect(PEERS[1])
+    far = await relay.called.get()
+    await receive_message(far)
+    await send_message(far, encode_stop(Message(StopKind.STATUS, status=Status.OK)))
+    assert await answer(near) == Status.OK
+    relay.tasks += [asyncio.create_task(work(end)) for end in (near, far) for work in (flood, drain)]
+    for _ in range(12):
+        await until(lambda: len(clock.waiting) == 2 or relay.status.bytes > MUCH)
+        allowed = RATE * (clock.now + BURST_SECONDS)
+        assert allowed - 2 * CHUNK_BYTES <= relay.status.bytes <= allowed
+        clock.advance(BURST_SECONDS)
+
+
+async def flood(end: Stream) -> None:
+    await end.send(memoryview(bytes(2 * MUCH)))
+
+
+async def drain(end: Stream) -> None:
+    while True:
+        await end.receive_some(memoryview(bytearray(CHUNK_BYTES)))
 
 
 async def answer(end: Stream) -> int:

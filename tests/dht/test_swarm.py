@@ -12,10 +12,12 @@ import pytest
 
 from equipoise.dht import messages
 from equipoise.dht.address import AddressError
+from equipoise.dht.dialer import Unreached
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.memory import MEMORY_FILE, Memory
 from equipoise.dht.p2pd import ListenError
 from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.state import ReachStatus
 from equipoise.dht.swarm import Swarm, SwarmOptions
 
 SPEC = "ab12"
@@ -94,6 +96,65 @@ async def test_client_mode_takes_part_but_cannot_be_dialled(members, until) -> N
     found = {one.peer: one.dialable for one in await first.directory.peers("digits")}
     assert found == {first.peer: True, client.peer: False}
     assert client.peer not in first._protocol.peers
+
+
+async def admitted(members, until, **options) -> tuple[Swarm, Swarm]:
+    """Two in one run, each admitted by the other as in a round."""
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses, **options)
+    for member in (first, second):
+        await announce(member)
+    for one, other in ((first, second), (second, first)):
+        await until(sees(one, first, second))
+        one.direct.admit(other.peer, other.direct.credential)
+        one.direct.serve(echo)
+    return first, second
+
+
+async def test_one_with_an_open_direct_channel_is_reached_by_it_whatever_it_says(members, until) -> None:
+    first, client = await admitted(members, until, client_mode=True)
+    await until(lambda: "a libp2p connection is open; " in first.reach(client.peer).reason)
+    assert "client mode" in first.reach(client.peer).reason
+    channel = await client.direct.open(first.peer)
+    for one, other in ((first, client), (client, first)):
+        await until(lambda one=one, other=other: one.direct.linked(other.peer))
+        assert one.reach(other.peer) == ReachStatus("direct", "a direct channel is open")
+    channel.close()
+    await until(lambda: "client mode" in first.reach(client.peer).reason)
+    await client.stop()
+    await until(lambda: no_path(first, client))
+    first._dialer.failures.clear()
+    assert first.reach(client.peer).state == "unreachable", "its own word: nobody can dial it"
+
+
+async def test_one_whose_direct_port_is_closed_is_reached_by_libp2p_only_and_why(members, until) -> None:
+    first, second = await admitted(members, until)
+    second.direct._listener.stop()
+    with pytest.raises(ConnectionError):
+        await first.direct.open(second.peer)
+    await until(lambda: first.reach(second.peer).reason.startswith("by libp2p only: "))
+    reached = first.reach(second.peer)
+    assert reached.state == "direct"
+    assert "cannot open a direct channel: 127.0.0.1:" in reached.reason
+    (await second.direct.open(first.peer)).close()
+    await until(lambda: "direct channel" not in first.reach(second.peer).reason)
+
+
+async def test_one_that_is_gone_is_unreachable_and_why(members, until) -> None:
+    first, second = await admitted(members, until)
+    await second.stop()
+    await until(lambda: no_path(first, second))
+    reached = first.reach(second.peer)
+    assert reached.state == "unreachable"
+    assert reached.reason.startswith("nobody listens at 127.0.0.1 port ")
+
+
+async def no_path(member: Swarm, other: Swarm) -> bool:
+    try:
+        await member._dialer.reach(other.peer)
+    except Unreached:
+        return True
+    return False
 
 
 async def test_p2pd_killed_comes_back_as_the_same_peer(members, until) -> None:

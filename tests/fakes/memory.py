@@ -173,11 +173,19 @@ class MemoryDirectory:
         self._transport = transport
 
     async def announce(
-        self, run: str, *, spec: str, ready: bool, round: int, accumulated: float, reason: str
+        self,
+        run: str,
+        *,
+        spec: str,
+        ready: bool,
+        round: int,
+        accumulated: float,
+        reason: str,
+        bandwidth: float = 0.0,
     ) -> None:
         peer = self._transport.peer
         self._net.records.setdefault(run, {})[peer] = Entry(
-            peer, spec, ready, round, self._transport.dialable, 0.0, accumulated
+            peer, spec, ready, round, self._transport.dialable, bandwidth, accumulated
         )
 
     async def withdraw(self, run: str) -> None:

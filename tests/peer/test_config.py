@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from equipoise.averaging import manifest
 from equipoise.dht.address import EXAMPLE, LISTEN_EXAMPLE
-from equipoise.peer.config import MAX_FILE_BYTES, Loaded, default_home, load
+from equipoise.peer.config import MAX_BANDWIDTH, MAX_FILE_BYTES, Loaded, default_home, load
 from equipoise.peer.errors import ConfigError
 
 
@@ -116,7 +117,8 @@ def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
         ("channel = 'plain'", "encrypts nothing"),
         ("channel = 'plain'\nlisten = ['/ip4/0.0.0.0/tcp/0', '/ip4/127.0.0.1/tcp/0']", "encrypts nothing"),
         ("bandwidth = -1", "bandwidth: expected `float` >= 0"),
-        ("bandwidth = inf", "finite"),
+        ("bandwidth = 1e14", "bandwidth: expected `float` <= 10000000000000.0"),
+        ("relay_bandwidth = inf", "finite"),
         ("name = ", "not valid TOML"),
         ("#" * MAX_FILE_BYTES + "#", "larger than"),
     ],
@@ -159,3 +161,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="cannot read"):
         load({"home": tmp_path}, {})
+
+
+def test_a_bandwidth_is_bounded_as_joins_are() -> None:
+    assert manifest.MAX_BANDWIDTH == MAX_BANDWIDTH

@@ -1,6 +1,7 @@
 """Every order and every crash of groups of two and three, wholly.
 
-More faults, for minutes: `scripts/simulate.py --exhaustive 3`, or `pytest -m slow tests/sim`.
+More faults, and these with every owner of the part, for minutes: `pytest -m slow tests/sim`, or
+`scripts/simulate.py --exhaustive 3`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,21 @@ import pytest
 
 from equipoise.averaging.sim.explore import Explorer
 from equipoise.averaging.sim.member import Violation
-from equipoise.averaging.sim.searches import Search, crashes_and_orders, further_faults
+from equipoise.averaging.sim.searches import OBSERVER_LAST, Search, crashes_and_orders, further_faults
+
+
+def at_length(search: Search) -> bool:
+    """Whether a search takes seconds, and one that differs from it in the part's owner alone runs by default."""
+    if search.cuts:
+        return search.any_order == (search.owner == 1)
+    three_alike = len(search.weights) == 3 and search.dialable == -1 and search.any_order
+    by_default = 0 if search.weights == OBSERVER_LAST else 1
+    return three_alike and search.crashes == 2 and search.owner != by_default
 
 
 def named(searches: list[Search]) -> list[object]:
-    return [pytest.param(search, id=search.describe()) for search in searches]
+    slow = {True: [pytest.mark.slow], False: []}
+    return [pytest.param(search, id=search.describe(), marks=slow[at_length(search)]) for search in searches]
 
 
 @pytest.mark.parametrize("search", named([*crashes_and_orders(2), *further_faults(2)]))

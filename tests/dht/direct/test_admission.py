@@ -22,9 +22,12 @@ from equipoise.dht.direct.contexts import make_context
 from equipoise.dht.direct.credential import issue, parse
 from equipoise.dht.direct.preface import Preface, fingerprint_of, parse_preface
 from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.streams import PlainStream
 from fakes.direct import port_of, refused
 
 FRAME = (b"header", bytes(range(256)) * 80)
+LAYER_AT = 5
+"""Where the preface names the layer."""
 
 
 @pytest.fixture(params=["tls", "aead"])
@@ -210,6 +213,45 @@ async def test_who_flips_bits_between_two_members_ends_the_connection_and_no_mor
                 frame = await peers.accepted.get_nowait().receive(lambda _, size: memoryview(bytearray(size)))
                 assert frame == FRAME
     assert second.peer in first._admitted._peers
+
+
+async def test_who_alters_the_layer_asked_for_is_found_out_before_a_frame(peers, layer) -> None:
+    """The preface is in the clear; the greeting confirms it inside TLS, to both."""
+    first, second = peers.pair(layer)
+    async with flipping(port_of(second), LAYER_AT) as address:
+        first.admit(second.peer, forge(peers, "second", [address], second._presence.certificate))
+        with pytest.raises(ConnectionError, match=f"does not confirm the layer {layer}"):
+            await first.open(second.peer)
+    assert refused(second) == {"tls failure": 1}
+    assert "does not confirm the layer" in second.status().last_refusal
+
+
+@pytest.mark.parametrize("dialler", [True, False])
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, dialler, cancelled) -> None:
+    made: list[PlainStream] = []
+
+    def make(connection: socket.socket) -> PlainStream:
+        made.append(PlainStream(connection))
+        return made[-1]
+
+    monkeypatch.setattr(handshake, "PlainStream", make)
+    own, other = socket.socketpair()
+    with own, other:
+        if not dialler:
+            own.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    own.send(bytes(65536))  # Until its own byte has to wait.
+        forgoing = asyncio.ensure_future(handshake.forgo(own, dialler=dialler))
+        await asyncio.sleep(0)
+        if cancelled:
+            forgoing.cancel()
+        else:
+            other.close()
+        with pytest.raises(asyncio.CancelledError if cancelled else Refused):
+            await forgoing
+    assert [stream.closed for stream in made] == [True]
 
 
 def forge(peers, name: str, where, own: OwnCertificate | None = None, life: float = 3600.0) -> bytes:

@@ -17,6 +17,7 @@ from equipoise.dht.direct.aead import BODY, HEAD, Opener, RecordRefused, Sealer,
 from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.direct.streams import AeadStream
 from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES
+from fakes.alterations import ALTERATIONS, insert, replay
 
 KEY = bytes(range(32))
 PEERS = ("12D3KooWdialler", "12D3KooWacceptor")
@@ -72,6 +73,30 @@ def test_keys_are_replaced_after_so_many_records(monkeypatch) -> None:
         opened(stale, records[3])
 
 
+def test_a_key_encrypts_no_more_than_the_module_says() -> None:
+    """Less than 2^27 blocks, that of the tag included, whatever the largest record is and comes to be."""
+    blocks = -(-max(aead.MAX_HEAD_BYTES, aead.PIECE_BYTES) // 16) + 1
+    assert blocks * aead.REKEY_RECORDS < 2**27
+    sealer, room = Sealer(KEY), memoryview(bytearray(100))
+    for _ in range(aead.REKEY_RECORDS):
+        assert sealer._key == KEY
+        sealer.seal_into(HEAD, b"x", room)
+    sealer.seal_into(HEAD, b"x", room)
+    assert sealer._key != KEY
+
+
+@pytest.mark.parametrize("kind", [HEAD, BODY])
+def test_a_record_opens_as_what_it_was_sealed_as_and_nothing_else(kind: int) -> None:
+    """The prefix is associated data: a body's bytes, which the sender may not have chosen, never pass for a header."""
+    record = bytearray(sealed(Sealer(KEY), kind, bytes(100)))
+    record[0] = HEAD + BODY - kind
+    assert Opener.parse_prefix(record) == (HEAD + BODY - kind, 100)
+    with pytest.raises(RecordRefused, match="not authentic"):
+        Opener(KEY).open(memoryview(record))
+    with pytest.raises(RecordRefused, match="not authentic"):
+        Opener(KEY).open_into(memoryview(record), memoryview(bytearray(100)))
+
+
 def test_nothing_opens_after_one_refusal() -> None:
     sealer, opener = Sealer(KEY), Opener(KEY)
     first, second = sealed(sealer, HEAD, b"first"), sealed(sealer, HEAD, b"second")
@@ -110,64 +135,6 @@ def test_no_altered_record_opens(plain: bytes, data: st.DataObject) -> None:
 def test_noise_is_no_record(noise: bytes) -> None:
     with pytest.raises(RecordRefused):
         opened(Opener(KEY), noise)
-
-
-def flip(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records))
-    record = bytearray(records[at])
-    record[rng.randrange(len(record))] ^= 1 << rng.randrange(8)
-    return [*records[:at], bytes(record), *records[at + 1 :]]
-
-
-def truncate(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records))
-    return [*records[:at], records[at][: rng.randrange(len(records[at]))]]
-
-
-def cut_within(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records))
-    middle = rng.randrange(len(records[at]))
-    return [*records[:at], records[at][:middle] + records[at][middle + 1 :], *records[at + 1 :]]
-
-
-def replay(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records))
-    return [*records[: at + 1], *records[rng.randrange(at + 1) :]]
-
-
-def reorder(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    first, second = sorted(rng.sample(range(len(records)), 2))
-    moved = list(records)
-    moved[first], moved[second] = moved[second], moved[first]
-    return moved
-
-
-def drop(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records) - 1)
-    return records[:at] + records[at + 1 :]
-
-
-def insert(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records))
-    return [*records[:at], rng.randbytes(rng.randrange(1, 300)), *records[at:]]
-
-
-def oversize(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records))
-    size = rng.randrange(aead.MAX_HEAD_BYTES + 1, 1 << 24)
-    kind = rng.randrange(256)
-    return [*records[:at], (kind << 24 | size).to_bytes(4, "big") + records[at][4:], *records[at + 1 :]]
-
-
-def resize(rng: random.Random, records: list[bytes]) -> list[bytes]:
-    at = rng.randrange(len(records))
-    size = rng.randrange(1, 400)
-    kind = records[at][0]
-    altered = (kind << 24 | size).to_bytes(4, "big") + records[at][4:]
-    return [*records[:at], altered, *records[at + 1 :]] if altered != records[at] else records[:at]
-
-
-ALTERATIONS = (flip, truncate, cut_within, replay, reorder, drop, insert, oversize, resize)
 
 
 def wire(*frames: tuple[bytes, bytes]) -> list[bytes]:
@@ -239,11 +206,15 @@ async def test_no_altered_stream_yields_a_frame_that_was_not_sent() -> None:
         (BODY, b"\0" * 9, "a record of 9 bytes where 8 are left"),
     ],
 )
-async def test_a_member_that_breaks_the_rules_is_dropped(kind: int, plain: bytes, said: str) -> None:
+async def test_a_member_that_breaks_the_rules_is_dropped(
+    kind: int, plain: bytes, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     victim = Victim()
     frames, why = await victim.read(sealed(Sealer(KEY), kind, plain))
     assert not frames
     assert said in why
+    assert said in caplog.text
     assert victim.placed == 0
     assert victim.stream.closed
 
