@@ -2,7 +2,8 @@
 
 Each peer of each system is a process (and what that starts); rounds of all systems take turns, so that whatever else
 the machine does hits all alike. All run in a network namespace of their own where that is possible (root), so the bytes
-on the wire are theirs; with `--shape` each peer has a namespace and a link of that rate.
+on the wire are theirs; with `--shape` each peer has a namespace and a link of that rate. What the machine's TCP does
+about congestion (`net.ipv4.tcp_congestion_control`, printed) then makes a fifth of the time with 4 peers.
 
     scripts/bench_round.py                                             # 2 and 4 peers, 16M values, int8 and rivals
     scripts/bench_round.py --peers 4 --systems ours/int8/aead gloo     # see bench_systems.py for the names
@@ -54,6 +55,7 @@ ANSWER_SECONDS = 180.0
 
 END_SECONDS = 30.0
 MEMORY_FOLDER = Path("/dev/shm")
+CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 
 
 class Broken(Exception):
@@ -307,6 +309,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"--systems: expected names that begin with {', '.join(SYSTEMS)}, got {name!r}")
     if len(options.shape) > 1 and options.peers != [len(options.shape)]:
         parser.error(f"--shape names {len(options.shape)} links: give --peers {len(options.shape)}")
+    plain = [name for name in options.systems if "plain" in name.split("/")]
+    if options.shape and plain:
+        parser.error(f"--shape: shaped links have no loopback addresses, and {plain[0]} is for those only")
     if options.shape and available():
         parser.error(f"--shape: {available()}")
     if options.shape:
@@ -324,10 +329,11 @@ def main() -> int:
         rates = options.shape * peers if len(options.shape) == 1 else options.shape
         rows, others = bench(options, peers, rates)
         summaries = [summary(row, rows, options.values, rates) for row in rows]
-        conditions = {"peers": peers, "values": options.values, "shape": rates, "others_cores": others}
-        results.append({**conditions, "systems": summaries})
+        congestion = CONGESTION.read_text().strip()
+        conditions = {"peers": peers, "values": options.values, "shape": rates, "congestion": congestion}
+        results.append({**conditions, "others_cores": others, "systems": summaries})
         if not options.json:
-            links = f"links of {rates} Mbit/s" if rates else "loopback"
+            links = f"links of {rates} Mbit/s, {congestion}" if rates else "loopback"
             print(f"{peers} peers, {options.values} values, {links}; others kept {others:.2f} cores busy")
             print(table(summaries), flush=True)
     if options.json:

@@ -58,7 +58,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, help="default: a new one")
     parser.add_argument("--rounds", type=int, default=60, help="every second with a fault (%(default)s)")
-    parser.add_argument("--peers", type=int, default=4, choices=range(3, 17), metavar="4..8")
+    parser.add_argument(
+        "--peers", type=int, default=4, choices=range(3, 17), metavar="3..16", help="(%(default)s)"
+    )
     parser.add_argument("--values", type=int, default=200_000, help="fp32 values per peer (%(default)s)")
     parser.add_argument("--codec", default="int8")
     parser.add_argument("--faults", type=kinds_of, default=KINDS, help=",".join(KINDS))

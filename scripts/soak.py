@@ -116,10 +116,15 @@ def average(fleet: Fleet, number: int, bound: float, course: Course) -> None:
             course.failures.append(f"round {number}: no mean, or not the same everywhere: {wrong}")
 
 
+def looked_at(rounds: int) -> set[int]:
+    """The rounds after which usage is taken: the last ones up to round `FIRST_LOOK`, and the last of all."""
+    return {*range(FIRST_LOOK - WINDOW, FIRST_LOOK), *range(rounds - WINDOW, rounds)}
+
+
 def soak(options: argparse.Namespace) -> Course:
     course = Course()
     bound = BOUNDS[options.codec]
-    looks = {*range(FIRST_LOOK - WINDOW, FIRST_LOOK), *range(options.rounds - WINDOW, options.rounds)}
+    looks = looked_at(options.rounds)
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         swarm = Swarm(Path(folder))
         try:

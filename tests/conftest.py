@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import pytest
 from e2e.swarm import Swarm
 
 CALL_REPORT = pytest.StashKey[pytest.TestReport]()
+
+
+def pytest_configure() -> None:
+    """Have daemons heed SIGINT though the tests run in the background of a shell, which has its children ignore it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -10,12 +11,26 @@ from typing import Any
 
 import pytest
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 
-FIELDS = {
+import bench_round
+import soak
+
+from e2e.netns import available
+
+SCRIPTS = Path(bench_round.__file__).parent
+
+TIMES = {
     *("exchange_min_ms", "exchange_median_ms", "call_min_ms", "call_median_ms", "beyond_median_ms"),
-    *("cpu_s", "wire_mb", "peak_mb", "daemon_beyond_tensors_mb", "x_gloo", "phases_median_ms"),
+    *("cpu_s", "wire_mb", "peak_mb"),
 }
+OURS = {*TIMES, "daemon_beyond_tensors_mb", "phases_median_ms", "x_gloo"}
+
+RIVALS = ("gloo", "hivemind/fp16", "hivemind/none")
+ALL = ("ours/fp32/tls", "ours/fp16/aead", "ours/int8/plain", "ours/int8/aead/x2000", *RIVALS, "wire/int8")
+
+HOLDS = {"memory": 3e8, "p2pd_memory": 7e7, "tasks": 30, "threads": 12, "files": 60, "p2pd_files": 20}
+"""What a daemon may hold."""
 
 
 def run(script: str, *options: str) -> tuple[int, Any]:
@@ -34,12 +49,115 @@ def test_rounds_are_timed_and_results_checked() -> None:
     assert status == 1, "one of them averages nothing"
     ours, gloo, nothing = result["systems"]
     assert (result["peers"], result["values"]) == (2, 5000)
-    assert ours.keys() >= FIELDS
+    assert ours.keys() >= OURS
     assert not {ours["failed"], ours["wrong"], gloo["failed"], gloo["wrong"]} - {0}
     assert 0 < ours["error"] <= 0.010
     assert gloo["error"] <= 1e-6
     # Every round of it is wrong, the warm ones too.
     assert nothing["wrong"] == 4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_every_kind_of_system_is_measured() -> None:
+    options = ["--peers", "2", "--values", "5000", "--rounds", "1"]
+    status, (result,) = run("bench_round.py", *options, "--systems", *ALL)
+    assert status == 0
+    rows = {row["system"]: row for row in result["systems"]}
+    assert tuple(rows) == ALL
+    for name, row in rows.items():
+        rivals = {f"x_{rival}" for rival in RIVALS if rival != name}
+        columns = (OURS if name.startswith("ours") else TIMES) | rivals
+        assert row.keys() >= columns, (name, row.get("reasons"))
+        assert (row["rounds"], row["failed"], row["wrong"]) == (1, 0, 0), (name, row.get("reasons"))
+        assert (row["error"] > 0) == (name != "wire/int8"), name
+    assert rows["ours/int8/plain"]["of_wire"] > 0
+    # Each system's bytes are its codec's: what one member sends of two, at least, is half a vector and half a mean.
+    for name, bytes_per_value in (("ours/fp32/tls", 4), ("ours/fp16/aead", 2), ("ours/int8/plain", 1)):
+        assert 2 * 5000 * bytes_per_value < 1e6 * rows[name]["wire_mb"], name
+
+
+@pytest.mark.netns
+@pytest.mark.skipif(available() != "", reason=available() or "available")
+def test_rounds_over_shaped_links_are_held_to_what_the_links_allow() -> None:
+    options = ["--peers", "2", "--values", "500k", "--rounds", "1", "--shape", "200mbit"]
+    status, (result,) = run("bench_round.py", *options, "--systems", "ours/int8/aead", "gloo")
+    assert status == 0
+    assert result["shape"] == [200.0, 200.0]
+    ours, gloo, wire = result["systems"]
+    assert wire["system"] == "wire/int8", "what the links allow is measured beside, unasked"
+    assert ours.keys() >= {*OURS, "best_ms", "x_best", "of_wire"}
+    assert not {row[key] for row in (ours, gloo, wire) for key in ("failed", "wrong")} - {0}
+    # 2 x 1/2 x 500k int8 values at 200 Mbit/s, and gloo's are four times as long; a link's first burst is free.
+    assert ours["best_ms"] == pytest.approx(20.3, abs=0.1)
+    assert ours["x_best"] > 0.5 < gloo["x_best"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--systems", "ours/int8/aead", "gluu"], "expected names that begin with ours, gloo"),
+        (["--shape", "0mbit"], "invalid link_rates value: '0mbit'"),
+        (["--shape", "fast"], "invalid link_rates value: 'fast'"),
+        (["--shape", "50mbit,200mbit"], "--shape names 2 links: give --peers 2"),
+        (["--shape", "200mbit", "--systems", "ours/int8/plain"], "ours/int8/plain is for those only"),
+        (["--shape", "200mbit"], "no networks here"),
+        (["--values", "many"], "invalid count value: 'many'"),
+    ],
+)
+def test_bench_round_refuses_what_it_cannot_measure(
+    options: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_round, "available", lambda: "no networks here")
+    with pytest.raises(SystemExit, match="2"):
+        bench_round.parse(options)
+    *_, line = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def looks(growing: str = "", by: float = 0, jump: float = 0) -> list[list[dict[str, int]]]:
+    """Usages of two daemons: the second holds so much more of `growing` at the end, the first jumps now and then."""
+    count = 2 * soak.WINDOW
+    usages = [[{key: int(value) for key, value in HOLDS.items()} for _ in range(2)] for _ in range(count)]
+    for number, look in enumerate(usages):
+        if growing:
+            look[1][growing] += int(by * (number >= soak.WINDOW))
+        if number % 5 == 0:
+            look[0]["files"] += int(jump)
+    return usages
+
+
+def judged(course: soak.Course, rounds: int) -> dict[str, Any]:
+    course.seconds = course.seconds or [0.01] * rounds
+    course.phases = [{} for _ in course.seconds]
+    return soak.judge(course, argparse.Namespace(rounds=rounds, peers=2, values=1, codec="int8", warm=10))
+
+
+def test_a_soak_looks_at_usage_from_round_100_on() -> None:
+    assert soak.looked_at(1000) == {*range(80, 100), *range(980, 1000)}
+    assert len(soak.looked_at(200)) == 2 * soak.WINDOW
+
+
+@pytest.mark.parametrize("key", soak.MAX_GROWTH)
+def test_a_soak_finds_what_grows(key: str) -> None:
+    grown = judged(soak.Course(usages=looks(key, soak.MAX_GROWTH[key] + 1)), rounds=200)
+    (violation,) = grown["violations"]
+    assert violation.startswith(f"daemon 1: {key} grew from {HOLDS[key]:.0f} to ")
+
+
+def test_a_soak_finds_nothing_in_what_is_flat() -> None:
+    assert not judged(soak.Course(usages=looks(jump=100)), rounds=200)["violations"]
+    assert not judged(soak.Course(usages=looks("files", soak.MAX_GROWTH["files"])), rounds=200)["violations"]
+    # Too few rounds to tell: both ends of the course are the same rounds.
+    assert not judged(soak.Course(usages=looks("files", 100)), rounds=199)["violations"]
+
+
+def test_a_soak_finds_failures_and_late_rounds() -> None:
+    failures = [f"round {number}: timed out" for number in range(12)]
+    violations = judged(soak.Course(usages=looks(), failures=failures), rounds=200)["violations"]
+    assert violations == [*failures[:10], "and 2 more"]
+    late = [0.01] * 190 + [0.05] * 10
+    assert judged(soak.Course(usages=looks(), seconds=late), rounds=200)["violations"] == ["p99 is 5.0 x p50"]
 
 
 @pytest.mark.timeout(180)

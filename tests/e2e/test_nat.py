@@ -25,6 +25,9 @@ LISTEN = ["--listen", "/ip4/0.0.0.0/tcp/4001"]
 VALUES = 200_000
 ROUNDS = 20
 
+REACHABLE_SECONDS = 5.0
+"""From the start of its process. Measured with five busy processes on two cores: 3.1, 4.2 and 4.8 s."""
+
 CUTTING = """
 from equipoise.dht.relay import service
 from equipoise.peer.cli import main
@@ -96,8 +99,9 @@ def test_two_behind_nats_and_a_public_one_average_exactly(network: Network, star
     with Fleet([public, *hidden], normal(3, VALUES), codec="fp32") as fleet:
         average(fleet, ROUNDS)
         rows = {row["peer"]: row for row in public.json("peers")}
-    assert sorted(row["reach"] for row in rows.values()) == ["direct", "relayed", "relayed"]
-    assert all(row["why"] for row in rows.values())
+    # Those behind NATs say that they are relayed; they have dialled, and their channels are what is used.
+    assert {row["reach"] for row in rows.values()} == {"direct"}
+    assert sorted(row["why"] for row in rows.values() if not row["me"]) == ["a direct channel is open"] * 2
     # The public member owns all shares: what went through the relay are trials, and a few words.
     assert reach(public)["relaying"]["bytes"] < 3.0e6
 
@@ -214,17 +218,14 @@ def test_one_behind_a_nat_is_reachable_within_five_seconds(network: Network, sta
     relay = start(network.hosts[0], args=["--relay"])
     began = time.monotonic()
     hidden = start(network.hosts[1], [public_address(relay, network.hosts[0])])
-    up = time.monotonic()
     relayed = eventually(lambda: _relayed(hidden), "its relayed address")
-    seconds = time.monotonic() - up
-    print(
-        f"reachable {seconds:.1f} s after it was up, {time.monotonic() - began:.1f} s after its process began"
-    )
+    seconds = time.monotonic() - began
+    print(f"reachable {seconds:.1f} s after its process began")
 
     stranger = start(network.hosts[3], [relayed])
     status = eventually(lambda: _joined(stranger), "another to join through it")
     assert status["bootstrap"][0]["address"] == relayed
-    assert seconds < 12.0, "2 s on a machine of its own, which takes 2 s to start it"
+    assert seconds < REACHABLE_SECONDS
 
 
 def test_one_whose_router_forwards_its_port_is_dialled_there(network: Network, start: Start) -> None:

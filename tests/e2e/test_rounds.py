@@ -15,7 +15,9 @@ LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 MEGABYTES_64 = 16_000_000
 
 
-@pytest.mark.parametrize("members", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    "members", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
+)
 def test_rounds_are_exact_and_equal_on_all_members(swarm: Swarm, members: int) -> None:
     daemons = swarm.daemons(members, args=LISTEN)
     weights = [1.0 + 2.5 * index for index in range(members)]

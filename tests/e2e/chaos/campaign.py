@@ -246,8 +246,8 @@ class Campaign:
     def _lasting(self, member: Member) -> str:
         """The fault from which a member has not recovered yet, though it takes part."""
         struck = [one for one in self.story.strikes if one.victim is member and one.struck.is_set()]
-        lasting = [one for one in struck if not one.over.is_set()]
-        return lasting[-1].fault.kind if lasting else ""
+        felt = [one.fault.kind for one in struck if time.monotonic() < one.felt_until]
+        return felt[-1] if felt else ""
 
     def _collect(self, members: Sequence[Member]) -> None:
         """Wait until all of them are done; not for those who were left without a group, whom the others meet next."""

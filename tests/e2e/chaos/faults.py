@@ -116,6 +116,8 @@ class Strike:
         whole: Whether those are all the others. If not, whoever seeks a group waits for who is there and late.
         now: Set by who will not wait for the trap.
         struck: Set once it has; `over` once the victim has recovered.
+        felt_until: When nobody need feel it any longer, monotonic. After a link is whole again TCP waits up to as long
+            as it was not: it sends again after ever longer pauses.
         observed: Of a p2pd that was killed.
         failure: What went wrong in striking or recovering.
     """
@@ -133,6 +135,8 @@ class Strike:
         self.now = threading.Event()
         self.struck = threading.Event()
         self.over = threading.Event()
+        self.felt_until = float("inf")
+        self._aftermath = 0.0
         self._links = links
 
     def __str__(self) -> str:
@@ -176,6 +180,7 @@ class Strike:
         except BaseException as error:
             self.failure = error
         finally:
+            self.felt_until = max(time.monotonic(), self._aftermath)
             self.struck.set()
             self.over.set()
 
@@ -236,6 +241,7 @@ class Strike:
             case "cut" | "mute" | "slow":
                 assert self._links is not None
                 self._links.heal(victim.index)
+                self._aftermath = time.monotonic() + self.fault.seconds
         if self.fault.kind != P2PD:
             victim.returning = Return(self.fault.kind, time.monotonic())
         victim.available = (

@@ -17,7 +17,9 @@ SURVIVORS_SECONDS = 2.5
 group was sought while some were away, it is matchmaking that says how long those are waited for."""
 
 BACK_SECONDS = 10.0
-"""From the start of a daemon, or the death of its p2pd, to the end of its next ok round."""
+"""A way back into a group: the daemon's start and its trainer's joining, then the calls from there to the first ok
+one; what lies between calls, in which nobody asks, does not count. After the death of a p2pd there is no start, only
+the calls that began since. How soon the daemon has another p2pd that is connected is held to the same bound."""
 
 NOTICE_SECONDS = 2.0
 """From the death of p2pd to the daemon's knowing it."""
@@ -97,7 +99,9 @@ class Verdict:
     def _outnumbered(self, call: Call) -> bool:
         """Whether faults left no majority of the call's group."""
         struck = {
-            strike.victim.peer_id for strike in self._story.strikes if call.began < strike.at < call.ended
+            strike.victim.peer_id
+            for strike in self._story.strikes
+            if strike.at < call.ended and call.began < strike.felt_until
         }
         group = call.outcome.group if call.outcome is not None else ()
         return len(group) > 0 and 2 * len(struck & set(group)) >= len(group)

@@ -1,0 +1,305 @@
+"""A member of the run turns on a daemon: on direct channels that it was admitted to it breaks every rule of the wire.
+
+All is drawn from a seed. In each layer there are `CHANNELS` frames that are none (of rounds, of matchmaking, of
+transfers, of no kind) and `CHANNELS` streams whose records are altered (cut, replayed, reordered, oversized, ...):
+1,080 in all, each of which costs the member its channel, among 3,780 frames that are well-formed and unasked for. With
+14,000 altered records and streams in `dht/direct/test_aead.py`, 6,650 strangers and prefaces in `test_doors.py` beside
+it, and 2,000 strangers in `test_direct.py`, 23,730 malformed inputs meet the real parsers of channels.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import socket
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from contracts.run import together
+from e2e.swarm import DaemonProcess, Swarm, eventually
+from equipoise.averaging.aio.averager import MATCHMAKING_FRAME
+from equipoise.averaging.aio.download import TRANSFER_FRAME
+from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio.mesh import FAREWELL
+from equipoise.averaging.aio.round import ROUND_FRAME
+from equipoise.averaging.allreduce import messages as rounds
+from equipoise.averaging.manifest import Join, Manifest
+from equipoise.averaging.matchmaking import messages as matchmaking
+from equipoise.averaging.outcome import Idle
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.transfer import messages as transfers
+from equipoise.dht.direct import aead
+from equipoise.dht.direct.channel import DirectChannel
+from equipoise.dht.direct.preface import Layer
+from equipoise.dht.direct.streams import AeadStream, TlsStream
+from equipoise.dht.swarm import Swarm as Membership
+from equipoise.dht.swarm import SwarmOptions
+from equipoise.peer import Run, connect
+from equipoise.peer.assembly import Signer
+from equipoise.peer.binding import Binding
+from fakes.alterations import ALTERATIONS
+
+pytestmark = pytest.mark.timeout(120)
+
+LAYERS: tuple[Layer, ...] = ("aead", "tls")
+LOCAL = "/ip4/127.0.0.1/tcp/0"
+VALUES = 1000
+OPTIONS: dict[str, Any] = {"codec": "fp32", "group_size": 2}
+
+CHANNELS = 270
+"""For each layer, with broken frames, and as many with altered records: 30 for each way to alter them."""
+
+UNASKED = 6
+"""Frames that are well-formed, and unasked for, before each that is not."""
+
+STRAY_BYTES = 200_000
+"""The body of one more."""
+
+CLOSES_SECONDS = 5.0
+"""Until the daemon has closed a channel: at once, on an idle machine."""
+
+GROWTH_BYTES = 48 * 1024 * 1024
+"""Far above what a daemon's memory wavers by, and less than half of those bodies."""
+
+REASONS = re.compile(
+    "a message of a round|a matchmaking message|a message of a transfer"
+    "|got kind|no body of|bytes for part|a body only in frames"
+)
+"""What its log says was expected of each frame that was none."""
+
+Frame = tuple[bytes, bytes]
+
+
+def test_a_member_that_breaks_every_rule_is_dropped_and_harms_nobody(swarm: Swarm, tmp_path: Path) -> None:
+    victim = swarm.daemon(args=["--listen", LOCAL])
+    healthy = swarm.daemon(join=[victim.address], args=["--listen", LOCAL])
+    with connect(victim.home) as peer:
+        tensor = torch.zeros(VALUES)
+        run = peer.join("digits", [tensor], **OPTIONS)
+        before = [asyncio.run(_attack(victim, run, tensor, layer, tmp_path / layer)) for layer in LAYERS]
+        assert psutil.Process(victim.pid).memory_info().rss - before[0] < GROWTH_BYTES
+        tensor.fill_(1.0)
+        with connect(healthy.home) as other:
+            theirs = torch.full((VALUES,), 3.0)
+            second = other.join("digits", [theirs], **OPTIONS)
+            for one in (run, second):
+                eventually(lambda one=one: one.state == Idle(peers=1), "the healthy daemon", 60.0)
+            outcomes = together(*(partial(one.average, 1, 30.0) for one in (run, second)))
+            assert all(outcome.ok for outcome in outcomes), outcomes
+            assert torch.equal(tensor, torch.full_like(tensor, 2.0))
+            assert torch.equal(tensor, theirs)
+
+
+async def _attack(victim: DaemonProcess, run: Run, tensor: torch.Tensor, layer: Layer, home: Path) -> int:
+    """Average with the daemon, so that it admits us; then attack it. Returns the memory it took before."""
+    member = Membership(home, SwarmOptions(listen=[LOCAL], join=[victim.address], channel=layer))
+    await member.start()
+    try:
+        hub = Hub(member.transport, member.directory, Signer(member.identity), direct=member.direct)
+        spec = RunSpec.create("digits", Binding([tensor]).schema, **OPTIONS)
+        averager = await hub.join(spec)
+        pending = run.average(timeout=60, wait=False)
+        outcome = await averager.average(torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)
+        assert outcome.ok, outcome.reason
+        assert (await asyncio.to_thread(pending.result)).ok
+        (known,) = hub._rounds
+        (daemon,) = set(outcome.group) - {member.peer}
+        await hub.stop()
+        before: int = psutil.Process(victim.pid).memory_info().rss
+        intruder = Intruder(member, daemon, spec, known, random.Random(layer))
+        for number in range(CHANNELS):
+            await intruder.break_frames(number)
+        for number in range(CHANNELS):
+            await intruder.break_records(number)
+    finally:
+        await member.stop()
+    dropped = _dropped(victim, member.peer)
+    assert dropped.pop("records", 0) > CHANNELS / 2, "others end between two records, and look closed"
+    assert dropped.total() == CHANNELS
+    assert set(dropped) == set(REASONS.pattern.split("|"))
+    return before
+
+
+class Intruder:
+    """What an admitted member does to `daemon`, whose round `known` it was in a moment ago."""
+
+    def __init__(
+        self, member: Membership, daemon: str, spec: RunSpec, known: bytes, rng: random.Random
+    ) -> None:
+        self._member = member
+        self._daemon = daemon
+        self._kinds = (ROUND_FRAME + known, MATCHMAKING_FRAME, TRANSFER_FRAME, b"")
+        self._rng = rng
+        self._messages = _messages(member.peer, daemon, spec)
+
+    async def break_frames(self, number: int) -> None:
+        """On one channel: frames that are well-formed and unasked for, some of them twice; then one that is none."""
+        channel = await self._member.direct.open(self._daemon)
+        for _ in range(UNASKED):
+            await channel.send(*self._unasked())
+        await channel.send(*self._stray(STRAY_BYTES))
+        with contextlib.suppress(ConnectionError):
+            # Those of the round first: the daemon forgets it some seconds after its end.
+            await channel.send(*self._broken(self._kinds[number * len(self._kinds) // CHANNELS]))
+        await _closed(channel)
+
+    async def break_records(self, number: int) -> None:
+        """On one channel: some frames of no consequence, in records that somebody has altered."""
+        channel = await self._member.direct.open(self._daemon)
+        frames = [(ROUND_FRAME + self._rng.randbytes(16), b""), self._stray(200), self._stray(100)]
+        records = [record for frame in frames for record in _records(channel, frame)]
+        altered = ALTERATIONS[number % len(ALTERATIONS)](self._rng, records)
+        connection = channel._direct._socket
+        with contextlib.suppress(OSError):
+            connection.send(b"".join(altered))
+            connection.shutdown(socket.SHUT_WR)
+        await _closed(channel)
+
+    def _stray(self, size: int) -> Frame:
+        chunk = transfers.Chunk("unknown", bytes(8), bytes(32), 0)
+        return TRANSFER_FRAME + transfers.encode(chunk), self._rng.randbytes(size)
+
+    def _unasked(self) -> Frame:
+        return self._message(self._rng.choice(self._kinds[:-1]))
+
+    def _message(self, kind: bytes) -> Frame:
+        return kind + self._rng.choice(self._messages[kind[:1]]), b""
+
+    def _broken(self, kind: bytes) -> Frame:
+        if not kind:
+            size = self._rng.choice((1, 100, 128 * 1024))
+            return b"X" + self._rng.randbytes(size - 1), bytes(self._rng.choice((0, 1, 100_000)))
+        if kind != TRANSFER_FRAME and self._rng.randrange(4) == 0:
+            return self._message(kind)[0], b"no such body"
+        return kind + self._damaged(kind[:1]), b""
+
+    def _damaged(self, kind: bytes) -> bytes:
+        """A message that is none: cut, changed, with something in it, or mere noise, up to as long as may be."""
+        rng = self._rng
+        while True:
+            data = rng.choice(self._messages[kind])
+            at = rng.randrange(len(data))
+            damaged = rng.choice(
+                (
+                    data[:at],
+                    data[:at] + bytes([data[at] ^ rng.randrange(1, 256)]) + data[at + 1 :],
+                    data[:at] + rng.randbytes(rng.randrange(1, 100)) + data[at:],
+                    data[:at] + data,
+                    rng.randbytes(rng.choice((1, 100, 100_000))),
+                    b"\x91" * rng.choice((1, 100, 100_000)),
+                )
+            )
+            try:
+                DECODERS[kind](damaged)
+            except Exception:
+                return damaged
+
+
+DECODERS = {
+    ROUND_FRAME: rounds.decode,
+    MATCHMAKING_FRAME: matchmaking.decode,
+    TRANSFER_FRAME: transfers.decode,
+}
+
+
+def _messages(me: str, daemon: str, spec: RunSpec) -> dict[bytes, list[bytes]]:
+    """Messages of each kind, well-formed, and wrong where that can be."""
+    run, ticket, both = spec.name, bytes(8), rounds.Decision(3, 3)
+    joins = [
+        Join(peer, spec.hash, 9, 1.0, 0.0, True, bytes(16), b"", None, bytes(64)) for peer in (me, daemon)
+    ]
+    manifest = Manifest.of(me, joins)
+    return {
+        ROUND_FRAME: [
+            rounds.encode(message)
+            for message in (
+                rounds.Prepare(2**40),
+                rounds.Promise(3, 1, both),
+                rounds.Refuse(3),
+                rounds.Plan(3, 1, 3),
+                rounds.Report(3, 1, 3),
+                rounds.Propose(3, both, 1),
+                rounds.Held(3, both, bytes(32)),
+                rounds.Commit(3, both, bytes(32), 3),
+                rounds.Fetch(3, b"\xff" * 100),
+                rounds.Heartbeat(),
+                rounds.GiveUp("of no use"),
+                rounds.Contribution(0),
+                rounds.Mean(0, 3),
+            )
+        ],
+        MATCHMAKING_FRAME: [
+            matchmaking.encode(message)
+            for message in (
+                matchmaking.JoinRequest(run, joins[0]),
+                matchmaking.JoinRequest("unknown", joins[0]),
+                matchmaking.JoinAccepted(run, ticket, 10.0, 3, 4),
+                matchmaking.JoinRefused(run, ticket, matchmaking.Why.FULL, "full", 2**50),
+                matchmaking.LeaveRequest(run, ticket),
+                matchmaking.GroupFormed(run, manifest, 0.0),
+                matchmaking.Invitation(run, 9),
+                matchmaking.Whereabouts(run, 9),
+                matchmaking.SpecQuestion(run, "0" * 64),
+            )
+        ],
+        TRANSFER_FRAME: [
+            transfers.encode(message)
+            for message in (
+                transfers.Ask(run, ticket, spec.hash, 0, (0,)),
+                transfers.Answer(run, ticket, 3),
+                transfers.Refusal(run, ticket, "no"),
+                transfers.AskDigests(run, ticket, bytes(32)),
+                transfers.AskChunks(run, ticket, bytes(32), (0,)),
+                transfers.Gone(run, ticket, bytes(32), "gone"),
+                transfers.Finished(run, ticket),
+            )
+        ],
+    }
+
+
+def _records(channel: DirectChannel, frame: Frame) -> list[bytes]:
+    """The records of a frame as `channel` would send them, its body in small pieces."""
+    header, body = frame
+    plains = [len(header).to_bytes(4, "big") + len(body).to_bytes(4, "big") + header]
+    plains += [body[at : at + 64] for at in range(0, len(body), 64)]
+    stream = channel._direct
+    if isinstance(stream, TlsStream):
+        return [stream._tls.seal(plain) for plain in plains]
+    assert isinstance(stream, AeadStream)
+    room, records = memoryview(bytearray(aead.MAX_HEAD_RECORD_BYTES)), []
+    for number, plain in enumerate(plains):
+        kind = aead.BODY if number else aead.HEAD
+        records.append(bytes(room[: stream._sealer.seal_into(kind, plain, room)]))
+    return records
+
+
+async def _closed(channel: DirectChannel) -> None:
+    """Wait until the daemon has closed a channel, whatever it may have said before, but no farewell."""
+    try:
+        async with asyncio.timeout(CLOSES_SECONDS):
+            while True:
+                header, _ = await channel.receive(lambda _, size: memoryview(bytearray(size)))
+                assert header != FAREWELL
+    except ConnectionError:
+        channel.close()
+
+
+def _dropped(daemon: DaemonProcess, peer: str) -> Counter[str]:
+    """Why its log says that it dropped `peer`, and how often; refused records count as `records`. An error is a bug."""
+    found: Counter[str] = Counter()
+    for path in daemon.home.glob("*.log*"):
+        for line in path.read_text().splitlines():
+            assert " ERROR " not in line, line
+            if f"dropped a channel with {peer}: " in line:
+                found["records"] += 1
+            elif (at := line.find(f"dropped {peer}: ")) >= 0:
+                found[REASONS.search(line, at)[0]] += 1  # type: ignore[index]
+    return found
