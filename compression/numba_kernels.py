@@ -8,11 +8,11 @@ by zero a value rather than an exception, whose test would keep loops from being
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 import torch
-from numba.core import cgutils
-from numba.core.cgutils import ir
 from numba.extending import intrinsic
 
 from equipoise.compression.blockwise import (
@@ -32,57 +32,45 @@ _MIN_SCALE = np.float32(MIN_SCALE)
 _ZERO = np.float32(0)
 _MAGNITUDE = np.int32(0x7FFF_FFFF)
 _EXPONENT = np.int32(0x7F80_0000)
-
-_GROUP_VALUES = 32_768
-"""Values whose sum is reduced at a time: their 128 KB stay in the second-level cache. (Smaller groups, down to what the
-first level holds, read so little of each payload in one go that they wait for memory: 10 % slower.)"""
-
-_PASS_VALUES = 65_536
-"""Values quantised at a time: their 256 KB are still in the second-level cache when the second pass reads them."""
-
-_AHEAD_BYTES = 4096
-"""How far ahead of the values at work memory is asked for more: processors do so by themselves, but begin anew at each
-page and whenever they come back to a payload. (Reducing takes 20 % less, encoding 4 %.)"""
-
-_LINE_BYTES = 64
-
-_READ_INTO_ALL_CACHES_DATA = 0, 3, 1
-"""What `llvm.prefetch` is told."""
+_FLOAT_BYTES = 4
 
 _F32, _I32, _I8, _U8 = numba.float32[::1], numba.int32[::1], numba.int8[::1], numba.uint8[::1]
 _I64, _F64 = numba.int64[::1], numba.float64[::1]
 _compiled = {"nogil": True, "cache": True, "error_model": "numpy"}
 
 
-@intrinsic
-def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
-    """The pointer that an address, int64, is."""
+def _pointer_to(kind: Any) -> Any:
+    """The function, for compiled code, that makes the pointer that an address, int64, is."""
 
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+    @intrinsic
+    def pointer(typing_context, address):  # type: ignore[no-untyped-def]
+        def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return numba.types.CPointer(numba.uint8)(numba.int64), generate
+        return numba.types.CPointer(kind)(numba.int64), generate
 
-
-@intrinsic
-def _prefetch_line(typing_context, address):  # type: ignore[no-untyped-def]
-    """Ask for what is at an address, int64, which may be none of ours: it is a hint, and never a fault."""
-
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        number = ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
-        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [cgutils.voidptr_t], kind)
-        place = builder.inttoptr(arguments[0], cgutils.voidptr_t)
-        builder.call(prefetch, [place, *(number(option) for option in _READ_INTO_ALL_CACHES_DATA)])
-        return context.get_dummy_value()
-
-    return numba.void(numba.int64), generate
+    return pointer
 
 
-@numba.njit(numba.void(numba.int64, numba.int64), **_compiled)
-def _prefetch(start, size):  # type: ignore[no-untyped-def]
-    for line in range(start, start + size, _LINE_BYTES):
-        _prefetch_line(line)
+_float_pointer, _bits_pointer, _code_pointer = map(_pointer_to, (numba.float32, numba.int32, numba.int8))
+
+
+# Arrays of what lies so many values after an address: of slices references are counted, and reducing takes 20 % longer.
+
+
+@numba.njit(**_compiled)
+def _floats(base, start, count):  # type: ignore[no-untyped-def]
+    return numba.carray(_float_pointer(base + start * _FLOAT_BYTES), (count,))
+
+
+@numba.njit(**_compiled)
+def _bits(base, start, count):  # type: ignore[no-untyped-def]
+    return numba.carray(_bits_pointer(base + start * _FLOAT_BYTES), (count,))
+
+
+@numba.njit(**_compiled)
+def _codes(base, start, count):  # type: ignore[no-untyped-def]
+    return numba.carray(_code_pointer(base + start), (count,))
 
 
 @numba.njit(numba.int64(_U8), **_compiled)
@@ -90,98 +78,121 @@ def _address(payload):  # type: ignore[no-untyped-def]
     return payload.ctypes.data
 
 
+@numba.njit(**_compiled)
+def _blocks(count, block):  # type: ignore[no-untyped-def]
+    return -(-count // block)
+
+
 @numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
 def _fits(payload, count, block):  # type: ignore[no-untyped-def]
-    size = -(-count // block) * SCALE_BYTES + count
+    size = _blocks(count, block) * SCALE_BYTES + count
     return payload.size == size and payload.ctypes.data % SCALE_BYTES == 0
 
 
-@numba.njit(numba.boolean(_I32, _F32, _I32, _F32, numba.int64), **_compiled)
-def _measure(values_bits, scales, scales_bits, inverses, block):  # type: ignore[no-untyped-def]
-    """Fill scales and inverses; False if a value is not finite."""
-    greatest = np.int32(0)
-    ahead = values_bits.ctypes.data + _AHEAD_BYTES
-    for b in range(scales.size):
-        _prefetch(ahead + b * block * values_bits.itemsize, block * values_bits.itemsize)
-        # Loops from zero over slices are vectorised; over values[start + i] they are not, and take ten times as long.
-        bits = values_bits[b * block : (b + 1) * block]
-        # Magnitudes of floats order like their bits, and integers have a vectorised maximum; NaN is the greatest.
-        top = np.int32(0)
-        for i in range(bits.size):
-            # Without the cast numba widens them to 64 bits.
-            top = max(top, np.int32(bits[i] & _MAGNITUDE))
-        scales_bits[b] = top
-        greatest = max(greatest, top)
-    if greatest >= _EXPONENT:
-        return False
-    for b in range(scales.size):
-        absmax = scales[b]
-        tiny = absmax < _MIN_ABSMAX
-        inverses[b] = _ZERO if tiny else _LEVELS / absmax
-        scales[b] = _ZERO if tiny else min(absmax / _LEVELS, _MAX_SCALE)
-    return True
+# What is done to one block. LLVM vectorises each of these loops, and few that do more at a time.
 
 
-@numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _F32, _I8, numba.int64), **_compiled)
-def _quantise_some(values, values_bits, scales, scales_bits, inverses, codes, block):  # type: ignore[no-untyped-def]
-    # Three short passes: LLVM vectorises each, but none of them where one loop over the blocks does all three.
-    if not _measure(values_bits, scales, scales_bits, inverses, block):
-        return False
-    for b in range(scales.size):
-        inverse = inverses[b]
-        row = values[b * block : (b + 1) * block]
-        row_codes = codes[b * block : (b + 1) * block]
-        for i in range(row.size):
-            row_codes[i] = np.int8(np.rint(row[i] * inverse))
-    return True
+@numba.njit(**_compiled)
+def _absmax_bits(values_bits):  # type: ignore[no-untyped-def]
+    # Magnitudes of floats order like their bits, and integers have a vectorised maximum; NaN is the greatest.
+    top = np.int32(0)
+    for i in range(values_bits.size):
+        # Without the cast numba widens them to 64 bits.
+        top = max(top, np.int32(values_bits[i] & _MAGNITUDE))
+    return top
+
+
+@numba.njit(**_compiled)
+def _scale_and_inverse(absmax_bits):  # type: ignore[no-untyped-def]
+    absmax = np.int32(absmax_bits).view(np.float32)
+    if absmax < _MIN_ABSMAX:
+        return _ZERO, _ZERO
+    return min(absmax / _LEVELS, _MAX_SCALE), _LEVELS / absmax
+
+
+@numba.njit(**_compiled)
+def _round(values, codes, inverse):  # type: ignore[no-untyped-def]
+    for i in range(codes.size):
+        codes[i] = np.int8(np.rint(values[i] * inverse))
+
+
+@numba.njit(**_compiled)
+def _round_in_place(values, codes, inverse, scale):  # type: ignore[no-untyped-def]
+    """Encode values, and leave in their place what they are decoded to."""
+    for i in range(codes.size):
+        # + 0 makes 0 of -0, which no code stands for.
+        level = np.rint(values[i] * inverse) + _ZERO
+        codes[i] = np.int8(level)
+        values[i] = level * scale
+
+
+@numba.njit(**_compiled)
+def _spread(codes, out, scale):  # type: ignore[no-untyped-def]
+    for i in range(out.size):
+        out[i] = np.float32(codes[i]) * scale
+
+
+@numba.njit(**_compiled)
+def _set_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
+    for i in range(into.size):
+        into[i] = weight * (np.float32(codes[i]) * scale)
+
+
+@numba.njit(**_compiled)
+def _add_codes(codes, scale, weight, into):  # type: ignore[no-untyped-def]
+    for i in range(into.size):
+        into[i] += weight * (np.float32(codes[i]) * scale)
+
+
+@numba.njit(**_compiled)
+def _set_own(values, inverse, scale, weight, into):  # type: ignore[no-untyped-def]
+    for i in range(into.size):
+        into[i] = weight * (np.rint(values[i] * inverse) * scale)
+
+
+@numba.njit(**_compiled)
+def _add_own(values, inverse, scale, weight, into):  # type: ignore[no-untyped-def]
+    for i in range(into.size):
+        into[i] += weight * (np.rint(values[i] * inverse) * scale)
+
+
+# What is done to a part: one block after the other, each while it lies in the first-level cache.
 
 
 @numba.njit(numba.boolean(_F32, _U8, numba.int64), **_compiled)
 def _encode(values, payload, block):  # type: ignore[no-untyped-def]
     if not _fits(payload, values.size, block):
         return False
-    split = -(-values.size // block) * SCALE_BYTES
-    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
-    values_bits, scales_bits = values.view(np.int32), scales.view(np.int32)
-    some = max(_PASS_VALUES // block, 1) * block
-    inverses = np.empty(some // block, np.float32)
-    for start in range(0, values.size, some):
-        stop = min(start + some, values.size)
-        first, last = start // block, -(-stop // block)
-        if not _quantise_some(
-            values[start:stop],
-            values_bits[start:stop],
-            scales[first:last],
-            scales_bits[first:last],
-            inverses,
-            codes[start:stop],
-            block,
-        ):
-            return False
-    return True
-
-
-@numba.njit(numba.void(_F32, _I8, _F32, numba.int64), **_compiled)
-def _dequantise_some(scales, codes, out, block):  # type: ignore[no-untyped-def]
+    split = _blocks(values.size, block) * SCALE_BYTES
+    scales = payload[:split].view(np.float32)
+    from_values, from_codes = values.ctypes.data, payload.ctypes.data + split
     for b in range(scales.size):
-        scale = scales[b]
-        row_codes = codes[b * block : (b + 1) * block]
-        row = out[b * block : (b + 1) * block]
-        for i in range(row.size):
-            row[i] = np.float32(row_codes[i]) * scale
+        start = b * block
+        count = min(block, values.size - start)
+        top = _absmax_bits(_bits(from_values, start, count))
+        if top >= _EXPONENT:
+            return False
+        scales[b], inverse = _scale_and_inverse(top)
+        _round(_floats(from_values, start, count), _codes(from_codes, start, count), inverse)
+    return True
 
 
 @numba.njit(numba.void(_U8, _F32, numba.int64), **_compiled)
 def _dequantise(payload, out, block):  # type: ignore[no-untyped-def]
-    split = -(-out.size // block) * SCALE_BYTES
-    _dequantise_some(payload[:split].view(np.float32), payload[split:].view(np.int8), out, block)
+    split = _blocks(out.size, block) * SCALE_BYTES
+    scales = payload[:split].view(np.float32)
+    from_out, from_codes = out.ctypes.data, payload.ctypes.data + split
+    for b in range(scales.size):
+        start = b * block
+        count = min(block, out.size - start)
+        _spread(_codes(from_codes, start, count), _floats(from_out, start, count), scales[b])
 
 
 @numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
 def _sound(payload, count, block):  # type: ignore[no-untyped-def]
     if not _fits(payload, count, block):
         return False
-    split = -(-count // block) * SCALE_BYTES
+    split = _blocks(count, block) * SCALE_BYTES
     scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
     bad = 0
     for b in range(scales.size):
@@ -202,36 +213,15 @@ def _decode(payload, out, block):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(numba.void(_F32, _I8, numba.float32, _F32, numba.int64), **_compiled)
-def _accumulate_some(scales, codes, weight, into, block):  # type: ignore[no-untyped-def]
-    ahead = codes.ctypes.data + _AHEAD_BYTES
-    for b in range(scales.size):
-        _prefetch(ahead + b * block, block)
-        scale = scales[b]
-        row_codes = codes[b * block : (b + 1) * block]
-        row = into[b * block : (b + 1) * block]
-        for i in range(row.size):
-            row[i] += weight * (np.float32(row_codes[i]) * scale)
-
-
 @numba.njit(numba.void(_U8, numba.float32, _F32, numba.int64), **_compiled)
 def _accumulate(payload, weight, into, block):  # type: ignore[no-untyped-def]
-    split = -(-into.size // block) * SCALE_BYTES
-    _accumulate_some(payload[:split].view(np.float32), payload[split:].view(np.int8), weight, into, block)
-
-
-@numba.njit(numba.boolean(_F32, _I32, _F32, _I32, _F32, numba.float32, _F32, numba.int64), **_compiled)
-def _accumulate_own(values, values_bits, scales, scales_bits, inverses, weight, into, block):  # type: ignore[no-untyped-def]
-    """Add the weighted values as they would be decoded from their encoding; False if one is not finite."""
-    if not _measure(values_bits, scales, scales_bits, inverses, block):
-        return False
+    split = _blocks(into.size, block) * SCALE_BYTES
+    scales = payload[:split].view(np.float32)
+    from_into, from_codes = into.ctypes.data, payload.ctypes.data + split
     for b in range(scales.size):
-        scale, inverse = scales[b], inverses[b]
-        of_block = values[b * block : (b + 1) * block]
-        row = into[b * block : (b + 1) * block]
-        for i in range(row.size):
-            row[i] += weight * (np.rint(of_block[i] * inverse) * scale)
-    return True
+        start = b * block
+        count = min(block, into.size - start)
+        _add_codes(_codes(from_codes, start, count), scales[b], weight, _floats(from_into, start, count))
 
 
 @numba.njit(numba.boolean(_I64, _F64, _F32, _U8, _F32, numba.int64), **_compiled)
@@ -244,48 +234,43 @@ def _reduce(addresses, weights, own, payload, out, block):  # type: ignore[no-un
             return False
         if shares[m] != _ZERO and addresses[m] == OWN_ADDRESS and own.size != out.size:
             return False
-    # A group of blocks at a time, whose sum stays in a cache from the first payload to the decoded mean.
-    split = -(-out.size // block) * SCALE_BYTES
-    scales, codes = payload[:split].view(np.float32), payload[split:].view(np.int8)
-    scales_bits, out_bits, own_bits = scales.view(np.int32), out.view(np.int32), own.view(np.int32)
-    group = max(_GROUP_VALUES // block, 1) * block
-    inverses = np.empty(group // block, np.float32)
-    for start in range(0, out.size, group):
-        stop = min(start + group, out.size)
-        first, last = start // block, -(-stop // block)
-        total = out[start:stop]
-        total[:] = _ZERO
+    split = _blocks(out.size, block) * SCALE_BYTES
+    scales = payload[:split].view(np.float32)
+    from_own, from_out, from_codes = own.ctypes.data, out.ctypes.data, payload.ctypes.data + split
+    for b in range(scales.size):
+        start = b * block
+        count = min(block, out.size - start)
+        total = _floats(from_out, start, count)
+        begun = False
         for m in range(shares.size):
             if shares[m] == _ZERO:
                 continue
+            # The first is written, not added to zeros: what differs is the sign of zeros, which no code has.
             if addresses[m] == OWN_ADDRESS:
-                if not _accumulate_own(
-                    own[start:stop],
-                    own_bits[start:stop],
-                    scales[first:last],
-                    scales_bits[first:last],
-                    inverses,
-                    shares[m],
-                    total,
-                    block,
-                ):
+                top = _absmax_bits(_bits(from_own, start, count))
+                if top >= _EXPONENT:
                     return False
-                continue
-            row = numba.carray(_pointer(addresses[m]), (payload.size,))
-            of_blocks = row[first * SCALE_BYTES : last * SCALE_BYTES].view(np.float32)
-            of_values = row[split + start : split + stop].view(np.int8)
-            _accumulate_some(of_blocks, of_values, shares[m], total, block)
-        if not _quantise_some(
-            total,
-            out_bits[start:stop],
-            scales[first:last],
-            scales_bits[first:last],
-            inverses,
-            codes[start:stop],
-            block,
-        ):
+                scale, inverse = _scale_and_inverse(top)
+                values = _floats(from_own, start, count)
+                if begun:
+                    _add_own(values, inverse, scale, shares[m], total)
+                else:
+                    _set_own(values, inverse, scale, shares[m], total)
+            else:
+                codes = _codes(addresses[m] + split, start, count)
+                scale = _floats(addresses[m], b, 1)[0]
+                if begun:
+                    _add_codes(codes, scale, shares[m], total)
+                else:
+                    _set_codes(codes, scale, shares[m], total)
+            begun = True
+        if not begun:
+            total[:] = _ZERO
+        top = _absmax_bits(_bits(from_out, start, count))
+        if top >= _EXPONENT:
             return False
-        _dequantise_some(scales[first:last], codes[start:stop], total, block)
+        scales[b], inverse = _scale_and_inverse(top)
+        _round_in_place(total, _codes(from_codes, start, count), inverse, scales[b])
     return True
 
 
