@@ -115,7 +115,8 @@ class DialBack:
         try:
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
             where = targets(seen, ask.addresses)
-            hosts = dict.fromkeys(host for host, _ in where) if ask.direct else ()
+            # Only where it comes from: neighbours that it names have asked for nothing, and are told nothing.
+            hosts = seen[:MAX_TARGETS] if where and ask.direct else []
             answer, other = await asyncio.gather(
                 _try_all(seen, where, greeted),
                 _try_all(seen, [(host, ask.direct) for host in hosts], answered),

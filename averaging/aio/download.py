@@ -207,7 +207,7 @@ class Download:
         self._schedule()
 
     def _send(self, peer: str, message: TransferMessage) -> None:
-        self._mesh.post(peer, TRANSFER_FRAME + encode(message))
+        self._mesh.post(peer, TRANSFER_FRAME + encode(message), once=True)
         if isinstance(message, AskDigests | AskChunks):
             self._due[peer] += len(message.chunks) if isinstance(message, AskChunks) else 1
             if peer not in self._entered:

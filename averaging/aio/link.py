@@ -11,11 +11,16 @@ from equipoise.averaging.ports import Channel
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 """After a direct channel could not be opened, until it is tried again: twice as long each time, up to a maximum."""
 
-SETTLED_SECONDS = 2.0
-"""What was written so long ago has arrived, or the channel would have been found broken."""
+SETTLED_SECONDS = 4.0
+"""What was written so long ago has arrived, or the channel would have been found broken: more than what direct channels
+need for that (`dht.direct.sockets.USER_TIMEOUT_MS`, checked by a test)."""
 
-MAX_REMEMBERED = 64
-"""Frames written to a channel last that are remembered; a round's members say fewer to each other in two seconds."""
+MAX_REMEMBERED = 128
+"""Frames written to a channel last that are remembered; a round's members say fewer to each other in that time."""
+
+
+class Once(bytes):
+    """The header of a control frame that must not come twice; a type of its own, so that it can be told from others."""
 
 
 class Link:
@@ -30,6 +35,7 @@ class Link:
         patience: Until when frames wait for that, in the loop's time.
         arrived: Set while a channel is open.
         news: Set when a direct channel is open, or will not be for now.
+        under_way: What is being written, and where to: a control frame, or None for bulk.
     """
 
     def __init__(self) -> None:
@@ -41,6 +47,7 @@ class Link:
         self.patience = 0.0
         self.arrived = asyncio.Event()
         self.news = asyncio.Event()
+        self.under_way: tuple[Channel, bytes | None] | None = None
         self._retry_in = 0.0
         self._retry_at = 0.0
         self._laden: set[Channel] = set()
@@ -95,28 +102,45 @@ class Link:
         if not self.channels:
             self.arrived.clear()
 
-    def wrote(self, channel: Channel, now: float, control: bytes | None) -> None:
+    def begin(self, channel: Channel, control: bytes | None) -> None:
         """A frame is being written to a channel: a control frame, or bulk."""
+        self.under_way = channel, control
+        if control is None:
+            self._laden.add(channel)
+
+    def wrote(self, channel: Channel, control: bytes | None, now: float) -> None:
+        """It has been written."""
+        self.under_way = None
+        if channel not in self.channels:
+            return
+        if isinstance(control, Once):
+            self._laden.add(channel)
+            control = None
         written = self._written.setdefault(channel, deque(maxlen=MAX_REMEMBERED))
         while written and written[0][0] < now - SETTLED_SECONDS:
             written.popleft()
         written.append((now, control))
-        if control is None:
-            self._laden.add(channel)
 
     def unsettled(self, channel: Channel, now: float) -> tuple[list[bytes], bool]:
-        """What may be lost with a channel that breaks: the control frames that were written last; and whether more may.
+        """What may be lost with a channel that breaks: control frames to be sent again, and whether more may be.
 
-        More may if more was written than is remembered, or bulk, or if the channel is the one in use.
+        More may if more was written than is remembered, or what cannot be sent again, or if the channel is the one in
+        use. What was being written has not arrived.
         """
         written = self._written.get(channel, deque())
         recent = [control for at, control in written if at >= now - SETTLED_SECONDS]
+        again = [control for control in recent if control is not None]
+        more = len(again) < len(recent) or len(recent) == MAX_REMEMBERED
+        if self.under_way is not None and self.under_way[0] is channel:
+            control, self.under_way = self.under_way[1], None
+            again += [] if control is None else [control]
+            more = more or control is None
         if len(self.channels) > 1:
-            more = channel is self.channels[-1] or None in recent
+            more = more or channel is self.channels[-1]
         else:
             # What takes its place is not open yet, so nothing but words may be missing: links hold bulk for long.
-            more = now >= self.patience or self.dialling is None or channel in self._laden
-        return [control for control in recent if control is not None], more or len(recent) == MAX_REMEMBERED
+            more = more or now >= self.patience or self.dialling is None or channel in self._laden
+        return again, more
 
     def idle(self, now: float, seconds: float) -> list[Channel]:
         """The channels on which no byte has moved for so long, as far as these calls could see."""

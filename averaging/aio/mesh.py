@@ -1,8 +1,10 @@
 """Channels to peers, shared by all runs and rounds of a daemon: opened when needed, kept, written by one task each.
 
 Frames to a peer leave in order, control before bulk, so that a heartbeat never waits behind more than one part. A
-frame that was posted is delivered, or the peer is reported lost. There may be more than one channel to a peer, as both
-may dial at once; the newest is written to, for an older one may be all that is left of a process that died.
+frame that was posted is delivered, or the peer is reported lost. Where a channel breaks, the control frames that may
+have been lost with it are sent again, in order, and so may come twice, unless they were posted as `once`. There may be
+more than one channel to a peer, as both may dial at once; the newest is written to, for an older one may be all that is
+left of a process that died.
 
 There are two kinds. Channels of the transport (libp2p streams) reach any peer. Direct ones are many times as fast and
 outlive libp2p's process, and only peers that were admitted open them, as members of a group or to hand a state over: a
@@ -22,7 +24,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Protocol
 
 from equipoise.averaging.aio.buffers import BufferPool
-from equipoise.averaging.aio.link import Link
+from equipoise.averaging.aio.link import Link, Once
 from equipoise.averaging.aio.meter import Meter
 from equipoise.averaging.aio.sendqueue import Bulk
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
@@ -51,6 +53,9 @@ other end answers with the same, after all that it had sent before, and closes."
 
 DIRECT_SECONDS = 1.0
 """How long frames wait for a direct channel that is being opened: half of what makes a silent member look dead."""
+
+MAX_REASON_CHARACTERS = 200
+"""Of why a frame was refused: that may quote the frame."""
 
 log = logging.getLogger(__name__)
 
@@ -171,13 +176,19 @@ class Mesh:
             if link := self._links.get(peer):
                 link.queue.drop_bulk(flow)
 
-    def post(self, peer: str, header: bytes) -> None:
-        """Send a control frame, as soon as it can be."""
+    def post(self, peer: str, header: bytes, once: bool = False) -> None:
+        """Send a control frame, as soon as it can be.
+
+        Args:
+            peer: Whom to.
+            header: All of it.
+            once: Whether it must not come twice: then the peer is reported lost where others would be sent again.
+        """
         link = self._link(peer)
         if len(link.queue.control) >= MAX_QUEUED_CONTROL:
             self._drop(peer, f"{MAX_QUEUED_CONTROL} control frames wait for it: it does not read")
             return
-        link.queue.control.append(header)
+        link.queue.control.append(Once(header) if once else header)
         self._write_soon(peer, link)
 
     def post_bulk(self, peer: str, flow: bytes, make: Bulk, late: bool = False) -> None:
@@ -330,18 +341,29 @@ class Mesh:
             return
         control = link.queue.control
         header = control.popleft() if control else None
+        frame = link.queue.next_bulk() if header is None else (header,)
+        if frame is None:
+            return
+        link.begin(channel, header)
+        if header is None:
+            self.meter.start()
         try:
-            if header is not None:
-                link.wrote(channel, self._loop.time(), header)
-                await channel.send(header)
-            elif frame := link.queue.next_bulk():
-                link.wrote(channel, self._loop.time(), None)
-                self.meter.start()
-                await channel.send(*frame)
+            await channel.send(*frame)
+            link.wrote(channel, header, self._loop.time())
         except ConnectionError as error:
-            if header is not None:
-                control.appendleft(header)  # Another channel may take it.
             self._broke(channel, str(error))
+            if (
+                link.under_way is not None
+            ):  # Then the channel was closed as idle, and so did not count any more.
+                self._missed(peer, link, header, str(error))
+
+    def _missed(self, peer: str, link: Link, control: bytes | None, reason: str) -> None:
+        link.under_way = None
+        if control is not None:
+            link.queue.control.appendleft(control)
+        else:
+            link.queue.drop_bulk()
+            self._report(peer, reason)
 
     async def _reach(self, peer: str, link: Link) -> Channel | None:
         """The channel to write to while no direct one is open; None to look again."""
@@ -399,8 +421,9 @@ class Mesh:
         except FrameRefused as error:
             link = self._links.get(peer)
             if link is not None and channel in link.channels:
-                log.info("dropped %s: %s", peer, error)
-                self._drop(peer, str(error))
+                reason = str(error)[:MAX_REASON_CHARACTERS]
+                log.info("dropped %s: %s", peer, reason)
+                self._drop(peer, reason)
         finally:
             self._broke(channel, "reading from it failed here")
             channel.close()
@@ -418,19 +441,22 @@ class Mesh:
             return
         link.remove(channel)
         channel.close()
-        link.queue.control.extendleft(reversed(again))  # Twice does no harm.
+        link.queue.control.extendleft(reversed(again))
         if more:
             link.queue.drop_bulk()  # Its rounds send what they must again when they hear of the peer.
             self._report(peer, reason)
         elif alone:
-            self._loop.call_at(link.patience, self._give_up, peer, link, reason)
+            self._loop.call_at(link.patience, self._give_up, peer, link, link.patience, reason)
             self._tell_soon(functools.partial(self._receiver.interrupted, peer, reason))
         if again:
             log.debug("channel with %s: %s; %d frames are sent again", peer, reason, len(again))
             self._write_soon(peer, link)
 
-    def _give_up(self, peer: str, link: Link, reason: str) -> None:
-        if self._links.get(peer) is link and not link.channels:
+    def _give_up(self, peer: str, link: Link, patience: float, reason: str) -> None:
+        if self._links.get(peer) is not link or link.channels or link.patience != patience:
+            return
+        # A writer is opening a channel, or is about to, and reports the peer if it cannot.
+        if link.writer is None:
             self._drop(peer, reason)
 
     def _drop(self, peer: str, reason: str) -> None:

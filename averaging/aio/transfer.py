@@ -394,7 +394,7 @@ class Transfer:
     def _post(self, peer: str, message: ToDonor | ToNewcomer) -> None:
         if isinstance(message, Answer):
             message = self._proved(message)
-        self._mesh.post(peer, TRANSFER_FRAME + encode(message))
+        self._mesh.post(peer, TRANSFER_FRAME + encode(message), once=True)
 
     def _proved(self, answer: Answer) -> Answer:
         """With all votes for the mean that it offers that are known by now."""

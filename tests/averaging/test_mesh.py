@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from equipoise.averaging.aio import link as links
 from equipoise.averaging.aio import mesh as meshes
 from equipoise.averaging.aio.link import Link
 from equipoise.averaging.aio.mesh import Mesh
@@ -100,6 +101,18 @@ class Pair:
     async def stop(self) -> None:
         for one in self.mesh.values():
             await one.stop()
+
+
+def stall(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let nothing more through a channel; writing to it fails when what is returned is called."""
+    failing = asyncio.Event()
+
+    async def send(header: bytes, body: bytes = b"") -> None:
+        await failing.wait()
+        raise ConnectionError("closed")
+
+    monkeypatch.setattr(channel, "send", send)
+    return failing.set
 
 
 @pytest.fixture
@@ -278,6 +291,84 @@ async def test_a_stream_that_breaks_with_bulk_on_its_way_is_a_loss_at_once(pair:
     pair.streams["a"].channels[0].close()
     assert (await pair.ears["a"].losses.get())[::2] == ("b", False)
     assert not pair.ears["a"].interruptions, "nobody waited for the dial"
+
+
+async def test_what_a_channel_lost_goes_first_in_order_and_once(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.mesh["a"].post("b", b"first")
+    await pair.hear(1)
+    pair.begin()
+    for frame in (b"second", b"third"):
+        pair.mesh["a"].post("b", frame)
+        await pair.hear(1)
+    channel = pair.direct["a"].channels[0]
+    fail = stall(channel, monkeypatch)
+    for frame in (b"being written", b"waiting"):
+        pair.mesh["a"].post("b", frame)
+    await asyncio.sleep(0)
+    channel.close()
+    await pair.ears["a"].losses.get()
+    fail()  # The reader has noticed first.
+    assert await pair.hear(4) == [b"second", b"third", b"being written", b"waiting"]
+    pair.mesh["a"].post("b", b"last")
+    assert await pair.hear(1) == [b"last"]
+
+
+async def test_bulk_that_takes_long_to_write_is_lost_with_its_channel(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "SETTLED_SECONDS", 0.0)
+    pair.mesh["a"].post("b", b"first")
+    await pair.hear(1)
+    channel = pair.streams["a"].channels[0]
+    fail = stall(channel, monkeypatch)
+    pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
+    await asyncio.sleep(0)
+    pair.begin()
+    dialling = pair.mesh["a"]._links["b"].dialling
+    assert dialling is not None
+    await dialling
+    channel.close()
+    assert (await pair.ears["a"].losses.get())[::2] == ("b", True)
+    fail()
+
+
+@pytest.mark.parametrize("beside", [True, False])
+async def test_what_must_not_come_twice_is_a_loss_instead(pair: Pair, beside: bool) -> None:
+    pair.mesh["a"].post("b", b"ask", once=True)
+    await pair.hear(1)
+    pair.begin()
+    if beside:
+        pair.mesh["a"].post("b", b"second")
+        await pair.hear(1)
+    pair.streams["a"].channels[0].close()
+    assert (await pair.ears["a"].losses.get())[::2] == ("b", beside)
+    pair.mesh["a"].post("b", b"third")
+    assert await pair.hear(1) == [b"third"]
+
+
+async def test_a_stream_that_is_being_opened_anew_is_waited_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = await pair.stream_then_dial()
+    await asyncio.sleep(0)  # The dial begins.
+    opening, opened, open_stream = asyncio.Event(), asyncio.Event(), pair.streams["a"].open
+
+    async def open_slowly(peer: str) -> Channel:
+        opening.set()
+        await opened.wait()
+        return await open_stream(peer)
+
+    monkeypatch.setattr(pair.streams["a"], "open", open_slowly)
+    link = pair.mesh["a"]._links["b"]
+    pair.streams["a"].channels[0].close()
+    answer.set_exception(ConnectionError("refused"))
+    await opening.wait()
+    pair.mesh["a"]._give_up("b", link, link.patience, "its time is over")
+    opened.set()
+    assert await pair.hear(2) == [b"first", b"second"]
+    assert pair.ears["a"].losses.empty()
 
 
 async def test_frames_wait_no_longer_once_the_peer_has_dialled(pair: Pair) -> None:

@@ -74,6 +74,29 @@ async def test_a_donor_that_is_killed_in_mid_download_costs_nothing_but_its_chun
     assert memory.image == IMAGE
 
 
+@pytest.mark.parametrize("broken", ["in use", "spare"])
+async def test_a_channel_that_breaks_beside_another_bars_no_donor(cluster: Cluster, broken: str) -> None:
+    """What is asked twice is sent twice, and who sends more than it was asked for is dropped."""
+    image = IMAGE * 16
+    donor, newcomer = await cluster.add("a", "new")
+    await donor.offer(STATE, memoryview(image))
+    memory = Memory()
+    fetching = asyncio.create_task(newcomer.fetch(7, 4 * LIMIT, 20.0, memory.room))
+    mesh = cluster.hubs["new"]._mesh
+    await until(lambda: memory.image and mesh.connected("a"))
+    link = mesh._links["a"]
+    (first,) = link.channels
+    second = await mesh._transport.open("a")
+    mesh._enter(link, second, False)
+    await cluster.net.transports["new"].received(cluster.net.transports["new"].frames + 20)
+    assert not fetching.done()
+    (second if broken == "in use" else first).close()
+    outcome = await fetching
+    assert outcome.ok, outcome.reason
+    assert memory.image == image
+    assert list(outcome.sources) == ["a"]
+
+
 async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(cluster: Cluster) -> None:
     liar, honest, other, newcomer = await cluster.add("a", "b", "c", "new")
     for donor in (liar, honest, other):

@@ -126,7 +126,7 @@ class MemoryTransport:
         self.handler: Callable[[Channel], Awaitable[None]] | None = None
         self.channels: list[MemoryChannel] = []
         self.tasks: set[asyncio.Task] = set()
-        self._frames = 0
+        self.frames = 0
         self._awaited: list[tuple[int, asyncio.Event]] = []
 
     @property
@@ -158,9 +158,9 @@ class MemoryTransport:
         await event.wait()
 
     def count_frame(self) -> None:
-        self._frames += 1
+        self.frames += 1
         for frames, event in self._awaited:
-            if self._frames >= frames:
+            if self.frames >= frames:
                 event.set()
 
     def serve(self, handler: Callable[[Channel], Awaitable[None]] | None) -> None:
