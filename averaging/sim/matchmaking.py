@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +38,9 @@ SPEC = hashlib.sha256(b"simulated").hexdigest()
 RECORD_SECONDS = 60.0
 """Records of dead peers are seen this long."""
 
+REMEMBERED_SECONDS = 4.0
+"""What was said so long ago is not said again when a channel breaks: `aio.link.SETTLED_SECONDS`."""
+
 MAX_STEPS = 2_000_000
 """More events than any sound scenario takes: machines that talk in circles are found by it."""
 
@@ -57,12 +61,19 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """Ranges, in seconds, that the world draws from, and the chance that a message breaks its channel."""
+    """How the world behaves apart from faults.
+
+    Attributes:
+        latency: Seconds, the least and the most; so `directory` and `exchange`.
+        loss: Chance that a message breaks its channel.
+        repeats: Chance that what was said last comes again with a message, as when one of two channels breaks.
+    """
 
     latency: tuple[float, float] = (0.001, 0.002)
     directory: tuple[float, float] = (0.02, 0.05)
     exchange: tuple[float, float] = (0.05, 0.1)
     loss: float = 0.0
+    repeats: float = 0.0
 
 
 @dataclass
@@ -96,6 +107,7 @@ class World:
         self._records: dict[str, list[tuple[float, Record]]] = {}
         self._channels: set[frozenset[str]] = set()
         self._arrivals: dict[tuple[str, str], float] = {}
+        self._said: dict[tuple[str, str], deque[tuple[float, bytes]]] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         for name in names:
@@ -228,7 +240,14 @@ class World:
         # A channel keeps its order, whatever the latency.
         arrival = max(self.now + latency, self._arrivals.get((sender, receiver), 0.0))
         self._arrivals[sender, receiver] = arrival
-        self._later(arrival - self.now, lambda: self._deliver(sender, receiver, channel, data))
+        said = self._said.setdefault((sender, receiver), deque())
+        said.append((self.now, data))
+        while said[0][0] < self.now - REMEMBERED_SECONDS:
+            said.popleft()
+        repeats = self.weather.repeats > 0 and self.random.random() < self.weather.repeats
+        repeated = [one for _, one in said] if repeats else [data]
+        for one in repeated:
+            self._later(arrival - self.now, partial(self._deliver, sender, receiver, channel, one))
 
     def _deliver(self, sender: str, receiver: str, channel: frozenset[str], data: bytes) -> None:
         if channel in self._channels:

@@ -1,7 +1,8 @@
 """Links of a simulated network: when what is sent arrives, and what is lost.
 
 A frame that was sent arrives once and in order, or both ends are told that frames were lost: what the drivers' mesh
-promises. Control frames overtake bulk. Scenarios may weaken the order and the once.
+promises, but for control frames that come again when one of two channels breaks. Control frames overtake bulk.
+Scenarios may weaken the order and the once.
 """
 
 from __future__ import annotations

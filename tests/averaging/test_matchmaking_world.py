@@ -479,6 +479,7 @@ def test_no_storm_puts_a_peer_into_two_rounds_and_after_it_all_take_part(
         latency=draw.choice([(0.0005, 0.002), (0.02, 0.2), (0.001, 0.5)]),
         directory=draw.choice([(0.01, 0.05), (0.5, 3.0)]),
         loss=draw.choice([0.0, 0.02, 0.1]),
+        repeats=draw.choice([0.0, 0.002, 0.01]),
     )
     world = World([], group_size, seed=seed, weather=weather)
     for name in names(count):
