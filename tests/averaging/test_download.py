@@ -24,7 +24,8 @@ class Wire:
         self.admitted[peer] += 1
         return True
 
-    def post(self, peer: str, header: bytes) -> None:
+    def post(self, peer: str, header: bytes, once: bool) -> None:
+        assert once
         assert header[:1] == TRANSFER_FRAME
         self.asked[peer] += isinstance(decode(header[1:]), Ask)
 

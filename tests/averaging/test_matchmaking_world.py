@@ -489,13 +489,12 @@ def test_no_storm_puts_a_peer_into_two_rounds_and_after_it_all_take_part(
     for _ in range(draw.randint(0, 12)):
         world.run(draw.uniform(0, 3))
         storm(world, names(count), draw)
-    world.weather = Weather(latency=weather.latency, directory=weather.directory)
+    world.weather = Weather(weather.latency, weather.directory)
     for name, peer in world.peers.items():
         peer.blind_to = set()
         if peer.stalled:
             world.resume(name)
         world.ready(name, after=1.0)
-    living = [name for name, peer in world.peers.items() if peer.alive]
-    calm_at = world.now
+    living, calm_at = [name for name, peer in world.peers.items() if peer.alive], world.now
     assert world.run(RECOVERY_SECONDS, until=lambda: everyone_formed(world, living, calm_at + 10.0))
     check_safety(world, group_size)
