@@ -38,8 +38,8 @@ SPEC = hashlib.sha256(b"simulated").hexdigest()
 RECORD_SECONDS = 60.0
 """Records of dead peers are seen this long."""
 
-REMEMBERED_SECONDS = 4.0
-"""What was said so long ago is not said again when a channel breaks: `aio.link.SETTLED_SECONDS`."""
+MAX_REPEATED = 16
+"""Messages that come again at once. Channels break seldom: if each message brought more back, talk would not end."""
 
 MAX_STEPS = 2_000_000
 """More events than any sound scenario takes: machines that talk in circles are found by it."""
@@ -107,7 +107,7 @@ class World:
         self._records: dict[str, list[tuple[float, Record]]] = {}
         self._channels: set[frozenset[str]] = set()
         self._arrivals: dict[tuple[str, str], float] = {}
-        self._said: dict[tuple[str, str], deque[tuple[float, bytes]]] = {}
+        self._said: dict[tuple[str, str], deque[bytes]] = {}
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         for name in names:
@@ -240,12 +240,10 @@ class World:
         # A channel keeps its order, whatever the latency.
         arrival = max(self.now + latency, self._arrivals.get((sender, receiver), 0.0))
         self._arrivals[sender, receiver] = arrival
-        said = self._said.setdefault((sender, receiver), deque())
-        said.append((self.now, data))
-        while said[0][0] < self.now - REMEMBERED_SECONDS:
-            said.popleft()
+        said = self._said.setdefault((sender, receiver), deque(maxlen=MAX_REPEATED))
+        said.append(data)
         repeats = self.weather.repeats > 0 and self.random.random() < self.weather.repeats
-        repeated = [one for _, one in said] if repeats else [data]
+        repeated = list(said) if repeats else [data]
         for one in repeated:
             self._later(arrival - self.now, partial(self._deliver, sender, receiver, channel, one))
 
