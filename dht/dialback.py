@@ -51,7 +51,7 @@ class Ask(messages.Versioned, frozen=True, kw_only=True):
 
     Attributes:
         addresses: Where I listen, in the form that `--join` takes.
-        direct: TCP port of my direct listener, to be tried at the same hosts; 0: none.
+        direct: TCP port of my direct listener, to be tried at the hosts where I am seen; 0: none.
     """
 
     addresses: messages.Addresses

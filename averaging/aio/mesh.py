@@ -352,12 +352,11 @@ class Mesh:
             link.wrote(channel, header, self._loop.time())
         except ConnectionError as error:
             self._broke(channel, str(error))
-            if (
-                link.under_way is not None
-            ):  # Then the channel was closed as idle, and so did not count any more.
+            if link.under_way is not None:
                 self._missed(peer, link, header, str(error))
 
     def _missed(self, peer: str, link: Link, control: bytes | None, reason: str) -> None:
+        """What was being written did not arrive, on a channel that counted no more: it was closed as idle meanwhile."""
         link.under_way = None
         if control is not None:
             link.queue.control.appendleft(control)

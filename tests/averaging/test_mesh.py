@@ -52,6 +52,7 @@ class Direct(MemoryTransport):
         self.met: list[str] = []
         self.credential = b"credential of " + peer.encode()
         self.opened = 0
+        self.dials = asyncio.Event()
 
     def admit(self, peer: str, credential: bytes) -> None:
         if credential != b"credential of " + peer.encode():
@@ -66,6 +67,7 @@ class Direct(MemoryTransport):
 
     async def open(self, peer: str) -> Channel:
         self.opened += 1
+        self.dials.set()
         waiting = self.obstacle()
         if waiting is not None:
             await waiting  # type: ignore[misc]
@@ -103,16 +105,17 @@ class Pair:
             await one.stop()
 
 
-def stall(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let nothing more through a channel; writing to it fails when what is returned is called."""
-    failing = asyncio.Event()
+def stall(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Let nothing more through a channel; returns what is set when writing to it begins, and what makes that fail."""
+    begun, failing = asyncio.Event(), asyncio.Event()
 
     async def send(header: bytes, body: bytes = b"") -> None:
+        begun.set()
         await failing.wait()
         raise ConnectionError("closed")
 
     monkeypatch.setattr(channel, "send", send)
-    return failing.set
+    return begun, failing
 
 
 @pytest.fixture
@@ -303,13 +306,13 @@ async def test_what_a_channel_lost_goes_first_in_order_and_once(
         pair.mesh["a"].post("b", frame)
         await pair.hear(1)
     channel = pair.direct["a"].channels[0]
-    fail = stall(channel, monkeypatch)
+    begun, failing = stall(channel, monkeypatch)
     for frame in (b"being written", b"waiting"):
         pair.mesh["a"].post("b", frame)
-    await asyncio.sleep(0)
+    await begun.wait()
     channel.close()
     await pair.ears["a"].losses.get()
-    fail()  # The reader has noticed first.
+    failing.set()  # The reader has noticed first.
     assert await pair.hear(4) == [b"second", b"third", b"being written", b"waiting"]
     pair.mesh["a"].post("b", b"last")
     assert await pair.hear(1) == [b"last"]
@@ -322,16 +325,16 @@ async def test_bulk_that_takes_long_to_write_is_lost_with_its_channel(
     pair.mesh["a"].post("b", b"first")
     await pair.hear(1)
     channel = pair.streams["a"].channels[0]
-    fail = stall(channel, monkeypatch)
+    begun, failing = stall(channel, monkeypatch)
     pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
-    await asyncio.sleep(0)
+    await begun.wait()
     pair.begin()
     dialling = pair.mesh["a"]._links["b"].dialling
     assert dialling is not None
     await dialling
     channel.close()
     assert (await pair.ears["a"].losses.get())[::2] == ("b", True)
-    fail()
+    failing.set()
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -352,7 +355,7 @@ async def test_a_stream_that_is_being_opened_anew_is_waited_for(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer = await pair.stream_then_dial()
-    await asyncio.sleep(0)  # The dial begins.
+    await pair.direct["a"].dials.wait()
     opening, opened, open_stream = asyncio.Event(), asyncio.Event(), pair.streams["a"].open
 
     async def open_slowly(peer: str) -> Channel:
