@@ -337,6 +337,27 @@ async def test_bulk_that_takes_long_to_write_is_lost_with_its_channel(
     failing.set()
 
 
+@pytest.mark.parametrize("bulk", [False, True])
+async def test_what_is_being_written_when_the_other_end_parts_is_not_lost_silently(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, bulk: bool
+) -> None:
+    pair.mesh["a"].post("b", b"first")
+    await pair.hear(1)
+    channel = pair.streams["a"].channels[0]
+    begun, failing = stall(channel, monkeypatch)
+    if bulk:
+        pair.mesh["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
+    else:
+        pair.mesh["a"].post("b", b"second")
+    await begun.wait()
+    pair.mesh["a"]._links["b"].remove(channel)  # As after a farewell.
+    failing.set()
+    if bulk:
+        assert (await pair.ears["a"].losses.get())[0] == "b"
+    else:
+        assert await pair.hear(1) == [b"second"]
+
+
 @pytest.mark.parametrize("beside", [True, False])
 async def test_what_must_not_come_twice_is_a_loss_instead(pair: Pair, beside: bool) -> None:
     pair.mesh["a"].post("b", b"ask", once=True)
