@@ -29,7 +29,7 @@ def pieces(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]
     """All values in order, `CHUNK` at a time, each with where it begins in the flat vector."""
     start = 0
     for tensor in tensors:
-        for piece in tensor.split(CHUNK):
+        for piece in torch.split(tensor, CHUNK):
             yield start, piece
             start += piece.numel()
 

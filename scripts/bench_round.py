@@ -274,7 +274,7 @@ def count(text: str) -> int:
     """A number of values: `1000000`, `1M`, `200k`, `2**24`."""
     base, power, exponent = text.partition("**")
     if power:
-        return int(base) ** int(exponent)
+        return int(int(base) ** int(exponent))
     units = {"k": 10**3, "M": 10**6}
     return int(float(text[:-1]) * units[text[-1]]) if text[-1:] in units else int(text)
 

@@ -32,7 +32,8 @@ class Attention(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, H, T, D)
         q, k = rotated(norm(q), rotation), rotated(norm(k), rotation)
         y = scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        projected: torch.Tensor = self.out(y.transpose(1, 2).reshape(B, T, C))
+        return projected
 
 
 class Block(nn.Module):
@@ -47,7 +48,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """Of x, f32 (B, T, C), to (B, T, C)."""
         x = x + self.attention(norm(x), rotation)
-        return x + self.down(relu(self.up(norm(x))).square())
+        added: torch.Tensor = self.down(relu(self.up(norm(x))).square())
+        return x + added
 
 
 class TextModel(nn.Module):

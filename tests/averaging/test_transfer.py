@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from equipoise.averaging.allreduce.messages import MAX_BALLOT, Commit, Decision
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.transfer import messages, poll
+from equipoise.averaging.transfer import answers, messages, poll
 from equipoise.averaging.transfer.events import (
     Allocate,
     AnswerReceived,
@@ -244,7 +244,7 @@ def test_the_only_one_is_believed_once_the_others_were_given_time() -> None:
     assert alone.allocated
     first = Newcomer("a", "b")
     first.hear("a", answer(5, offer_of(5)))
-    first.wait(poll.LONE_SECONDS - 0.01)
+    first.wait(answers.LONE_SECONDS - 0.01)
     assert not first.allocated
     first.wait(0.02)
     assert first.allocated

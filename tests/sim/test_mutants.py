@@ -30,7 +30,7 @@ def inherits_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_inherited_never_binds(patch: pytest.MonkeyPatch) -> None:
     """Nobody need fetch from the late what a majority may hold."""
-    plain = agreement.inherited
+    plain = ballot.inherited
     patch.setattr(agreement, "inherited", lambda *args: plain(*args)._replace(binding=False))
     patch.setattr(Attendance, "late", property(lambda self: -1, lambda self, late: None), raising=False)
 

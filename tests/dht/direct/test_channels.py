@@ -9,7 +9,8 @@ import pytest
 
 from equipoise.averaging import ports
 from equipoise.dht import records
-from equipoise.dht.direct import aead, channel, credential, streams, transport
+from equipoise.dht.address import ListenAddress
+from equipoise.dht.direct import aead, channel, credential, streams
 from fakes.direct import introduce
 
 LAYERS = ("plain", "tls", "aead")
@@ -192,7 +193,7 @@ async def test_channels_per_peer_are_bounded(peers) -> None:
 
 async def test_unencrypted_channels_stay_on_loopback(peers) -> None:
     with pytest.raises(ValueError, match="loopback"):
-        peers.make("open", "plain", (transport.ListenAddress("/ip4/0.0.0.0/tcp/0", "0.0.0.0", 0),))
+        peers.make("open", "plain", (ListenAddress("/ip4/0.0.0.0/tcp/0", "0.0.0.0", 0),))
     plain, secure = peers.make("plain", "plain"), peers.make("secure")
     introduce(plain, secure)
     with pytest.raises(ConnectionError):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from equipoise.peer.training import ImageError, SwarmOptimizer
@@ -61,8 +62,8 @@ def trained(make: Make, steps: int, model: nn.Module | None = None) -> SwarmOpti
 @pytest.mark.parametrize("steps", [0, 3])
 def test_what_was_saved_is_loaded_into_one_that_has_not_begun(tmp_path: Path, make: Make, steps: int) -> None:
     saved, fresh = trained(make, steps), trained(make, 0)
-    dcp.save({"swarm": SwarmState(saved)}, checkpoint_id=tmp_path)
-    dcp.load({"swarm": SwarmState(fresh)}, checkpoint_id=tmp_path)
+    save({"swarm": SwarmState(saved)}, checkpoint_id=tmp_path)
+    load({"swarm": SwarmState(fresh)}, checkpoint_id=tmp_path)
     assert fresh.id == saved.id
     assert fresh.epoch == steps
     assert torch.equal(fresh.image(), saved.image())
