@@ -115,6 +115,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         streams: Number of open streams.
         reach: How others reach this peer; None for a swarm that cannot tell.
         direct: Direct channels; None for a swarm that has none.
+        warnings: What a person should put right, one line each with its next step: a clock that is off, say.
     """
 
     state: State
@@ -131,3 +132,4 @@ class SwarmStatus(msgspec.Struct, frozen=True):
     streams: int
     direct: DirectStatus | None = None
     reach: ReachStatus | None = None
+    warnings: tuple[str, ...] = ()

@@ -136,6 +136,7 @@ class Daemon:
         assert self._swarm is not None, "not started"
         assert self._home is not None, "not started"
         process = psutil.Process()
+        swarm = self._standing(self._swarm)
         return Status(
             name=self._config.name,
             peer_id=self._swarm.peer,
@@ -146,12 +147,13 @@ class Daemon:
             threads=process.num_threads(),
             files=process.num_fds(),
             clients=self._server.clients,
-            swarm=self._standing(self._swarm),
+            swarm=swarm,
             runs=tuple(session.status() for session in self.service.sessions),
             kernels=Kernels(kernels().name, kernels().reason),
             versions={name: _version(name) for name in PACKAGES},
             settings=self._loaded.settings,
             log=str(self._home.log),
+            warnings=self._loaded.warnings + swarm.warnings,
         )
 
     async def _start(self) -> None:

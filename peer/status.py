@@ -70,6 +70,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         reach: How this daemon reaches it: by a channel or connection that is open, else by its own word.
         why: Why that is so, one line: what is open, what came of trying, its own word.
         differs: Which of its options differ, here and there, one line; empty if none do, or that is not known.
+        name: What people call it, by its own word; empty if it does not say.
     """
 
     run: str
@@ -84,6 +85,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     reach: ReachState
     why: str
     differs: str = ""
+    name: str = ""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +107,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         versions: Versions of what it is made of.
         settings: Its configuration, each value with its origin.
         log: Its log file.
+        warnings: What a person should put right, of its settings and of the swarm; one line each.
     """
 
     name: str
@@ -122,3 +125,4 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     settings: tuple[Setting, ...]
     log: str
+    warnings: tuple[str, ...] = ()
