@@ -8,6 +8,9 @@ import msgspec
 
 from equipoise.averaging.state import StateId, group_state
 
+SHOWN_CHARS = 8
+"""Characters of a PeerID, and of a digest, that tell them apart in a line for people."""
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What one round came to, for this member.
@@ -35,6 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         compression_ratio: fp32 bytes over encoded bytes of the vector.
         states: PeerID -> state that it said it holds, of the members that said one, whether or not ok.
         events: What went wrong on the way (a peer lost, an owner replaced), one line each, oldest first.
+        started: When this member asked for the round, in unix seconds of its own clock.
     """
 
     ok: bool
@@ -50,6 +54,23 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     compression_ratio: float = 1.0
     states: dict[str, StateId] = {}
     events: tuple[str, ...] = ()
+    started: float = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether it is ok."""
+        return self.ok
+
+    def __repr__(self) -> str:
+        """One line for people: PeerIDs and the digest are shortened."""
+        who = ", ".join(f"...{peer[-SHOWN_CHARS:]}: {weight:g}" for peer, weight in self.contributors.items())
+        told = [
+            f"<Outcome {'ok' if self.ok else 'failed'}: run {self.run!r}, round {self.round}: {self.reason}",
+            *([f"contributors {who}"] if who else []),
+            *([f"digest {self.digest[:SHOWN_CHARS]}"] if self.digest else []),
+            *([f"{self.seconds['total']:.3f} s"] if "total" in self.seconds else []),
+            *self.events,
+        ]
+        return "; ".join(told) + ">"
 
     def counted(self, peer: str) -> bool:
         """Whether `peer`'s contribution is in the mean."""

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import torch
 
@@ -43,6 +43,7 @@ from equipoise.peer.tensors import Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
     from equipoise.peer.training.optimizer import SwarmOptimizer
+    from equipoise.peer.training.options import OptionKeywords
     from equipoise.peer.training.recording import Checkpoints
 
 SHORTEST_TIMEOUT = 0.001
@@ -373,7 +374,11 @@ class Run:
         return self._binding.source
 
     def optimizer(
-        self, inner: torch.optim.Optimizer, *, checkpoints: Checkpoints | None = None, **options: Any
+        self,
+        inner: torch.optim.Optimizer,
+        *,
+        checkpoints: Checkpoints | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> SwarmOptimizer:
         """Wrap any torch optimizer over this run's parameters, so that the whole swarm makes its steps together.
 
@@ -383,14 +388,17 @@ class Run:
             **options: Fields of `equipoise.peer.training.Options`; `target_batch_size` is required.
 
         Raises:
+            TypeError: An option is unknown; names it, and the closest known one.
+            ValueError: An option is out of its range.
             CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
             Refused: Its parameters are not the optimizer's.
         """
         # Who only averages need not load it.
-        from equipoise.peer.training.optimizer import Options, SwarmOptimizer
+        from equipoise.peer.training.optimizer import SwarmOptimizer
+        from equipoise.peer.training.options import Options, from_keywords
         from equipoise.peer.training.recording import Keeper
 
-        optimizer = SwarmOptimizer(self, inner, Options(**options))
+        optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
         if checkpoints is not None:
             optimizer.register_step_post_hook(Keeper(optimizer.member, self, checkpoints).after_step)
         self.before_leaving(

@@ -9,7 +9,10 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
 from collections.abc import Sequence
+
+import msgspec
 
 from equipoise.averaging.outcome import Outcome, RunState, check_weight
 from equipoise.averaging.spec import RunSpec, Terms
@@ -129,11 +132,14 @@ class Session:
             raise Refused(
                 f"a round of run {self.name!r} is going on, or it is being left", "wait for its outcome"
             )
+        started = time.time()
         self._round = asyncio.create_task(self._exchange(purpose, check_weight(weight), timeout, state))
         try:
             outcome = await self._within(self._round, timeout)
         finally:
             self._round = None
+        if not outcome.started:  # It ended before an averager was asked, or after it was given up.
+            outcome = msgspec.structs.replace(outcome, started=started)
         self._tell(outcome)
         if purpose == STEP and outcome.counted(self._swarm.peer):
             # Until the client says what is left, the others must not count it towards the next round.

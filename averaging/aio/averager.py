@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -166,7 +167,7 @@ class Averager:
         """
         check_weight(weight)
         self._check(contribution, result)
-        began = self._loop.time()
+        began, started = self._loop.time(), time.time()
         manifest = await self._match(weight, timeout, state)
         matched = self._loop.time() - began
         if isinstance(manifest, Outcome):
@@ -176,7 +177,7 @@ class Averager:
             task = Task(self.spec, manifest, self._codec, contribution, result, left, self._keys)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
-        outcome = msgspec.structs.replace(outcome, seconds=seconds)
+        outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started)
         self.history.append(outcome)
         self._counts[outcome.ok] += 1
         return outcome

@@ -8,7 +8,8 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.training.checkpoint import CheckpointError
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD
-from equipoise.peer.training.optimizer import Options, SwarmOptimizer
+from equipoise.peer.training.optimizer import SwarmOptimizer
+from equipoise.peer.training.options import LocalOptions, Options
 from equipoise.peer.training.recording import Checkpoints
 from equipoise.peer.training.stateful import SwarmState
 from equipoise.peer.training.tensorfile import ImageError
@@ -19,6 +20,7 @@ __all__ = [
     "Checkpoints",
     "DiLoCo",
     "ImageError",
+    "LocalOptions",
     "LocalSGD",
     "Nesterov",
     "Options",

@@ -13,12 +13,10 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self, Unpack
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -31,70 +29,18 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import stepped_tensors
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
 from equipoise.peer.training.member import CATCH_UP_SECONDS, Member
+from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.recording import Checkpoints, Keeper
-from equipoise.peer.training.replica import ATTENDANCE, Alone
+from equipoise.peer.training.replica import ATTENDANCE
 from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject, wait_for
 from equipoise.peer.training.terms import number
 
 log = logging.getLogger(__name__)
 
-MAX_FRAGMENTS = 12
-"""Each is a run, and a daemon takes 16 of one script."""
-
 RETRIES = 10
 """Attempts, spread over the steps to the next exchange, after a round that failed: the others may be there in a
 moment."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LocalOptions:
-    """How local steps are exchanged. What all peers must have alike becomes a term of the run.
-
-    Attributes:
-        every: Inner steps, H, between two exchanges of the same parameters.
-        fragments: Parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly; Streaming
-            DiLoCo (2501.18512, section 2.1).
-        delay: Inner steps, tau, from when an exchange begins to when its result is applied; the loop goes on meanwhile
-            (section 2.2). Below H / P.
-        merge: How much of its own, alpha, a peer keeps of what it did in those steps: own <- agreed + alpha (own -
-            agreed); equation 4.
-        weight: Of this peer in the mean.
-        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most.
-        alone: Where nobody else is known: `train` makes outer steps of the own differences, `wait` makes none.
-        patience: Seconds without company before it does so.
-        timeout: Seconds for one round.
-        clock: Seconds on a steady clock.
-    """
-
-    every: int
-    fragments: int = 1
-    delay: int = 0
-    merge: float = 0.0
-    weight: float = 1.0
-    wait_for: int = 0
-    alone: Alone = "train"
-    patience: float = 10.0
-    timeout: float = 30.0
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        _require(
-            "every",
-            self.every,
-            isinstance(self.every, int) and self.every >= 1,
-            "a whole number of steps >= 1",
-        )
-        most = min(MAX_FRAGMENTS, self.every)
-        _require(
-            "fragments", self.fragments, 1 <= self.fragments <= most, f"1 to {most}, and no more than `every`"
-        )
-        gap = self.every // self.fragments
-        delay = f"0 to {gap - 1} steps: below every / fragments"
-        _require("delay", self.delay, 0 <= self.delay < gap or self.delay == 0, delay)
-        _require("merge", self.merge, 0 <= self.merge < 1, "a number from 0 to below 1")
-        _require("weight", self.weight, 0 < self.weight < float("inf"), "a finite number above 0")
-        _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
 
 
 class DiLoCo:
@@ -115,7 +61,7 @@ class DiLoCo:
         outer: Outer | None = None,
         *,
         checkpoints: Checkpoints | None = None,
-        **options: Any,
+        **options: Unpack[LocalKeywords],
     ) -> None:
         """Agree with the others on how.
 
@@ -128,12 +74,13 @@ class DiLoCo:
             **options: Other fields of `LocalOptions`.
 
         Raises:
+            TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
             Refused: Something trains with the run already, those who are there have agreed on something else, or are as
                 many as fit into one group.
             CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
         """
-        self._options = LocalOptions(every=every, **options)
+        self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
         outer = Nesterov() if outer is None else outer
         if run.trained_by:
             raise Refused(
@@ -243,9 +190,16 @@ class DiLoCo:
 class LocalSGD(DiLoCo):
     """Local steps with plain averaging (Stich 2018, 1805.09767): `DiLoCo` with `Average()`."""
 
-    def __init__(self, run: TrainingRun, every: int, **options: Any) -> None:
+    def __init__(
+        self,
+        run: TrainingRun,
+        every: int,
+        *,
+        checkpoints: Checkpoints | None = None,
+        **options: Unpack[LocalKeywords],
+    ) -> None:
         """As of `DiLoCo`."""
-        super().__init__(run, every, Average(), **options)
+        super().__init__(run, every, Average(), checkpoints=checkpoints, **options)
 
 
 class Fragment:
@@ -458,8 +412,3 @@ def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, 
         fragments[least][name] = parameter
         sizes[least] += parameter.numel()
     return fragments
-
-
-def _require(name: str, value: object, valid: bool, expected: str) -> None:
-    if isinstance(value, bool) or not valid:
-        raise ValueError(f"{name}: expected {expected}, got {value!r}")

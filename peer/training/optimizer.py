@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,15 +29,14 @@ from equipoise.peer.training.image import (
     ModelPart,
     OptimizerPart,
     Part,
-    Stateful,
     TrainingState,
     UserPart,
     digest,
 )
 from equipoise.peer.training.member import Member
+from equipoise.peer.training.options import Options
 from equipoise.peer.training.pace import Pace
 from equipoise.peer.training.ports import TrainingRun
-from equipoise.peer.training.replica import Alone
 from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject, wait_for
 from equipoise.peer.training.terms import number
 
@@ -49,59 +46,6 @@ another order and come to another last bit; so rounded, they clip alike, at a mi
 
 MAX_VALUE_CHARS = 200
 """A term may have 256; of longer descriptions of hyperparameters a digest is compared."""
-
-Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a swarm steps. What all peers must have alike becomes a term of the run.
-
-    Attributes:
-        target_batch_size: Samples, of all peers together, that make an update.
-        batch_size: Samples in one call of `step`; `SwarmOptimizer.batch_size` can be set before any of them.
-        clip: Largest norm, over all parameters, of the averaged gradient; larger ones are scaled down to it. None:
-            none.
-        scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
-        buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
-            not, each peer has its own, and neither newcomers nor checkpoints get them. Counters stay each peer's own in
-            both cases. Not with the codec int8. A peer whose statistics hold NaN or Inf gives nothing to that round,
-            and takes the others'.
-        extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
-        delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
-            this peer has as much again as it gave. Gradients are then up to one step old.
-        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most: a short loop would be
-            over before they are known.
-        alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others: `step` then
-            returns all the same and goes on adding gradients up, but makes no update; `epoch` stands still, `reason`
-            says so.
-        patience: Seconds without company before it trains alone.
-        timeout: Seconds for one round.
-        clock: Seconds on a steady clock.
-    """
-
-    target_batch_size: float
-    batch_size: float = 1
-    clip: float | None = None
-    scheduler: Schedule | None = None
-    buffers: bool = False
-    extra: Mapping[str, Stateful] = field(default_factory=dict)
-    delay: bool = False
-    wait_for: int = 0
-    alone: Alone = "train"
-    patience: float = 10.0
-    timeout: float = 30.0
-    clock: Callable[[], float] = time.monotonic
-
-    def __post_init__(self) -> None:
-        for name in ("target_batch_size", "batch_size", "timeout"):
-            _require_positive(name, getattr(self, name))
-        if self.clip is not None:
-            _require_positive("clip", self.clip)
-        if self.alone not in ("train", "wait"):
-            raise ValueError(f"alone: expected 'train' or 'wait', got {self.alone!r}")
-        if not isinstance(self.patience, int | float) or not 0 <= self.patience < math.inf:
-            raise ValueError(f"patience: expected seconds >= 0, got {self.patience!r}")
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
@@ -440,11 +384,6 @@ def _check_inner(run: TrainingRun, inner: torch.optim.Optimizer) -> dict[str, to
 def _frozen(source: Any) -> dict[str, torch.Tensor]:
     kept = dict(source.named_parameters())
     return {name: tensor for name, tensor in kept.items() if not tensor.requires_grad}
-
-
-def _require_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
 
 
 def _norms(mean: Mapping[str, torch.Tensor]) -> dict[str, float]:

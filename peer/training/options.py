@@ -1,0 +1,185 @@
+"""The options of training, as keywords that type checkers know, and checked values with their defaults."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Required, TypedDict, TypeVar
+
+import torch
+
+from equipoise.peer.training.image import Stateful
+from equipoise.peer.training.replica import Alone
+
+MAX_FRAGMENTS = 12
+"""Most fragments of one `DiLoCo`: each is a run, and a daemon takes 16 of one script."""
+
+Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+Kind = TypeVar("Kind")
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The keywords of `Run.optimizer`; `Options` says what each means."""
+
+    target_batch_size: Required[float]
+    batch_size: float
+    clip: float | None
+    scheduler: Schedule | None
+    buffers: bool
+    extra: Mapping[str, Stateful]
+    delay: bool
+    wait_for: int
+    alone: Alone
+    patience: float
+    timeout: float
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a swarm steps. What all peers must have alike becomes a term of the run.
+
+    Attributes:
+        target_batch_size: Samples, of all peers together, that make an update.
+        batch_size: Samples in one call of `step`; `SwarmOptimizer.batch_size` can be set before any of them.
+        clip: Largest norm, over all parameters, of the averaged gradient; larger ones are scaled down to it. None:
+            none.
+        scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
+        buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
+            not, each peer has its own, and neither newcomers nor checkpoints get them. Counters stay each peer's own in
+            both cases. Not with the codec int8. A peer whose statistics hold NaN or Inf gives nothing to that round,
+            and takes the others'.
+        extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
+        delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
+            this peer has as much again as it gave. Gradients are then up to one step old.
+        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most: a short loop would be
+            over before they are known.
+        alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others: `step` then
+            returns all the same and goes on adding gradients up, but makes no update; `epoch` stands still, `reason`
+            says so.
+        patience: Seconds without company before it trains alone.
+        timeout: Seconds for one round.
+        clock: Seconds on a steady clock.
+    """
+
+    target_batch_size: float
+    batch_size: float = 1
+    clip: float | None = None
+    scheduler: Schedule | None = None
+    buffers: bool = False
+    extra: Mapping[str, Stateful] = field(default_factory=dict)
+    delay: bool = False
+    wait_for: int = 0
+    alone: Alone = "train"
+    patience: float = 10.0
+    timeout: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        for name in ("target_batch_size", "batch_size", "timeout"):
+            _require_positive(name, getattr(self, name))
+        if self.clip is not None:
+            _require_positive("clip", self.clip)
+        if self.alone not in ("train", "wait"):
+            raise ValueError(f"alone: expected 'train' or 'wait', got {self.alone!r}")
+        if not isinstance(self.patience, int | float) or not 0 <= self.patience < math.inf:
+            raise ValueError(f"patience: expected seconds >= 0, got {self.patience!r}")
+
+
+class LocalKeywords(TypedDict, total=False):
+    """The keywords of `DiLoCo` and `LocalSGD` beside `every`; `LocalOptions` says what each means."""
+
+    fragments: int
+    delay: int
+    merge: float
+    weight: float
+    wait_for: int
+    alone: Alone
+    patience: float
+    timeout: float
+    clock: Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalOptions:
+    """How local steps are exchanged. What all peers must have alike becomes a term of the run.
+
+    Attributes:
+        every: Inner steps, H, between two exchanges of the same parameters.
+        fragments: Parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly; Streaming
+            DiLoCo (2501.18512, section 2.1).
+        delay: Inner steps, tau, from when an exchange begins to when its result is applied; the loop goes on meanwhile
+            (section 2.2). Below H / P.
+        merge: How much of its own, alpha, a peer keeps of what it did in those steps: own <- agreed + alpha (own -
+            agreed); equation 4.
+        weight: Of this peer in the mean.
+        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most.
+        alone: Where nobody else is known: `train` makes outer steps of the own differences, `wait` makes none.
+        patience: Seconds without company before it does so.
+        timeout: Seconds for one round.
+        clock: Seconds on a steady clock.
+    """
+
+    every: int
+    fragments: int = 1
+    delay: int = 0
+    merge: float = 0.0
+    weight: float = 1.0
+    wait_for: int = 0
+    alone: Alone = "train"
+    patience: float = 10.0
+    timeout: float = 30.0
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        _require(
+            "every",
+            self.every,
+            isinstance(self.every, int) and self.every >= 1,
+            "a whole number of steps >= 1",
+        )
+        most = min(MAX_FRAGMENTS, self.every)
+        _require(
+            "fragments", self.fragments, 1 <= self.fragments <= most, f"1 to {most}, and no more than `every`"
+        )
+        gap = self.every // self.fragments
+        delay = f"0 to {gap - 1} steps: below every / fragments"
+        _require("delay", self.delay, 0 <= self.delay < gap or self.delay == 0, delay)
+        _require("merge", self.merge, 0 <= self.merge < 1, "a number from 0 to below 1")
+        _require("weight", self.weight, 0 < self.weight < float("inf"), "a finite number above 0")
+        _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
+
+
+def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:
+    """Options of one kind from the keywords of a call.
+
+    Args:
+        kind: `Options` or `LocalOptions`.
+        keywords: By name.
+        others: Further keywords that the call takes: one of them may be the one that was meant.
+
+    Raises:
+        TypeError: A keyword is unknown, or a required one is missing; names it, and the closest known one.
+        ValueError: A value is out of its range.
+    """
+    known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    for name in keywords:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *others], 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join([*known, *others])}"
+            raise TypeError(f"unknown option {name!r}; {hint}")
+    return kind(**keywords)
+
+
+def _require_positive(name: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+
+
+def _require(name: str, value: object, valid: bool, expected: str) -> None:
+    if isinstance(value, bool) or not valid:
+        raise ValueError(f"{name}: expected {expected}, got {value!r}")

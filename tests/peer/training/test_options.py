@@ -1,0 +1,52 @@
+"""A misspelt option is an error for mypy, and at run time one that names the option and the closest known one."""
+
+# mypy: warn-unused-ignores
+
+from __future__ import annotations
+
+from typing import get_type_hints
+
+import pytest
+
+from equipoise.peer.training import DiLoCo, LocalOptions, LocalSGD, Options
+from equipoise.peer.training.options import LocalKeywords, OptionKeywords
+from fakes.trainers import adamw
+from fakes.training import FakeSwarm
+from oracles.training import network
+
+
+def test_of_an_optimizer(fake: FakeSwarm) -> None:
+    model = network()
+    run = fake.join("peer0", "text", model)
+    adam = adamw(model.parameters())
+    # mypy reports each of these, or the comment that ignores it.
+    with pytest.raises(
+        TypeError, match="unknown option 'target_batchsize'; did you mean 'target_batch_size'"
+    ):
+        run.optimizer(adam, target_batchsize=64)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unknown option 'checkpoint'; did you mean 'checkpoints'"):
+        run.optimizer(adam, target_batch_size=64, checkpoint=None)  # type: ignore[call-arg]
+    with pytest.raises(
+        TypeError, match="unknown option 'momentum'; known are target_batch_size, batch_size, "
+    ):
+        run.optimizer(adam, target_batch_size=64, momentum=0.9)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="target_batch_size"):
+        run.optimizer(adam)  # type: ignore[call-arg]
+    assert not run.trained_by
+
+
+def test_of_local_steps(fake: FakeSwarm) -> None:
+    run = fake.join("peer0", "text", network())
+    with pytest.raises(TypeError, match="unknown option 'fragment'; did you mean 'fragments'"):
+        DiLoCo(run, every=6, fragment=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unknown option 'waitfor'; did you mean 'wait_for'"):
+        LocalSGD(run, every=6, waitfor=1)  # type: ignore[call-arg]
+    assert not run.trained_by
+
+
+def test_the_keywords_are_the_options() -> None:
+    """What mypy is told is what there is at run time."""
+    assert get_type_hints(OptionKeywords) == get_type_hints(Options)
+    local = get_type_hints(LocalOptions)
+    assert local.pop("every") is int
+    assert get_type_hints(LocalKeywords) == local
