@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from architecture.sources import PACKAGES, Source, sources
 
-MAX_FILE_LINES = 500
+MAX_FILE_LINES = 800
 MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_ARGUMENTS = 7
 
