@@ -145,7 +145,8 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def _read_private(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    # To open a pipe that nobody writes to would block without O_NONBLOCK.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS, AddressError, parse_address
+from equipoise.dht.files import read_regular
 
 MEMORY_FILE = "swarm.json"
 MAX_FILE_BYTES = 256 * 1024
@@ -71,8 +72,7 @@ class Memory:
 
     def _load(self) -> _Content:
         try:
-            with self._path.open("rb") as file:
-                content = msgspec.json.decode(file.read(MAX_FILE_BYTES), type=_Content)
+            content = msgspec.json.decode(read_regular(self._path, MAX_FILE_BYTES), type=_Content)
         except FileNotFoundError:
             return _Content()
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import socket
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 import platformdirs
 
-from equipoise.peer.errors import ConfigError
+from equipoise.dht.files import read_regular
+from equipoise.peer.errors import ConfigError, FlagError
 
 ENV_PREFIX = "EQUIPOISE_"
 HOME_ENV = ENV_PREFIX + "HOME"
@@ -32,7 +34,23 @@ MAX_ADDRESSES = 64
 """More bootstrap addresses than that only slow down the start."""
 
 RATES = ("bandwidth", "relay_bandwidth")
-"""Keys whose values are bytes per second."""
+"""Keys whose values are bytes per second, also written as in "10MB/s" or "80Mbit/s"."""
+
+_RATE = re.compile(
+    r"(?P<amount>\d+(\.\d*)?)\s*(?P<prefix>[kKmMgGtT]i?)?((?P<bits>[Bb]its?|bps)|B|[Bb]ytes?|Bps)?(/s)?"
+)
+
+_SWITCHES = {
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
+}
+"""What an environment variable may say."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -108,6 +126,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 KEYS = tuple(field for field in Config.__struct_fields__ if field != "home")
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
+_CHOICES = {"log_level": LOG_LEVELS, "channel": CHANNELS}
 
 
 def default_home() -> Path:
@@ -138,7 +157,7 @@ def load(
 
     Raises:
         ConfigError: A key is unknown, a value has the wrong type or is out of its range, or an address is malformed
-            that was given as a flag or to listen on.
+            that was given as a flag or to listen on. FlagError if it is a flag's value.
     """
     environ = os.environ if environ is None else environ
     home, home_origin = find_home(flags.get("home"), environ, style)
@@ -152,8 +171,9 @@ def load(
         settings[key] = Setting(key, _checked(key, value, origin), origin)
     config = Config(**{key: setting.value for key, setting in settings.items()})
     if config.relay and config.client_mode:
-        raise ConfigError(
-            "a daemon in client mode cannot relay: nobody can dial it", "leave out --relay or --client-mode"
+        origins = f"{settings['relay'].origin}, {settings['client_mode'].origin}"
+        raise _wrong(
+            origins, "a daemon in client mode cannot relay: nobody can dial it", "leave out one of them"
         )
     malformed = _malformed(config, settings, tolerant=not flags.get("join"))
     if "channel" in settings:
@@ -165,10 +185,21 @@ def load(
     return Loaded(config, tuple(settings[key] for key in ("home", *KEYS)), malformed, _lookalikes(environ))
 
 
+def _wrong(origin: str, problem: str, hint: str = "") -> ConfigError:
+    kind = FlagError if "flag --" in origin else ConfigError
+    return kind(f"{origin}: {problem}", hint)
+
+
+def _closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The question whether the closest of the known words was meant, else all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(word, known, 1, cutoff)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+
+
 def _from_file(path: Path) -> list[tuple[str, Any, str]]:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = read_regular(path, MAX_FILE_BYTES + 1)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -179,27 +210,35 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", "is it the right file?")
     try:
         table = tomllib.loads(content.decode())
+    except RecursionError:
+        raise ConfigError(f"{path} is not valid TOML: nested too deep", "correct it or remove it") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", "correct it or remove it") from error
     for key in table:
         if key not in KEYS:
-            raise ConfigError(f"{path}: unknown key {key[:64]!r}", f"known are {', '.join(KEYS)}")
+            raise ConfigError(f"{path}: unknown key {key[:64]!r}", _closest(key, KEYS))
     return [(key, value, f"file {path}") for key, value in table.items()]
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
-    found = []
+    found: list[tuple[str, Any, str]] = []
     for key in KEYS:
         name = ENV_PREFIX + key.upper()
-        if environ.get(name):
-            found.append((key, _parse(key, environ[name], name), f"environment {name}"))
+        text = environ.get(name)
+        if text:
+            value: Any = text
+            if _TYPES[key] is Addresses:
+                value = text.replace(",", " ").split()
+            elif _TYPES[key] is bool:
+                value = _SWITCHES.get(text.strip().lower(), text)
+            found.append((key, value, f"environment {name}"))
     return found
 
 
 def _from_flags(flags: Mapping[str, Any], style: str) -> list[tuple[str, Any, str]]:
     for key in flags:
         if key not in ("home", *KEYS):
-            raise ConfigError(f"unknown setting {key[:64]!r}", f"known are home, {', '.join(KEYS)}")
+            raise ConfigError(f"unknown setting {key[:64]!r}", _closest(key, ("home", *KEYS)))
     given = {key: value for key, value in flags.items() if value not in (None, ()) and key != "home"}
     return [
         (key, value, style + (key.replace("_", "-") if style.endswith("-") else key))
@@ -207,38 +246,68 @@ def _from_flags(flags: Mapping[str, Any], style: str) -> list[tuple[str, Any, st
     ]
 
 
-def _parse(key: str, text: str, name: str) -> Any:
-    """The text of an environment variable as a value of the key's type."""
-    if _TYPES[key] is Addresses:
-        return text.replace(",", " ").split()
-    if _TYPES[key] is bool:
-        words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-        if text.strip().lower() not in words:
-            raise ConfigError(f"environment {name}: expected true or false, got {text[:64]!r}")
-        return words[text.strip().lower()]
-    if key in RATES:
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigError(f"environment {name}: expected bytes per second, got {text[:64]!r}") from None
-    return text
-
-
 def _checked(key: str, value: Any, origin: str) -> Any:
+    """The value as the daemon takes it."""
     try:
-        value = msgspec.convert(value, _TYPES[key])
-    except msgspec.ValidationError as error:
-        reason = str(error)[:1].lower() + str(error)[1:]
-        raise ConfigError(f"{origin}: {key}: {reason}", f"got {str(value)[:64]!r}") from error
-    if key == "log_level" and value not in LOG_LEVELS:
-        raise ConfigError(f"{origin}: {key}: expected {' or '.join(LOG_LEVELS)}", f"got {value[:64]!r}")
-    if key == "channel" and value not in (*CHANNELS, UNENCRYPTED):
-        raise ConfigError(f"{origin}: {key}: expected {' or '.join(CHANNELS)}", f"got {value[:64]!r}")
-    if key == "name" and not value.isprintable():
-        raise ConfigError(f"{origin}: {key}: expected printable characters", f"got {value!r}")
-    if key in RATES and not math.isfinite(value):
-        raise ConfigError(f"{origin}: {key}: expected a finite number of bytes per second", f"got {value}")
-    return value
+        if key in RATES and isinstance(value, str):
+            value = _bytes_per_second(value)
+        if isinstance(value, list | tuple):
+            value = [one.strip() if isinstance(one, str) else one for one in value]
+        checked = msgspec.convert(value, _TYPES[key])
+        if isinstance(checked, float) and not math.isfinite(checked):
+            raise ValueError("not finite")
+        if key == "name" and not checked.isprintable():
+            raise ValueError("not printable")
+    except ValueError:
+        raise _wrong(_place(key, origin), f"expected {_expected(key)}, got {_shown(value)}") from None
+    choices = _CHOICES.get(key)
+    if choices and checked not in choices and (key, checked) != ("channel", UNENCRYPTED):
+        problem = f"expected {_expected(key)}, got {_shown(value)}"
+        raise _wrong(_place(key, origin), problem, _closest(checked, choices))
+    return checked
+
+
+def _place(key: str, origin: str) -> str:
+    """Where a person finds the setting; the name of a flag or a variable says which one it is."""
+    return f"{origin}: {key}" if origin.startswith("file ") else origin
+
+
+def _expected(key: str) -> str:
+    if key in RATES:
+        return 'a rate such as "10MB/s" or "80Mbit/s" (up to 10TB/s), or a number of bytes per second'
+    if key in _CHOICES:
+        return " or ".join(_CHOICES[key])
+    if _TYPES[key] is bool:
+        return "true or false"
+    if _TYPES[key] is Addresses:
+        return f'a list of at most {MAX_ADDRESSES} addresses, such as ["ADDRESS"]'
+    return "1 to 64 printable characters"
+
+
+def _shown(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 64 else text[:61] + "..."
+
+
+def _bytes_per_second(text: str) -> float:
+    """Read a number of bytes per second, or a rate with its unit.
+
+    humanfriendly knows no bits and takes any letters for a unit, so the form is checked here. "10Mb/s" is refused: some
+    mean bits, others bytes.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        found = _RATE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(text)
+    import humanfriendly  # Takes long to import, and few need it.
+
+    size = float(humanfriendly.parse_size(found["amount"] + (found["prefix"] or "") + "B"))
+    return size / 8 if found["bits"] else size
 
 
 def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) -> tuple[Malformed, ...]:
@@ -251,14 +320,14 @@ def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) 
             try:
                 parse_listen(address)
             except AddressError as error:
-                raise ConfigError(f"{settings[key].origin}: {error}") from error
+                raise _wrong(settings[key].origin, str(error)) from error
     found = []
     for address in config.join:
         try:
             parse_address(address)
         except AddressError as error:
             if not tolerant:
-                raise ConfigError(f"{settings['join'].origin}: {error}") from error
+                raise _wrong(settings["join"].origin, str(error)) from error
             found.append(Malformed(address, f"{settings['join'].origin}: {error}"))
     return tuple(found)
 
@@ -271,8 +340,9 @@ def _check_channel(config: Config, origin: str) -> None:
 
     hosts = [parse_listen(address).host for address in (*config.listen, *config.direct_listen)]
     if config.client_mode or not hosts or not all(map(is_loopback, hosts)):
-        raise ConfigError(
-            f"{origin}: channel: {UNENCRYPTED!r} encrypts nothing and proves nobody's identity",
+        raise _wrong(
+            origin,
+            f"channel {UNENCRYPTED!r} encrypts nothing and proves nobody's identity",
             "it is for measurements with --listen on loopback addresses only; leave it out",
         )
 

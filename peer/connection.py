@@ -96,6 +96,12 @@ class Connection:
         self._sessions: dict[str, Session] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = asyncio.Event()
+        self._greeted = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether the client has yet to say hello, and is not being dropped already."""
+        return not self._greeted and not self._closed.is_set()
 
     async def refuse(self, reason: str) -> None:
         """Answer that this client cannot be served, and close."""
@@ -156,6 +162,7 @@ class Connection:
         if hello.version != CONTROL_VERSION:
             raise ControlError(_version_mismatch(hello.version))
         self._client = f"{hello.client[:64]!r} (process {self._pid})"
+        self._greeted = True
         await self._send(number, self._host.welcome())
 
     async def _dispatch(self, frame: bytes) -> None:

@@ -2,49 +2,123 @@
 
 from __future__ import annotations
 
+import enum
+import errno
+from pathlib import Path
+
+
+class ExitStatus(enum.IntEnum):
+    """What the command line exits with; the numbers are part of the public face."""
+
+    OK = 0
+    FAILURE = 1
+    USAGE = 2
+    NO_DAEMON = 3
+    CONFIGURATION = 5
+    UNREACHED = 6
+    REFUSED = 7
+
 
 class EquipoiseError(Exception):
     """Base of the errors that a user can do something about; the message is one line with a hint.
 
     Attributes:
-        exit_status: What the command line exits with: 2 for wrong usage, 1 otherwise.
+        exit_status: What the command line exits with.
+        hint: What to do next; empty if the message says it.
     """
 
-    exit_status = 1
+    exit_status = ExitStatus.FAILURE
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(f"{message}; {hint}" if hint else message)
+        self.hint = hint
 
 
 class ConfigError(EquipoiseError, ValueError):
     """A setting is unknown or has a wrong type or value; names where it came from."""
 
-    exit_status = 2
+    exit_status = ExitStatus.CONFIGURATION
+
+
+class FlagError(ConfigError):
+    """A setting that was given on the command line is wrong."""
+
+    exit_status = ExitStatus.USAGE
 
 
 class HomeError(EquipoiseError, OSError):
-    """A directory cannot serve as the home of a daemon."""
+    """A directory cannot serve as the home of a daemon, or a file in it cannot be used."""
+
+    exit_status = ExitStatus.CONFIGURATION
+
+
+class DiskFull(HomeError):
+    """No space is left for the home of a daemon."""
+
+    exit_status = ExitStatus.FAILURE
 
 
 class HomeBusy(HomeError):
     """Another daemon runs on this home."""
 
+    exit_status = ExitStatus.FAILURE
+
 
 class NoDaemon(EquipoiseError, ConnectionError):
     """No daemon answers on this home."""
 
+    exit_status = ExitStatus.NO_DAEMON
+
 
 class DaemonLost(EquipoiseError, ConnectionError):
     """The daemon ended or stopped answering; tensors and what was accumulated are untouched."""
+
+    exit_status = ExitStatus.NO_DAEMON
 
 
 class ControlError(EquipoiseError, ConnectionError):
     """The other end of the control socket speaks another version, or sent what cannot be understood."""
 
 
+class Unwelcome(ControlError):
+    """The daemon does not serve this client: it speaks another version, or has too many clients."""
+
+    exit_status = ExitStatus.REFUSED
+
+
 class Refused(EquipoiseError, ValueError):
     """The daemon refused a request."""
+
+    exit_status = ExitStatus.REFUSED
+
+
+class Unreached(EquipoiseError):
+    """A daemon has ended without having met any of those that it was to join."""
+
+    exit_status = ExitStatus.UNREACHED
 
 
 class RoundPending(EquipoiseError, RuntimeError):
     """A round of this run has not been collected yet."""
+
+
+_FULL = "free some space there, or give another --home"
+_NEXT_STEPS = {
+    errno.ENOSPC: _FULL,
+    errno.EDQUOT: _FULL,
+    errno.EROFS: "give a --home that can be written",
+    errno.EACCES: "give a --home that you may write, or correct its permissions",
+    errno.EPERM: "give a --home that you may write, or correct its permissions",
+    errno.ELOOP: "a daemon never makes a symbolic link there: look at it and remove it",
+    errno.ENXIO: "a daemon never makes a pipe there: look at it and remove it",
+}
+"""By what the system says of a file of the home."""
+
+
+def unusable(action: str, path: Path, error: OSError) -> HomeError:
+    """The error that says what cannot be done to which file of a home, why, and what to do next."""
+    if isinstance(error, HomeError):
+        return error
+    kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else HomeError
+    hint = _NEXT_STEPS.get(error.errno or 0, "give another --home")
+    return kind(f"cannot {action} {path}: {(error.strerror or str(error)).lower()}", hint)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from equipoise.peer.errors import ControlError, DaemonLost, Refused
+from equipoise.peer.errors import ControlError, DaemonLost, Refused, Unwelcome
 from equipoise.peer.home import connect_socket
 from equipoise.peer.messages import (
     CONTROL_VERSION,
@@ -63,6 +63,7 @@ class Link:
         self._lock = threading.Lock()
         self._sending = threading.Lock()
         self._lost: DaemonLost | None = None
+        self._refusal: Failed | None = None
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
@@ -74,7 +75,7 @@ class Link:
         """Greet the daemon at the other end of a connected socket, which is taken over.
 
         Raises:
-            ControlError: It speaks another version.
+            Unwelcome: It speaks another version, or has too many clients.
             DaemonLost: It does not answer.
         """
         link = cls(connected)
@@ -84,7 +85,7 @@ class Link:
             link.welcome = link.ask(hello, Welcome, timeout)
         except Refused as error:
             link.close()
-            raise ControlError(str(error)) from None
+            raise Unwelcome(str(error)) from None
         except BaseException:
             link.close()
             raise
@@ -105,12 +106,17 @@ class Link:
         number = next(self._numbers)
         frame = encode(number, request)
         with self._lock:
+            if self._refusal is not None:
+                reply.set_result(self._refusal)
+                return reply
             if self._lost is not None:
                 raise self._lost
             self._waiting[number] = reply
         try:
             with self._sending:
                 _send(self._socket, frame, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # The daemon has closed the connection, and the reader finds what it said last: it may be why.
         except OSError as error:
             self._lose(f"the daemon does not take requests: {error.strerror or error}")
         return reply
@@ -175,8 +181,9 @@ class Link:
             reply.set_result(body)
 
     def _refuse_all(self, failure: Failed) -> None:
-        """The daemon will not serve this connection: everyone who waits should hear why."""
+        """The daemon will not serve this connection: all requests, also later ones, are answered with the reason."""
         with self._lock:
+            self._refusal = failure
             waiting, self._waiting = self._waiting, {}
         for reply in waiting.values():
             reply.set_result(failure)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import logging.handlers
+import os
 import re
+import stat
+import sys
 from pathlib import Path
+
+from equipoise.peer.errors import HomeError, unusable
 
 MAX_LOG_BYTES = 2 * 1024 * 1024
 """Some days of a quiet daemon; with the older files 8 MiB at most."""
@@ -23,6 +29,65 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u20
 def escaped(text: str) -> str:
     """`text` with what moves a terminal's cursor, its colours or its writing direction made visible."""
     return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+class PrivateFileHandler(logging.handlers.RotatingFileHandler):
+    """Appends to a bounded file that only its user may read, and that is never a link or a pipe.
+
+    A file that cannot be written (a full disk) is reported by one line on standard error until it can be written again.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, older_files: int) -> None:
+        """Open the file.
+
+        Raises:
+            HomeError: Something else is in its place, or it cannot be written.
+        """
+        self._error: OSError | None = None
+        self._reported = False
+        try:
+            super().__init__(path, maxBytes=max_bytes, backupCount=older_files, encoding="utf-8")
+        except OSError as error:
+            raise unusable("write", path, error) from error
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record."""
+        self._error = None
+        super().emit(record)
+        self._report()
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802, the base class's name
+        """Remember that the file cannot be written; any other error is a mistake in the program."""
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._error = error
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        try:
+            super().close()
+        except OSError as error:
+            self._error = error
+            self._report()
+
+    def _report(self) -> None:
+        if self._error is not None and not self._reported:
+            text = unusable("write", Path(self.baseFilename), self._error)
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+        self._reported = self._error is not None
+
+    def _open(self) -> io.TextIOWrapper:
+        # The base class would follow a symbolic link, wait for the reader of a pipe, and leave the mode to the umask.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(self.baseFilename, flags, 0o600)
+        file = os.fdopen(descriptor, "a", encoding=self.encoding)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            file.close()
+            raise HomeError(f"{self.baseFilename} is not a regular file", "look at it and remove it")
+        os.fchmod(descriptor, 0o600)
+        return file
 
 
 class LineFormatter(logging.Formatter):
@@ -43,7 +108,7 @@ class LineFormatter(logging.Formatter):
 
 def open_log(path: Path, level: str) -> logging.Handler:
     """Log all of equipoise to `path` from now on, until `close_log`."""
-    handler = logging.handlers.RotatingFileHandler(path, maxBytes=MAX_LOG_BYTES, backupCount=OLDER_FILES)
+    handler = PrivateFileHandler(path, MAX_LOG_BYTES, OLDER_FILES)
     handler.setFormatter(LineFormatter())
     handler.setLevel(level.upper())
     logger = logging.getLogger("equipoise")

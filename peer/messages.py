@@ -311,6 +311,9 @@ ReplyBody = (
 
 Body = TypeVar("Body")
 
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes of the wrong form, for text that is not UTF-8, and for values nested too deep."""
+
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
 _request = msgspec.msgpack.Decoder(RequestBody)
@@ -347,11 +350,7 @@ def decode_request(frame: bytes) -> tuple[int, RequestBody]:
         NotUnderstood: The message is unknown or malformed.
         ControlError: The frame is not even numbered.
     """
-    number, raw = _open(frame)
-    try:
-        return number, _request.decode(raw)
-    except msgspec.DecodeError as error:
-        raise NotUnderstood(number, str(error)) from error
+    return _decode(frame, _request)
 
 
 def decode_reply(frame: bytes) -> tuple[int, ReplyBody]:
@@ -361,20 +360,20 @@ def decode_reply(frame: bytes) -> tuple[int, ReplyBody]:
         NotUnderstood: The message is unknown or malformed.
         ControlError: The frame is not even numbered.
     """
-    number, raw = _open(frame)
-    try:
-        return number, _reply.decode(raw)
-    except msgspec.DecodeError as error:
-        raise NotUnderstood(number, str(error)) from error
+    return _decode(frame, _reply)
 
 
-def _open(frame: bytes) -> tuple[int, msgspec.Raw]:
+def _decode(frame: bytes, message: msgspec.msgpack.Decoder[Body]) -> tuple[int, Body]:
     try:
-        return _envelope.decode(frame)
-    except msgspec.DecodeError as error:
+        number, raw = _envelope.decode(frame)
+    except _MALFORMED as error:
         raise ControlError(
             f"expected a numbered message, got {len(frame)} bytes that are none: {error}"
         ) from error
+    try:
+        return number, message.decode(raw)
+    except _MALFORMED as error:
+        raise NotUnderstood(number, str(error)) from error
 
 
 class FrameDecoder:

@@ -13,7 +13,10 @@ from equipoise.peer.home import peer_credentials
 from equipoise.peer.wire import FrameSocket
 
 MAX_CONNECTIONS = 64
-"""Clients of one machine: a trainer for each accelerator, and some people who look at the status."""
+"""Clients of one machine: a trainer for each accelerator, and some people who look at the status.
+
+Where so many are connected, a new client takes the place of the oldest that has not said hello.
+"""
 
 ACCEPT_PAUSE = 1.0
 """Seconds until the next try where the process is out of descriptors; others may be closed meanwhile."""
@@ -46,9 +49,13 @@ class ControlServer:
             connected.close()
             return
         connection = Connection(FrameSocket(connected), self._host, credentials[0] if credentials else 0)
+        silent = next((one for one in self._connections if one.silent), None)
         full = len(self._connections) >= MAX_CONNECTIONS
+        if full and silent is not None:
+            silent.close()
+        refused = full and silent is None
         serving = (
-            connection.refuse(f"it has {MAX_CONNECTIONS} clients already") if full else connection.serve()
+            connection.refuse(f"it has {MAX_CONNECTIONS} clients already") if refused else connection.serve()
         )
         task = asyncio.create_task(serving)
         self._connections[connection] = task

@@ -59,7 +59,14 @@ def test_a_message_that_is_too_long_is_not_sent() -> None:
         encode(1, JoinRun("digits", "allreduce", "int8", 4, 256, rows, (), 3000))
 
 
-@pytest.mark.parametrize("body", [{"type": "Dance"}, {"type": "Hello"}, 7, {"type": "Hello", "version": "x"}])
+DEEP = msgspec.Raw(b"\x91" * 100_000 + b"\xc0")
+NOT_UTF8 = msgspec.Raw(b"\x81\xa4type\xa1\xff")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"type": "Dance"}, {"type": "Hello"}, 7, {"type": "Hello", "version": "x"}, NOT_UTF8],
+)
 def test_an_unknown_message_can_be_answered(body: object) -> None:
     with pytest.raises(NotUnderstood) as caught:
         decode_request(msgspec.msgpack.encode((5, body)))
@@ -73,3 +80,9 @@ def test_garbage_is_refused(frame: bytes) -> None:
         decode_request(frame)
     except ControlError:
         return
+
+
+@pytest.mark.parametrize("frame", [DEEP, msgspec.msgpack.encode((5, DEEP)), b"\x92\xa1\xff\xc0"])
+def test_what_is_too_deep_or_not_text_is_refused_and_not_raised(frame: bytes) -> None:
+    with pytest.raises(ControlError):
+        decode_request(frame)

@@ -1,0 +1,65 @@
+"""Clients that say nothing, and too many of them, in front of a daemon with a swarm in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.swarm import eventually
+from equipoise.peer import connect
+from equipoise.peer.config import load
+from equipoise.peer.embedded import DaemonThread
+from equipoise.peer.errors import Unwelcome
+from equipoise.peer.home import connect_socket
+from equipoise.peer.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, encode
+from equipoise.peer.server import MAX_CONNECTIONS
+from fakes.daemon import FakeNetwork
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    daemon = DaemonThread(load({"home": tmp_path}, {}), FakeNetwork().assemble)
+    yield tmp_path
+    daemon.stop()
+
+
+@pytest.fixture
+def sockets(home: Path) -> Iterator[list[socket.socket]]:
+    """As many connections as the daemon serves at once."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(connect_socket(home, 10.0)) for _ in range(MAX_CONNECTIONS)]
+
+
+def test_silent_clients_are_in_nobodys_way(home: Path, sockets: list[socket.socket]) -> None:
+    with connect(home) as client:
+        eventually(lambda: client.status().clients <= MAX_CONNECTIONS, "the end of a silent client")
+
+    assert sockets[0].recv(1) == b""
+
+
+def test_too_many_clients_are_told_so(home: Path, sockets: list[socket.socket]) -> None:
+    for one in sockets:
+        one.sendall(encode(1, Hello(CONTROL_VERSION, "test")))
+        assert one.recv(4096)
+
+    for _ in range(20):
+        with pytest.raises(Unwelcome, match=f"it has {MAX_CONNECTIONS} clients already"):
+            connect(home)
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x91" * 100_000 + b"\xc0", b"\x81\xa4type\xa1\xff"], ids=["deep", "not text"]
+)
+def test_what_cannot_be_understood_is_answered(home: Path, body: bytes) -> None:
+    frame = b"\x92\x07" + body
+    with connect_socket(home, 10.0) as control:
+        control.sendall(encode(1, Hello(CONTROL_VERSION, "test")))
+        assert b"Welcome" in control.recv(4096)
+        control.sendall(LENGTH.pack(len(frame)) + frame)
+        assert b"Failed" in control.recv(4096)
+        control.sendall(encode(2, AskStatus()))
+        assert b"StatusIs" in control.recv(65536)
