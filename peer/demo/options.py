@@ -6,7 +6,7 @@ import importlib.util
 
 import msgspec
 
-from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.errors import EquipoiseError, ExitStatus
 
 MAX_PEERS = 16
 """A daemon and a trainer take about 0.7 GB together; more would not fit an ordinary machine."""
@@ -32,7 +32,7 @@ BATCHES_PER_PEER = 2
 class DemoUsageError(EquipoiseError, ValueError):
     """The demo cannot be run as asked."""
 
-    exit_status = 2
+    exit_status = ExitStatus.USAGE
 
 
 class DemoError(EquipoiseError):
