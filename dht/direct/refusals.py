@@ -26,6 +26,9 @@ Why = Literal[
 """`other peer`: it dialled somebody else than this peer. `impostor`: it does not hold the key it must hold. `replayed
 certificate`: a credential that presents another peer's. `plain`: one side alone wants no encryption."""
 
+LINE_SECONDS = 1.0
+"""Between two lines of the log about one reason: a stranger can be refused thousands of times a second."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -54,7 +57,7 @@ class CredentialError(ValueError):
 
 
 class Refusals:
-    """Counts refusals by reason.
+    """Counts refusals by reason, and logs at most one line a second about each.
 
     Attributes:
         last: The latest in words; empty before there is one.
@@ -62,6 +65,8 @@ class Refusals:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
+        self._unlogged: Counter[str] = Counter()
+        self._logged_at: dict[str, float] = {}
         self.last = ""
 
     @property
@@ -69,8 +74,13 @@ class Refusals:
         """How often each reason occurred."""
         return dict(self._counts)
 
-    def note(self, why: Why, text: str) -> None:
-        """Count one refusal."""
+    def note(self, why: Why, text: str, now: float) -> None:
+        """Count one refusal at `now` (seconds, monotonic); a line about its reason counts those without a line before."""
         self._counts[why] += 1
         self.last = printable(f"{why}: {text}")
-        _log.info("refused: %s", self.last)
+        if now - self._logged_at.get(why, float("-inf")) < LINE_SECONDS:
+            self._unlogged[why] += 1
+            return
+        self._logged_at[why] = now
+        more = self._unlogged.pop(why, 0)
+        _log.info("refused: %s%s", self.last, f" (and {more} more for this reason before it)" if more else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from equipoise.dht.direct.listener import Listener, endpoints
 from equipoise.dht.direct.parking import Parking, keep_alive
 from equipoise.dht.direct.preface import Layer, Preface, fingerprint_of, parse_preface
 from equipoise.dht.direct.presence import Presence
-from equipoise.dht.direct.refusals import CredentialError, Refusals, Refused
+from equipoise.dht.direct.refusals import CredentialError, Refusals, Refused, Why
 from equipoise.dht.direct.sockets import tune
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
@@ -110,7 +111,7 @@ class DirectTransport:
         try:
             self._admitted.admit(peer, credential)
         except CredentialError as error:
-            self._refusals.note(error.why, str(error))
+            self._refuse(error.why, str(error))
             raise
 
     def meet(self, peer: str) -> None:
@@ -123,7 +124,7 @@ class DirectTransport:
         try:
             self._admitted.verify(peer, credential)
         except CredentialError as error:
-            self._refusals.note(error.why, str(error))
+            self._refuse(error.why, str(error))
 
     def reaches(self, peer: str) -> bool:
         """Whether `peer` was admitted and says where it listens, or a channel to it is there already."""
@@ -257,7 +258,7 @@ class DirectTransport:
             return await self._secure(connection, admitted, preface, dialler=True)
         except Refused as error:
             if error.why in ("impostor", "expired", "replayed certificate"):
-                self._refusals.note(error.why, f"{admitted.credential.peer} at {shown(address)}: {error}")
+                self._refuse(error.why, f"{admitted.credential.peer} at {shown(address)}: {error}")
             raise
         finally:
             connection.close()
@@ -276,7 +277,7 @@ class DirectTransport:
         task.add_done_callback(lambda _: connection.close())
         evicted = self._gate.enter(task, address[0])
         if evicted is not None:
-            self._refusals.note("too many", f"more than {len(self._gate)} connections without a proven peer")
+            self._refuse("too many", f"more than {len(self._gate)} connections without a proven peer")
             evicted.cancel()
 
     async def _welcome(self, connection: socket.socket, address: tuple[str, int]) -> None:
@@ -292,13 +293,13 @@ class DirectTransport:
                     return
                 channel = await self._introduce(connection, host, parse_preface(opening))
         except TimeoutError:
-            self._refusals.note("timeout", f"{host} did not prove who it is in {HANDSHAKE_SECONDS:.0f} s")
+            self._refuse("timeout", f"{host} did not prove who it is in {HANDSHAKE_SECONDS:.0f} s")
             return
         except Refused as error:
-            self._refusals.note(error.why, f"{host}: {error}")
+            self._refuse(error.why, f"{host}: {error}")
             return
         except OSError as error:
-            self._refusals.note("went away", f"{host}: {said(error)}")
+            self._refuse("went away", f"{host}: {said(error)}")
             return
         finally:
             self._gate.leave(task)
@@ -320,6 +321,9 @@ class DirectTransport:
             stream.close()
             raise Refused("too many", str(error)) from None
         return self._channels.enter(preface.dialler, stream)
+
+    def _refuse(self, why: Why, text: str) -> None:
+        self._refusals.note(why, text, time.monotonic())
 
     def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)

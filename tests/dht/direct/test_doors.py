@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import socket
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from equipoise.dht.direct import transport
 from equipoise.dht.direct.gate import MAX_WAITING, Gate
 from equipoise.dht.direct.preface import PREFACE_BYTES, Preface, parse_preface
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.refusals import Refusals, Refused
 from equipoise.dht.identity import peer_of
 from fakes.direct import port_of, refused
 
@@ -40,6 +41,20 @@ def test_one_network_of_ipv6_is_one_address() -> None:
     for guest, host in enumerate(("192.0.2.1", "2001:db8::1", "2001:db8::2%eth0")):
         gate.enter(guest, host)
     assert gate.enter(3, "192.0.2.1") == 1
+
+
+def test_refusals_take_a_line_a_second_and_reason_with_a_count(caplog: pytest.LogCaptureFixture) -> None:
+    refusals = Refusals()
+    with caplog.at_level(logging.INFO, "equipoise"):
+        for number in range(20_000):
+            refusals.note("malformed preface", f"stranger {number}", 100.0 + number / 10_000)
+        refusals.note("timeout", "stranger", 101.9999)
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused: malformed preface: stranger 0",
+        "refused: malformed preface: stranger 10000 (and 9999 more for this reason before it)",
+        "refused: timeout: stranger",
+    ]
+    assert refusals.counts == {"malformed preface": 20_000, "timeout": 1}
 
 
 @given(st.binary(max_size=100))
