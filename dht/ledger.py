@@ -11,38 +11,55 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from equipoise.dht.records import MAX_TTL_SECONDS, Kept, Readiness, RecordError, key_of, shard_of, unseal
+from equipoise.dht.records import (
+    MAX_RUNS_PER_PEER,
+    MAX_TTL_SECONDS,
+    Kept,
+    Readiness,
+    RecordError,
+    key_of,
+    reread,
+    shard_of,
+    unseal,
+)
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
-MAX_ENTRIES = 8192
-"""Authors times runs; about 10 MB at most."""
-MAX_RUNS_PER_PEER = 32
-"""No honest daemon is in more runs at once."""
+MAX_BYTES = 10 * 1024 * 1024
+"""Memory of all records: about 3,600 usual ones. The one that was renewed longest ago goes first."""
+ENTRY_BYTES = 1700
+"""Memory of one record besides its own bytes: its names, and its places in four indices."""
 CLOCK_TOLERANCE_SECONDS = 600.0
 """How far an author's idea of the swarm's clock may be off."""
 REMEMBER_SECONDS = 2 * CLOCK_TOLERANCE_SECONDS
 """After so long a replay of a forgotten author's record is refused by its `issued`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A current record.
+    """A current record, kept as it came: decoded, it would take several times the memory.
 
     Attributes:
-        record: What it says.
         data: Its signed bytes.
+        sequence: Its place among its author's records.
+        offline: Whether its author has left the run.
         arrived: When it first came, on the monotonic clock.
         expires: When it is void, on the monotonic clock.
         newcomer: Whether its author was not current in its run before.
     """
 
-    record: Readiness
     data: bytes
+    sequence: int
+    offline: bool
     arrived: float
     expires: float
     newcomer: bool = False
+
+    @property
+    def record(self) -> Readiness:
+        """What it says."""
+        return reread(self.data)
 
 
 class Ledger:
@@ -53,6 +70,7 @@ class Ledger:
         self._runs: dict[str, set[str]] = {}
         self._peers: dict[str, set[str]] = {}
         self._keys: dict[bytes, set[tuple[str, str]]] = {}
+        self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -84,7 +102,7 @@ class Ledger:
     def current(self, run: str, now: float) -> list[Entry]:
         """Return the entries of `run` that are not void and whose authors have not left, sorted by PeerID."""
         entries = (self._entries[peer, run] for peer in sorted(self._peers.get(run, ())))
-        return [entry for entry in entries if entry.expires > now and entry.record.state != "offline"]
+        return [entry for entry in entries if entry.expires > now and not entry.offline]
 
     def newest(self, peer: str) -> Readiness | None:
         """Return the record of `peer` that arrived last, in whichever run; void ones included."""
@@ -109,7 +127,8 @@ class Ledger:
             entry = self._entries[found.subkey, run]
             if entry.data == found.data:
                 # Whoever passed it on first may have understated what was left.
-                expires = max(entry.expires, min(entry.arrived + entry.record.ttl, now + found.remaining))
+                ttl = entry.record.ttl
+                expires = max(entry.expires, min(entry.arrived + ttl, now + found.remaining))
                 self._entries[found.subkey, run] = replace(entry, expires=expires)
                 return True
         return False
@@ -117,28 +136,49 @@ class Ledger:
     def _enter(self, record: Readiness, found: Kept, now: float) -> Entry:
         name = (record.peer, record.run)
         known = self._entries.get(name)
-        if known is not None and record.sequence <= known.record.sequence:
-            raise RecordError(f"sequence {record.sequence} is not after {known.record.sequence}")
-        runs = self._runs.setdefault(record.peer, set())
-        if known is None and len(runs) >= MAX_RUNS_PER_PEER:
-            raise RecordError(f"{record.peer} has records in {MAX_RUNS_PER_PEER} runs already, the maximum")
-        newcomer = known is None or known.expires <= now or known.record.state == "offline"
-        entry = Entry(record, found.data, now, now + min(record.ttl, found.remaining), newcomer)
+        if known is not None and record.sequence <= known.sequence:
+            raise RecordError(f"sequence {record.sequence} is not after {known.sequence}")
+        if known is None:
+            self._make_room(record.peer, now)
+        newcomer = known is None or known.expires <= now or known.offline
+        entry = Entry(
+            data=found.data,
+            sequence=record.sequence,
+            offline=record.state == "offline",
+            arrived=now,
+            expires=now + min(record.ttl, found.remaining),
+            newcomer=newcomer,
+        )
+        self._bytes += _size(entry) - (_size(known) if known is not None else 0)
         self._entries[name] = entry
         self._entries.move_to_end(name)
-        runs.add(record.run)
+        self._runs.setdefault(record.peer, set()).add(record.run)
         self._peers.setdefault(record.run, set()).add(record.peer)
         self._keys.setdefault(found.key, set()).add(name)
-        while len(self._entries) > MAX_ENTRIES:
+        while self._bytes > MAX_BYTES:
             self._remove(next(iter(self._entries)))
         return entry
 
+    def _make_room(self, peer: str, now: float) -> None:
+        runs = self._runs.get(peer, set())
+        if len(runs) < MAX_RUNS_PER_PEER:
+            return
+        entries = [(self._entries[peer, run], run) for run in runs]
+        left = [(entry.arrived, run) for entry, run in entries if entry.offline or entry.expires <= now]
+        if not left:
+            raise RecordError(f"{peer} has records in {MAX_RUNS_PER_PEER} runs already, the maximum")
+        self._remove((peer, min(left)[1]))
+
     def _remove(self, name: tuple[str, str]) -> None:
-        del self._entries[name]
+        self._bytes -= _size(self._entries.pop(name))
         peer, run = name
         _discard(self._runs, peer, run)
         _discard(self._peers, run, peer)
         _discard(self._keys, key_of(run, shard_of(peer)), name)
+
+
+def _size(entry: Entry) -> int:
+    return ENTRY_BYTES + len(entry.data)
 
 
 def _discard(index: dict[_K, set[_V]], key: _K, value: _V) -> None:

@@ -148,7 +148,7 @@ class RecordProtocol:
                 continue
             accepted += 1
             if entry is not None:
-                self._dialer.learn(entry.record.peer, entry.record.addresses)
+                self._dialer.learn(kept.subkey, entry.record.addresses)
                 self.on_record(entry)
         return accepted
 

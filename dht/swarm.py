@@ -294,7 +294,7 @@ class Swarm:
     def _mates(self) -> list[Readiness]:
         now = time.monotonic()
         entries = (entry for run in self.directory.runs for entry in self._protocol.ledger.current(run, now))
-        return [entry.record for entry in entries if entry.record.peer != self.peer]
+        return [record for record in (entry.record for entry in entries) if record.peer != self.peer]
 
     def _on_reach(self) -> None:
         self._tell_addresses()

@@ -7,16 +7,18 @@ from collections.abc import Sequence
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
+from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.errors import Refused
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import JoinRun
 from equipoise.peer.ports import Averager, Hub, Swarm
+from equipoise.peer.purposes import PURPOSES
 from equipoise.peer.session import Session
 from equipoise.peer.specs import run_specs
 from equipoise.peer.status import PeerRow
 
-MAX_RUNS = 64
-"""Runs of one daemon; each keeps a record in the directory and up to four vectors in memory."""
+MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
+"""Runs of one daemon. The others keep so many records of one peer, and each purpose of a run has one of its own."""
 
 
 class Service:
@@ -87,7 +89,8 @@ class Service:
             )
         if len(self._sessions) >= MAX_RUNS:
             raise Refused(
-                f"this daemon takes part in {MAX_RUNS} runs already", "leave one, or start another daemon"
+                f"run {name!r} is one too many: this daemon takes part in {MAX_RUNS} runs already, the maximum",
+                "leave one, or start another daemon with another --home",
             )
 
     async def _peers_of(self, spec: RunSpec, averager: Averager) -> list[PeerRow]:

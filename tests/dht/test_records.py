@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from equipoise.dht import ledger as ledgers
 from equipoise.dht import msgpack_guard
-from equipoise.dht.identity import Identity, load_or_create
-from equipoise.dht.ledger import CLOCK_TOLERANCE_SECONDS, MAX_RUNS_PER_PEER, REMEMBER_SECONDS, Ledger
+from equipoise.dht.identity import Identity, load_or_create, peer_of
+from equipoise.dht.ledger import CLOCK_TOLERANCE_SECONDS, REMEMBER_SECONDS, Ledger
 from equipoise.dht.records import (
     MAX_RECORD_BYTES,
+    MAX_RUNS_PER_PEER,
     Kept,
     Readiness,
     RecordError,
@@ -287,3 +290,45 @@ def test_runs_per_author_are_bounded(identity: Identity) -> None:
     with pytest.raises(RecordError, match="maximum"):
         ledger.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
     ledger.accept(kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)
+
+
+def test_a_run_that_was_left_makes_room_for_another(identity: Identity) -> None:
+    ledger = Ledger()
+    for number in range(MAX_RUNS_PER_PEER):
+        ledger.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
+    ledger.accept(kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
+    assert ledger.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
+    assert ledger.accept(kept(identity, run="and another"), NOW + 16, SWARM_TIME)
+    assert len(ledger) == MAX_RUNS_PER_PEER
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        pytest.param({}, id="small"),
+        pytest.param({"reason": "x" * 200, "credential": bytes(700)}, id="usual"),
+        pytest.param(
+            {"addresses": ("x" * 511 + "\N{GRINNING FACE}",) * 4, "credential": bytes(900)}, id="large"
+        ),
+    ],
+)
+def test_the_memory_of_records_is_bounded(
+    author: Identity, monkeypatch: pytest.MonkeyPatch, contents: dict
+) -> None:
+    # What is measured here is memory.
+    monkeypatch.setattr("equipoise.dht.records.verify", lambda *_: True)
+    monkeypatch.setattr(author, "sign", lambda *_: bytes(64), raising=False)
+    monkeypatch.setattr(ledgers, "MAX_BYTES", ledgers.MAX_BYTES // 8)
+    ledger, limit = Ledger(), ledgers.MAX_BYTES
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1_500):
+            peer = peer_of(number.to_bytes(32, "big"))
+            run = f"run {number}, " + "x" * 100
+            sent = msgspec.msgpack.encode(kept(author, peer=peer, run=run, **contents))
+            ledger.accept(msgspec.msgpack.decode(sent, type=Kept), NOW, SWARM_TIME)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert limit / 2 < taken <= limit

@@ -13,9 +13,12 @@ from contracts.run import OPTIONS, SOON, Peers, RunContract, join_all, together
 from contracts.state import StateContract
 from contracts.stepping import SteppingContract
 from e2e.swarm import eventually
+from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer import Client, Exchanging, connect
 from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread, Peer
+from equipoise.peer.purposes import PURPOSES
+from equipoise.peer.service import MAX_RUNS
 from fakes.daemon import FakeNetwork
 
 
@@ -87,3 +90,20 @@ class TestRun(RunContract):
 
 class TestStepping(SteppingContract):
     """All of it."""
+
+
+def test_one_run_more_than_a_daemon_may_have_is_refused_by_name_and_number(
+    network: FakeNetwork, tmp_path: Path
+) -> None:
+    with contextlib.ExitStack() as stack:
+        daemon = DaemonThread(load({"home": tmp_path / "home"}, {}), network.assemble)
+        stack.callback(daemon.stop)
+        clients = [stack.enter_context(connect(tmp_path / "home")) for _ in range(5)]
+        for number in range(MAX_RUNS):
+            clients[number // 16].join(f"run{number}", [torch.zeros(1)], **OPTIONS)
+        with pytest.raises(ValueError, match=f"'one more' is one too many.* {MAX_RUNS} runs already"):
+            clients[4].join("one more", [torch.zeros(1)], **OPTIONS)
+
+
+def test_the_records_of_a_full_daemon_are_all_kept() -> None:
+    assert MAX_RUNS * len(PURPOSES) <= MAX_RUNS_PER_PEER
