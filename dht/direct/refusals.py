@@ -75,7 +75,7 @@ class Refusals:
         return dict(self._counts)
 
     def note(self, why: Why, text: str, now: float) -> None:
-        """Count one refusal at `now` (seconds, monotonic); a line about its reason counts those without a line before."""
+        """Count one refusal at `now` (seconds, monotonic); a line tells how many had none before it."""
         self._counts[why] += 1
         self.last = printable(f"{why}: {text}")
         if now - self._logged_at.get(why, float("-inf")) < LINE_SECONDS:
