@@ -11,6 +11,7 @@ from equipoise.dht.identity import public_key_of
 
 EXAMPLE = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 LISTEN_EXAMPLE = "/ip4/0.0.0.0/tcp/31337"
+ANNOUNCE_EXAMPLE = "/dns4/gpu.example.org/tcp/31337"
 
 MAX_ADDRESS_CHARACTERS = 512
 """A DNS name has at most 253 characters, a PeerID 52; a relayed address holds two of each."""
@@ -116,6 +117,21 @@ def parse_listen(text: str) -> ListenAddress:
     if len(parts) != 4:
         raise _error(text, "expected nothing after the port", LISTEN_EXAMPLE)
     return ListenAddress(text, host, port)
+
+
+def parse_announce(text: str) -> str:
+    """Check what `--announce` takes: `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT`.
+
+    Raises:
+        AddressError: It is malformed.
+    """
+    parts = _split(text, ANNOUNCE_EXAMPLE)
+    _, port = _first_hop(text, parts, ANNOUNCE_EXAMPLE)
+    if port == 0:
+        raise _error(text, "port 0 cannot be dialled", ANNOUNCE_EXAMPLE)
+    if len(parts) != 4:
+        raise _error(text, "expected nothing after the port", ANNOUNCE_EXAMPLE)
+    return text
 
 
 def is_relayed(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a daemon remembers over restarts: how often it has started, and where good peers were."""
+"""What a daemon remembers over restarts: how often it has started, its ports, and where good peers were."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -22,8 +23,13 @@ MAX_STARTS = 2**22
 _log = logging.getLogger(__name__)
 
 
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+
+
 class _Content(msgspec.Struct):
     starts: int = 0
+    port: Port = 0
+    direct_port: Port = 0
     peers: dict[str, tuple[str, ...]] = {}
 
 
@@ -46,6 +52,16 @@ class Memory:
     def peers(self) -> dict[str, tuple[str, ...]]:
         """Addresses of good peers, by PeerID."""
         return dict(self._content.peers)
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """The ports of libp2p and of direct channels that earlier starts have chosen; 0 for none."""
+        return self._content.port, self._content.direct_port
+
+    def keep_ports(self, port: int, direct_port: int) -> None:
+        """Take these ports again at the next start; 0 leaves what is kept."""
+        self._content.port = port or self._content.port
+        self._content.direct_port = direct_port or self._content.direct_port
 
     def remember(self, peer: str, addresses: tuple[str, ...]) -> None:
         """Keep where `peer` was last met; the least recently met is forgotten."""

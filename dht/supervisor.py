@@ -1,13 +1,11 @@
-"""Keeps p2pd running and attached: starts it again under the same identity and port, and says what is going on."""
+"""Keeps p2pd running and attached: starts it again under the same identity and ports, and says what is going on."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 
-from equipoise.dht.address import parse_listen
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.link import CallHandler, Link, LinkError
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
@@ -40,7 +38,6 @@ class Supervisor:
 
     def __init__(
         self,
-        options: P2pdOptions,
         link: Link,
         dialer: Dialer,
         calls: dict[str, CallHandler],
@@ -49,11 +46,11 @@ class Supervisor:
         self.reason = "p2pd is starting"
         self.restarts = 0
         self.addresses: list[str] = []
-        self._options = options
         self._link = link
         self._dialer = dialer
         self._calls = calls
         self._launched = launched
+        self._options: P2pdOptions | None = None
         self._p2pd: P2pd | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -68,12 +65,13 @@ class Supervisor:
         """The last lines that p2pd printed."""
         return tuple(self._p2pd.lines) if self._p2pd is not None else ()
 
-    async def start(self) -> None:
-        """Start p2pd and keep it running from then on.
+    async def start(self, options: P2pdOptions) -> None:
+        """Start p2pd and keep it running from then on; every start listens on the same ports.
 
         Raises:
             P2pdError: It does not start even once, for instance because the port is taken.
         """
+        self._options = options
         await self._launch()
         self._task = asyncio.create_task(self._keep_running())
 
@@ -88,6 +86,7 @@ class Supervisor:
         self.reason = "stopped"
 
     async def _launch(self) -> None:
+        assert self._options is not None, "not started"
         self._p2pd = await P2pd.start(self._options)
         try:
             await self._attach()
@@ -100,19 +99,7 @@ class Supervisor:
     async def _attach(self) -> None:
         await self._link.attach(self._calls)
         self.addresses = await self._link.identify()
-        self._fix_port()
         self.reason = ""
-
-    def _fix_port(self) -> None:
-        # A restarted p2pd must be found where others know it, also if any port would do at first.
-        if any(address.port == 0 for address in self._options.listen) and len(self._options.listen) == 1:
-            ports = {
-                address.split("/")[4] for address in self.addresses if address.split("/")[3:4] == ["tcp"]
-            }
-            if len(ports) == 1:
-                host_part = self._options.listen[0].text.rpartition("/")[0]
-                listen = (parse_listen(f"{host_part}/{ports.pop()}"),)
-                self._options = replace(self._options, listen=listen)
 
     async def _keep_running(self) -> None:
         loop = asyncio.get_running_loop()

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from equipoise.dht.address import ListenAddress, is_loopback, is_relayed, parse_address, parse_listen
+from equipoise.dht.address import (
+    ListenAddress,
+    is_loopback,
+    is_relayed,
+    parse_address,
+    parse_announce,
+    parse_listen,
+)
 from equipoise.dht.bootstrap import AddressKeeper, rejoin
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.preface import Layer
@@ -16,11 +23,13 @@ from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectOptions, DirectT
 from equipoise.dht.directory import OwnReach, RunDirectory
 from equipoise.dht.escaping import printable
 from equipoise.dht.identity import Identity, load_or_create
+from equipoise.dht.interfaces import behind_router
 from equipoise.dht.ledger import Ledger
 from equipoise.dht.link import Link
 from equipoise.dht.memory import MAX_PEERS, Memory
 from equipoise.dht.node import Node
 from equipoise.dht.p2pd import P2pdOptions
+from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.reach import Reach, ReachOptions
@@ -32,6 +41,7 @@ from equipoise.dht.supervisor import Supervisor
 from equipoise.dht.transport import Libp2pTransport
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
+"""Every IPv4 address of this machine, at the usual port if it is free."""
 HOUSEKEEPING_SECONDS = 5.0
 """How often remembered peers are tried while alone, good ones written down, and old records dropped."""
 
@@ -41,22 +51,22 @@ class SwarmOptions:
     """How to take part in a swarm.
 
     Attributes:
-        listen: Multiaddrs to accept connections on.
+        listen: Multiaddrs to accept connections on; by default `DEFAULT_LISTEN`. Port 0 is any free one, and then kept.
         join: Multiaddrs, with PeerID, of daemons that are in the swarm.
         announce: Multiaddrs, without PeerID, to tell others instead of those listened on (port forwarding).
         client_mode: Whether to listen nowhere: this peer contributes and receives, but cannot be dialled.
-        map_ports: Whether to ask the router for a port mapping.
+        upnp: Whether to ask the router for a port mapping; None: where this machine has private addresses only.
         direct_listen: Multiaddrs to accept direct channels on; by default any free port of the hosts of `listen`.
         channel: How direct channels carry frames; `plain` does not encrypt, and is refused beyond loopback.
         relay: What to relay for peers that cannot be dialled; None: nothing.
         guard: How p2pd is kept from outliving this process; see `guardian`.
     """
 
-    listen: Sequence[str] = DEFAULT_LISTEN
+    listen: Sequence[str] = ()
     join: Sequence[str] = ()
     announce: Sequence[str] = ()
     client_mode: bool = False
-    map_ports: bool = False
+    upnp: bool | None = None
     direct_listen: Sequence[str] = ()
     channel: Layer = DEFAULT_LAYER
     relay: RelayRules | None = None
@@ -89,26 +99,18 @@ class Swarm:
         """
         self._options = options or SwarmOptions()
         self._join = [parse_address(text) for text in dict.fromkeys(self._options.join)]
-        listen = (
-            () if self._options.client_mode else tuple(parse_listen(text) for text in self._options.listen)
-        )
-        self.identity = load_or_create(home)
+        listen = () if self._options.client_mode else self._options.listen or DEFAULT_LISTEN
+        self._listen = tuple(map(parse_listen, listen))
         for text in self._options.announce:
-            parse_address(f"{text}/p2p/{self.identity.peer}")
+            parse_announce(text)
+        self.identity = load_or_create(home)
         self._memory = Memory(home)
         self._runtime = make_runtime_dir()
         self._build(bool(listen))
-        self._build_direct(listen)
-        p2pd = P2pdOptions(
-            identity=self.identity.path,
-            control=self._runtime / "p2pd.sock",
-            listen=listen,
-            announce=tuple(self._options.announce),
-            map_ports=self._options.map_ports and not all(is_loopback(address.host) for address in listen),
-            guard=self._options.guard,
-        )
+        self._build_direct(self._listen)
+        self._claim: Claim | None = None
+        self._moved: list[str] = []
         self._supervisor = Supervisor(
-            p2pd,
             self._link,
             self._dialer,
             self._protocol.handlers() | self._reach.handlers(),
@@ -171,9 +173,10 @@ class Swarm:
 
     @property
     def _listening(self) -> list[str]:
-        # Addresses that only this machine reaches come last: strangers are told the first few.
-        addresses = sorted(self._supervisor.addresses, key=lambda text: is_loopback(text.split("/")[2]))
-        return [f"{address}/p2p/{self.peer}" for address in addresses]
+        # On another machine a loopback address is that machine: it is told only where there is no other.
+        addresses = self._supervisor.addresses
+        far = [text for text in addresses if not is_loopback(text.split("/")[2])]
+        return [f"{address}/p2p/{self.peer}" for address in far or addresses]
 
     def reach(self, peer: str) -> ReachStatus:
         """Return how this member reaches `peer`: by what is open, or came of trying, and else by what it says."""
@@ -215,16 +218,44 @@ class Swarm:
             P2pdError: p2pd does not start.
         """
         try:
-            self.direct.start()
+            listen = self._take_ports()
             self.transport.listen()
             self._reach.listen()
             self._puncher.listen()
-            await self._supervisor.start()
+            await self._supervisor.start(self._p2pd_options(listen))
         except BaseException:
             await self.stop()
             raise
         self._tasks += [asyncio.create_task(keeper.run()) for keeper in self._keepers]
         self._tasks.append(asyncio.create_task(self._keep_house()))
+
+    def _take_ports(self) -> tuple[ListenAddress, ...]:
+        """Take the ports that this member had before, else the usual ones, else free ones; keep what is taken."""
+        options, (kept, kept_direct) = self._options, self._memory.ports
+        usual, usual_direct = (0, 0) if options.listen else (LIBP2P_PORT, DIRECT_PORT)
+        wished, wished_direct = kept or usual, kept_direct or usual_direct
+        self.direct.start([wished_direct] if wished_direct else [])
+        direct = 0 if options.direct_listen else self.direct.port
+        self._claim = claim(self._listen, [wished] if wished else [])
+        self._moved = [
+            f"port {before} is used by another program; this daemon listens on port {now} from now on"
+            for before, now in ((kept, self._claim.drawn), (kept_direct, direct))
+            if before and now and before != now
+        ]
+        self._memory.keep_ports(self._claim.drawn, direct)
+        self._memory.save()
+        return self._claim.listen
+
+    def _p2pd_options(self, listen: tuple[ListenAddress, ...]) -> P2pdOptions:
+        upnp = self._options.upnp
+        return P2pdOptions(
+            identity=self.identity.path,
+            control=self._runtime / "p2pd.sock",
+            listen=listen,
+            announce=tuple(self._options.announce),
+            map_ports=behind_router(one.host for one in listen) if upnp is None else upnp,
+            guard=self._options.guard,
+        )
 
     async def stop(self) -> None:
         """Say farewell in every run, close every channel, end p2pd; idempotent."""
@@ -241,6 +272,8 @@ class Swarm:
         await self._reach.stop()
         await self._supervisor.stop()
         await self._node.stop()
+        if self._claim is not None:
+            self._claim.release()
         remove_runtime_dir(self._runtime)
 
     def status(self) -> SwarmStatus:
@@ -261,6 +294,7 @@ class Swarm:
             streams=self.transport.streams,
             direct=self.direct.status(),
             reach=self._reach.status(),
+            warnings=tuple(self._moved),
         )
 
     def _standing(self) -> tuple[State, str]:

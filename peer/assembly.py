@@ -10,7 +10,7 @@ from equipoise.dht.direct.preface import Layer
 from equipoise.dht.identity import Identity, IdentityError, verify
 from equipoise.dht.p2pd import ListenError, P2pdError
 from equipoise.dht.relay.service import RelayRules
-from equipoise.dht.swarm import DEFAULT_LISTEN, Swarm, SwarmOptions
+from equipoise.dht.swarm import Swarm, SwarmOptions
 from equipoise.peer.config import Config
 from equipoise.peer.errors import EquipoiseError
 
@@ -40,8 +40,10 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
         EquipoiseError: Something of this machine prevents it: a port in use, an identity file that others can read.
     """
     options = SwarmOptions(
-        listen=config.listen or DEFAULT_LISTEN,
+        listen=config.listen,
         join=config.join,
+        announce=config.announce,
+        upnp=config.upnp,
         client_mode=config.client_mode,
         direct_listen=config.direct_listen,
         channel=cast(Layer, config.channel),

@@ -70,8 +70,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         home: Directory of identity, control socket and log.
         name: What people call this daemon; shown by `status`.
         join: Addresses of daemons to join the swarm through; tried all, again and again.
-        listen: Multiaddresses to listen on; port 0 lets the system choose.
-        direct_listen: Multiaddresses for the direct channels of rounds; by default a free port of each `listen`'s host.
+        listen: Multiaddresses to listen on; port 0 is any free one, which is kept in the home.
+        direct_listen: Multiaddresses for the direct channels of rounds; by default a port of each `listen`'s host.
+        announce: Multiaddresses to tell others instead of those listened on, for a router that forwards ports.
+        upnp: Whether to ask the router to forward a port; None: where this machine has private addresses only.
         channel: How direct channels encrypt: one of `CHANNELS`.
         client_mode: Whether this machine cannot be dialled: it then contributes and receives, and owns no share.
         relay: Whether to relay for peers that cannot be dialled.
@@ -85,6 +87,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     join: Addresses = ()
     listen: Addresses = ()
     direct_listen: Addresses = ()
+    announce: Addresses = ()
+    upnp: bool | None = None
     channel: str = CHANNELS[0]
     client_mode: bool = False
     relay: bool = False
@@ -126,6 +130,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
 KEYS = tuple(field for field in Config.__struct_fields__ if field != "home")
 _TYPES = {field.name: field.type for field in msgspec.structs.fields(Config)}
+_BOOLEANS = (bool, bool | None)
 _CHOICES = {"log_level": LOG_LEVELS, "channel": CHANNELS}
 
 
@@ -229,7 +234,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
             value: Any = text
             if _TYPES[key] is Addresses:
                 value = text.replace(",", " ").split()
-            elif _TYPES[key] is bool:
+            elif _TYPES[key] in _BOOLEANS:
                 value = _SWITCHES.get(text.strip().lower(), text)
             found.append((key, value, f"environment {name}"))
     return found
@@ -277,7 +282,7 @@ def _expected(key: str) -> str:
         return 'a rate such as "10MB/s" or "80Mbit/s" (up to 10TB/s), or a number of bytes per second'
     if key in _CHOICES:
         return " or ".join(_CHOICES[key])
-    if _TYPES[key] is bool:
+    if _TYPES[key] in _BOOLEANS:
         return "true or false"
     if _TYPES[key] is Addresses:
         return f'a list of at most {MAX_ADDRESSES} addresses, such as ["ADDRESS"]'
@@ -311,14 +316,16 @@ def _bytes_per_second(text: str) -> float:
 
 
 def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) -> tuple[Malformed, ...]:
-    if not (config.join or config.listen or config.direct_listen):
+    if not (config.join or config.listen or config.direct_listen or config.announce):
         return ()
-    from equipoise.dht.address import AddressError, parse_address, parse_listen  # Imports cryptography.
+    # Imports cryptography.
+    from equipoise.dht.address import AddressError, parse_address, parse_announce, parse_listen
 
-    for key in ("listen", "direct_listen"):
+    parsers = {"listen": parse_listen, "direct_listen": parse_listen, "announce": parse_announce}
+    for key, parse in parsers.items():
         for address in getattr(config, key):
             try:
-                parse_listen(address)
+                parse(address)
             except AddressError as error:
                 raise _wrong(settings[key].origin, str(error)) from error
     found = []

@@ -184,6 +184,7 @@ class Daemon:
 
     async def _watch(self) -> None:
         addresses: tuple[str, ...] = ()
+        warned: set[str] = set()
         state = ""
         while self._swarm is not None:
             status = self._standing(self._swarm)
@@ -191,6 +192,10 @@ class Daemon:
                 addresses = status.addresses
                 for address in addresses:
                     self._tell(address)
+            for warning in status.warnings:
+                if warning not in warned:
+                    self._tell(f"warning: {warning}")
+            warned = set(status.warnings)
             # Each round would print two lines; that it waits for one is what `status` says.
             if status.state != "ready" and f"{status.state}: {status.reason}" != state:
                 state = f"{status.state}: {status.reason}"

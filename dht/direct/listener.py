@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.direct.sockets import prepare
 from equipoise.dht.p2pd import ListenError
+from equipoise.dht.ports import with_port
 
 BACKLOG = 128
 """Connections that the kernel holds for us; a group of 64 may dial at once, twice each."""
@@ -37,14 +39,18 @@ class Listener:
         """The addresses listened on, (host, port)."""
         return [one.getsockname()[:2] for one in self._sockets]
 
-    def start(self) -> None:
+    def start(self, wishes: Sequence[int] = ()) -> None:
         """Begin to listen.
+
+        Args:
+            wishes: Ports to try, in order, for an address that names none (port 0), before the system draws one.
 
         Raises:
             ListenError: An address is taken or not this machine's.
         """
         for address in self._wanted:
-            listening = _listen(address)
+            wished = [] if address.port else [with_port(address, port) for port in wishes]
+            listening = _listen_first([*wished, address])
             self._sockets.append(listening)
             self._resume(listening)
 
@@ -73,6 +79,14 @@ class Listener:
                 return
             connection.setblocking(False)
             self._taken(connection, address[:2])
+
+
+def _listen_first(addresses: Sequence[ListenAddress]) -> socket.socket:
+    """Listen on the first of some addresses that is free; the last one's error counts."""
+    for address in addresses[:-1]:
+        with contextlib.suppress(ListenError):
+            return _listen(address)
+    return _listen(addresses[-1])
 
 
 def _listen(address: ListenAddress) -> socket.socket:

@@ -152,13 +152,13 @@ class DirectTransport:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
         self._handler = handler
 
-    def start(self) -> None:
-        """Begin to listen.
+    def start(self, wishes: Sequence[int] = ()) -> None:
+        """Begin to listen; `wishes` are ports to try first where none is named.
 
         Raises:
             ListenError: An address is taken or not this machine's.
         """
-        self._listener.start()
+        self._listener.start(wishes)
         self.tell(host for host, _ in self._listener.bound)
 
     def tell(self, hosts: Iterable[str], *, forwarded: bool = False) -> None:

@@ -37,13 +37,24 @@ def daemon_options(command: Command) -> Command:
             "--listen",
             metavar="MULTIADDR",
             multiple=True,
-            help="Where to listen, as /ip4/0.0.0.0/tcp/31337. May be repeated.",
+            help="Where to listen, as /ip4/0.0.0.0/tcp/31337. May be repeated.  [default: port 31337 if it is free]",
         ),
         click.option(
             "--direct-listen",
             metavar="MULTIADDR",
             multiple=True,
-            help="Where to listen for the direct channels of rounds.  [default: a free port]",
+            help="Where to listen for the direct channels of rounds.  [default: port 31338 if it is free]",
+        ),
+        click.option(
+            "--announce",
+            metavar="ADDRESS",
+            multiple=True,
+            help="Where others reach this machine, as /dns4/gpu.example.org/tcp/31337. May be repeated.",
+        ),
+        click.option(
+            "--upnp/--no-upnp",
+            default=None,
+            help="Ask the router to forward a port.  [default: where this machine has private addresses only]",
         ),
         click.option(
             "--channel",

@@ -167,6 +167,8 @@ def _line(console: Console, title: str, value: str) -> None:
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return "automatic"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

@@ -207,6 +207,7 @@ class Swarm:
     def env(self) -> dict[str, str]:
         """The environment of every process of this swarm."""
         own = {MARK: self.mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        own["EQUIPOISE_UPNP"] = "0"  # No router of the machine that runs the tests is asked for anything.
         return {**{k: v for k, v in os.environ.items() if not k.startswith("EQUIPOISE_")}, **own}
 
     def daemon(
