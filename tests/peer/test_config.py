@@ -49,6 +49,8 @@ def test_flags_win_over_environment_wins_over_file(tmp_path: Path) -> None:
         "join": "default",
         "listen": "default",
         "direct_listen": "default",
+        "announce": "default",
+        "upnp": "default",
         "channel": "default",
         "client_mode": f"file {tmp_path / 'config.toml'}",
         "relay": "default",
@@ -226,3 +228,12 @@ def test_a_pipe_in_place_of_the_file_blocks_nothing(tmp_path: Path) -> None:
 
 def test_a_bandwidth_is_bounded_as_joins_are() -> None:
     assert manifest.MAX_BANDWIDTH == MAX_BANDWIDTH
+
+
+def test_addresses_to_announce_and_the_router(tmp_path: Path) -> None:
+    named = "/dns4/gpu.example.org/tcp/31337"
+    loaded = load({"home": tmp_path}, {"EQUIPOISE_ANNOUNCE": named, "EQUIPOISE_UPNP": "no"})
+    assert (loaded.config.announce, loaded.config.upnp) == ((named,), False)
+    assert load({"home": tmp_path}, {}).config.upnp is None
+    with pytest.raises(ConfigError, match=r"flag --announce: malformed address.*for example /dns4/"):
+        load({"home": tmp_path, "announce": ["gpu.example.org"]}, {})
