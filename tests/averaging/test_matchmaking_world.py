@@ -17,6 +17,7 @@ from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, J
 from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, LONELY_SECONDS, REPLY_SECONDS
 from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.sim.matchmaking import RUN, SPEC, Weather, World, verify
+from fakes.seeds import few_and_many
 
 LATENCY = 0.002
 """Upper bound of the default weather's latency."""
@@ -99,7 +100,15 @@ def test_sixteen_in_fours_form_full_groups_that_mix_round_after_round() -> None:
             assert all(len(one & other) == 1 for one, other in itertools.product(first, second))
 
 
-@pytest.mark.parametrize(("count", "group_size"), [(3, 2), (5, 4), (17, 4), (23, 8), (40, 16)])
+@pytest.mark.parametrize(
+    ("count", "group_size"),
+    [
+        (3, 2),
+        (5, 4),
+        (17, 4),
+        *(pytest.param(*large, marks=pytest.mark.slow) for large in ((23, 8), (40, 16))),
+    ],
+)
 def test_any_number_takes_part_round_after_round(count: int, group_size: int) -> None:
     world = warm(count, group_size, seed=1)
     for name in names(count):
@@ -183,8 +192,9 @@ def test_client_mode_peers_take_turns_with_the_only_one_that_can_be_dialled() ->
     check_safety(world, 2)
 
 
-def test_client_mode_peers_that_are_planned_together_are_guests_elsewhere() -> None:
-    for seed in range(5):
+@few_and_many(1, 5)
+def test_client_mode_peers_that_are_planned_together_are_guests_elsewhere(seeds: range) -> None:
+    for seed in seeds:
         world = World([], 3, seed=seed)
         for name in names(4):
             world.add(name, dialable=name in ("peer00", "peer03"))
@@ -361,9 +371,10 @@ def test_a_convener_that_never_closes_holds_its_group_once() -> None:
     assert len(rounds_of(world)) == 1
 
 
+@few_and_many(3, 10)
 @pytest.mark.parametrize("compute", [0.3, 2.0])
-def test_a_channel_that_is_cut_keeps_nobody_out_of_the_next_round(compute: float) -> None:
-    for seed in range(10):
+def test_a_channel_that_is_cut_keeps_nobody_out_of_the_next_round(compute: float, seeds: range) -> None:
+    for seed in seeds:
         world = warm(4, 8, seed)
         for name in names(4):
             world.each_round(name, lambda world=world: world.random.uniform(0.9, 1.1) * compute)
@@ -405,8 +416,9 @@ def test_records_of_the_dead_do_not_stop_the_living() -> None:
         assert len(since) >= 10, name
 
 
-def test_different_views_of_the_run_converge_on_one_group() -> None:
-    for seed in range(20):
+@few_and_many(5, 20)
+def test_different_views_of_the_run_converge_on_one_group(seeds: range) -> None:
+    for seed in seeds:
         world = World(names(6), 8, seed=seed)
         draw = Random(seed)
         for name in names(6):
@@ -469,7 +481,7 @@ def storm(world: World, peers: list[str], draw: Random) -> None:
         peer.blind_to = set(draw.sample(peers, len(peers) // 2)) - {name}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**9), count=st.integers(2, 20), group_size=st.sampled_from([2, 3, 4, 8, 16]))
 def test_no_storm_puts_a_peer_into_two_rounds_and_after_it_all_take_part(
     seed: int, count: int, group_size: int

@@ -41,6 +41,7 @@ def run(script: str, *options: str) -> tuple[int, Any]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_rounds_are_timed_and_results_checked() -> None:
     systems = ["ours/int8/aead/x3", "gloo", "nothing"]
@@ -160,6 +161,7 @@ def test_a_soak_finds_failures_and_late_rounds() -> None:
     assert judged(soak.Course(usages=looks(), seconds=late), rounds=200)["violations"] == ["p99 is 5.0 x p50"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_soak_counts_rounds_and_failures() -> None:
     _, verdict = run("soak.py", "--rounds", "30", "--values", "5000")
@@ -170,6 +172,7 @@ def test_a_soak_counts_rounds_and_failures() -> None:
     assert not [line for line in verdict["violations"] if not line.startswith("p99")]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_overlap_is_measured_in_three_ways() -> None:
     small = ["--mbit", "0", "--steps", "2", "--turns", "1", "--width", "32", "--accelerator", "50"]

@@ -27,7 +27,7 @@ def daemons(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonPro
     assert not left, f"these processes outlived their daemons: {left}"
 
 
-@pytest.fixture(params=["connect", "in-process"])
+@pytest.fixture(params=["connect", pytest.param("in-process", marks=pytest.mark.slow)])
 def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
     with contextlib.ExitStack() as stack:
 

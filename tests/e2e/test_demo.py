@@ -23,6 +23,7 @@ def finish(demo: ChildProcess) -> dict[str, Any]:
     return summary
 
 
+@pytest.mark.slow
 def test_it_works(swarm: Swarm) -> None:
     summary = finish(swarm.command("demo", "--json"))
     assert summary["ok"]
@@ -32,6 +33,7 @@ def test_it_works(swarm: Swarm) -> None:
     assert summary["killed"] == 0
 
 
+@pytest.mark.slow
 def test_the_others_finish_when_the_first_daemon_is_killed(swarm: Swarm) -> None:
     summary = finish(swarm.command("demo", "--kill", "1", "--rounds", "40", "--json"))
     assert summary["ok"]
@@ -47,20 +49,21 @@ def test_people_see_rounds_and_a_verdict(swarm: Swarm) -> None:
     assert ("It worked." in demo.output) == (status == 0)
 
 
-def test_nothing_is_left_when_it_is_interrupted(swarm: Swarm) -> None:
-    """Three at once, each in its own way: one after the other they would take much longer to start."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    demos = [swarm.command("demo", "--peers", "2", "--rounds", "10000") for _ in numbers]
-    for demo, number in zip(demos, numbers, strict=True):
-        eventually(
-            lambda demo=demo: "round 2" in demo.output or not demo.running, "the second round", DEMO_SECONDS
-        )
-        assert demo.running, demo.output + demo.errors
-        demo.signal(number)
-    for demo, number in zip(demos, numbers, strict=True):
-        assert demo.wait(30) != 0, number
-        assert "Traceback" not in demo.errors, number
-    # That no process of theirs remains is what the fixture checks.
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGTERM, signal.SIGKILL)),
+    ],
+)
+def test_nothing_is_left_when_it_is_interrupted(swarm: Swarm, number: int) -> None:
+    demo = swarm.command("demo", "--peers", "2", "--rounds", "10000")
+    eventually(lambda: "round 2" in demo.output or not demo.running, "the second round", DEMO_SECONDS)
+    assert demo.running, demo.output + demo.errors
+    demo.signal(number)
+    assert demo.wait(30) != 0
+    assert "Traceback" not in demo.errors
+    # That no process of the demo remains is what the fixture checks.
 
 
 @pytest.mark.parametrize(
