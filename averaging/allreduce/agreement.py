@@ -84,9 +84,11 @@ class Agreement:
 
     @property
     def must_fetch(self) -> bool:
-        """Whether the mean is not on its way: others hold it already, or its decision was never proposed here."""
-        ballot = self.ballot
-        return bool(ballot.holders) or (ballot.decision is None and self.decision is not None)
+        """Whether the mean is not on its way: others hold it already, or it is not the one that was proposed here."""
+        proposed, decision = self.ballot.decision, self.decision
+        if proposed is None or decision is None:
+            return decision is not None
+        return bool(self.ballot.holders) or proposed.contributors != decision.contributors
 
     @property
     def standing(self) -> wire.Plan | wire.Propose | None:
@@ -114,8 +116,12 @@ class Agreement:
         return [member for member in ring if self.group.dialable & ~lost & 1 << member]
 
     def holders(self, decision: Decision) -> int:
-        """Bitmask of those known to hold the mean over the decision's contributors."""
-        return self.tally.holders(decision) | self.ballot.holders
+        """Bitmask of the members known to hold the mean over the decision's contributors.
+
+        The leader's word for who holds it is taken until a majority's votes are known.
+        """
+        told = self.ballot.holders if self.chosen is None else 0
+        return self.tally.holders(decision) | told
 
     def sources(self, decision: Decision, reachable: int, desperate: bool) -> int:
         """Bitmask of those in `reachable` to fetch the mean from: who voted as the majority, else other holders.
@@ -272,6 +278,14 @@ class Agreement:
         self.tally.add(Vote(ballot, decision, digest), 1 << self.me, self.me)
         self._settle()
         return wire.Held(ballot, decision, digest)
+
+    def concur(self) -> wire.Held | None:
+        """Count our own vote for the chosen mean, which is whole here; returns it unless it has been said."""
+        chosen = self.chosen
+        assert chosen is not None
+        if not self.tally.add(chosen, 1 << self.me, self.me):
+            return None
+        return wire.Held(chosen.ballot, chosen.decision, chosen.digest)
 
     def reminders(self, member: int) -> list[wire.RoundMessage]:
         """What `member` needs to take part in our ballot, in case that it missed it."""

@@ -75,10 +75,14 @@ class Tally:
         return self._voters.get(vote, 0)
 
     def holders(self, decision: Decision) -> int:
-        """Bitmask of those who said, in any ballot, that they hold the mean over these contributors."""
+        """Bitmask of the members that said, in any ballot, that they hold the mean over these contributors.
+
+        Once a majority has cast a vote, only votes for its digest count: a member that was sent another mean lacks it.
+        """
         mask = 0
         for vote, voters in self._voters.items():
-            if vote.decision.contributors == decision.contributors:
+            alike = self.chosen is None or vote.digest == self.chosen.digest
+            if alike and vote.decision.contributors == decision.contributors:
                 mask |= voters
         return mask
 

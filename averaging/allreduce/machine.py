@@ -58,6 +58,7 @@ from equipoise.averaging.allreduce.fetching import Fetching
 from equipoise.averaging.allreduce.following import PLENTY, Words, due_report
 from equipoise.averaging.allreduce.leading import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.ledger import Ledger
+from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.waiting import awaited, phase_of, waiting_for
 
 LINGER_SECONDS = 5.0
@@ -254,9 +255,11 @@ class AllReduce:
         self._send(sender, answer)
 
     def _on_held(self, sender: int, vote: Vote) -> bool:
-        if isinstance(self.ended, Finish) and self._agreement.tally.voters(vote) >> sender & 1:
-            # Whoever repeats its vote has not learnt that it won.
-            self._send_commit(1 << sender)
+        if isinstance(self.ended, Finish):
+            repeated = self._agreement.tally.voters(vote) >> sender & 1
+            if repeated or vote.digest != self.ended.digest:
+                # The sender has not learnt which mean was chosen.
+                self._send_commit(1 << sender)
         return self._agreement.on_votes(sender, vote, 1 << sender)
 
     def _on_lost(self, member: int, reason: str, now: float) -> None:
@@ -401,6 +404,10 @@ class AllReduce:
         if chosen is None or not self._ledger.is_whole(chosen.decision):
             return
         if self._ledger.digest(chosen.decision) == chosen.digest:
+            if vote := self._agreement.concur():
+                self._broadcast(
+                    vote
+                )  # The others keep the mean for this member until they hear that it has it.
             self._end(Finish(chosen.decision, chosen.digest), now)
             if self._agreement.leader == self.me:
                 self._send_commit(self.group.everyone)
@@ -442,11 +449,12 @@ class AllReduce:
 
     def _release(self, now: float) -> None:
         """Let go of the buffers once every other member holds the mean, or is gone, or was lost for a stall."""
-        held, attendance = self._agreement.held, self._attendance
+        attendance = self._attendance
         self._releases_at = float("inf")
-        if self.ended is None or self._released or held is None:
+        decision = self._kept
+        if decision is None or self._released:
             return
-        lacking = self._peers & ~(attendance.gone | self._agreement.holders(held[1]))
+        lacking = self._peers & ~(attendance.gone | self._agreement.holders(decision))
         if lacking & ~attendance.lost:
             return
         if lacking and now < attendance.given_up_at:
@@ -466,6 +474,14 @@ class AllReduce:
     def _alone(self) -> bool:
         """Whether so few can be reached that nothing can be decided: whatever is tried, they have to come back."""
         return not is_majority(self._attendance.here, self.group.size)
+
+    @property
+    def _kept(self) -> Decision | None:
+        """The decision whose mean is kept for the others after the end."""
+        if isinstance(self.ended, Finish):
+            return self.ended.decision
+        held = self._agreement.held
+        return None if self.ended is None or held is None else held[1]
 
     @property
     def _awaited(self) -> Awaited:

@@ -93,6 +93,16 @@ def test_holders_are_of_the_contributors_whatever_the_ballot_and_the_owners() ->
     assert tally.holders(ONE) == 0b101
 
 
+def test_once_a_majority_has_voted_only_votes_for_its_digest_are_of_holders() -> None:
+    tally = Tally(4)
+    tally.add(vote(digest=b"b" * 32), 0b1000, 3)
+    for member in range(3):
+        tally.add(vote(digest=b"a" * 32), 1 << member, member)
+    assert tally.holders(ONE) == 0b0111
+    tally.add(vote(ballot=4, digest=b"a" * 32), 0b1000, 3)
+    assert tally.holders(ONE) == 0b1111
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_who_tells_of_too_many_votes_is_no_longer_heard_and_silences_nobody_else(victim: int) -> None:
     tally = Tally(3)

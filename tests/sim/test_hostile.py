@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.allreduce.events import Finish, Group
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.notary import Notary
 from equipoise.averaging.partition import Part
 from equipoise.averaging.sim.arithmetic import draw_values
-from equipoise.averaging.sim.faults import Fault, Forge, Poison, When
+from equipoise.averaging.sim.faults import Corrupt, Fault, Forge, Poison, When
 from equipoise.averaging.sim.member import Violation
 from equipoise.averaging.sim.network import Weather
 from equipoise.averaging.sim.process import Start
@@ -50,6 +50,28 @@ def attacked(attack: Callable[[], Fault], seeds: int = 60) -> None:
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_the_others_finish_with_the_exact_mean(attack: Callable[[], Fault]) -> None:
     attacked(attack)
+
+
+def lied_to(seed: int) -> Scenario:
+    """A round in which an owner sends one member another mean than all others, as often as that member asks."""
+    chance = Random(f"lie {seed}")
+    each = chance.randint(1, 3)
+    parts = tuple(Part(at, at + 1, at // each) for at in range(MEMBERS * each))
+    group = Group(
+        bytes(16), ("a", "b", "c", "d"), (1.0, 2.0, 3.0, 4.0), 0b1111, parts, chance.randrange(MEMBERS)
+    )
+    starts = tuple(
+        Start(draw_values(chance, len(parts)), 0.02 * chance.random(), 0.0, 30.0) for _ in range(MEMBERS)
+    )
+    lie = When(seconds=0.0), Corrupt(HOSTILE, 1 << chance.randrange(HOSTILE))
+    weather = Weather(latency=(0.0005, 0.005), transfer=(0.001, 0.1))
+    return Scenario(seed, group, starts, weather, (lie,), core=0b0111)
+
+
+def test_a_member_that_is_sent_another_mean_finishes_with_that_of_the_majority() -> None:
+    for seed in range(60):
+        report = World(lied_to(seed)).run()
+        assert all(isinstance(end, Finish) for end in report.ends), seed
 
 
 def test_a_machine_that_takes_means_from_anyone_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
