@@ -7,27 +7,73 @@ import time
 from collections import OrderedDict
 
 MAX_SAMPLES = 64
-"""A median of so many peers is not moved by a few liars."""
+"""Peers whose clocks are remembered: a median of so many is not moved by a few liars."""
+MAX_OFFSET_SECONDS = 86_400.0
+"""How far the swarm's clock is taken to be from this machine's. Clocks that are off by a day take part; and peers that
+lie about theirs, however many, move this peer's idea of the time by no more."""
+FRESH_SECONDS = 600.0
+"""How long a peer's clock is taken into account after it was last asked for: either clock may be set meanwhile."""
+WARN_SECONDS = 10.0
+"""A smaller difference is not worth a person's time: a busy machine answers that late."""
 
 
 class SwarmClock:
     """Time that peers roughly agree on, so that a machine whose clock is off can take part."""
 
     def __init__(self) -> None:
-        self._ahead: OrderedDict[str, float] = OrderedDict()
+        self._samples: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def learn(self, peer: str, theirs: float, asked: float, answered: float) -> None:
         """Take the clock that `peer` sent between two readings of ours, all in seconds since 1970."""
-        self._ahead[peer] = theirs - (asked + answered) / 2
-        self._ahead.move_to_end(peer)
-        if len(self._ahead) > MAX_SAMPLES:
-            self._ahead.popitem(last=False)
+        self._samples[peer] = theirs - (asked + answered) / 2, time.monotonic()
+        self._samples.move_to_end(peer)
+        if len(self._samples) > MAX_SAMPLES:
+            self._samples.popitem(last=False)
 
     @property
     def offset(self) -> float:
-        """Seconds to add to this machine's clock."""
-        return statistics.median([0.0, *self._ahead.values()])
+        """Seconds to add to this machine's clock, `MAX_OFFSET_SECONDS` at most either way."""
+        median = statistics.median([0.0, *self._others()])
+        return max(-MAX_OFFSET_SECONDS, min(median, MAX_OFFSET_SECONDS))
+
+    @property
+    def warning(self) -> str:
+        """By how much this machine's clock differs from most others', and what to do; empty if it does not.
+
+        Of two peers neither knows whose clock is right: both are told.
+        """
+        others = self._others()
+        ahead = statistics.median(others) if others else 0.0
+        if abs(ahead) <= WARN_SECONDS or abs(statistics.median([0.0, *others])) <= WARN_SECONDS / 2:
+            return ""
+        differs = (
+            f"this machine's clock is {amount(abs(ahead))} {'behind' if ahead > 0 else 'ahead of'} "
+            f"{'that of the other peer' if len(others) == 1 else 'those of most other peers'}"
+        )
+        effect = (
+            "rounds work all the same"
+            if abs(ahead) <= MAX_OFFSET_SECONDS + WARN_SECONDS
+            else "above a day others refuse its records, and it gets no group"
+        )
+        return f"{differs}; {effect}; set the clock that is wrong (timedatectl set-ntp true)"
 
     def now(self) -> float:
         """Return the swarm's time, seconds since 1970."""
         return time.time() + self.offset
+
+    def _others(self) -> list[float]:
+        """How many seconds the clocks of others are ahead of this machine's."""
+        oldest = time.monotonic() - FRESH_SECONDS
+        return [ahead for ahead, at in self._samples.values() if at >= oldest]
+
+
+def amount(seconds: float) -> str:
+    """Return a time span of at least a second in its two largest units: `1 d 2 h`, `2 h`, `1 min 1 s`."""
+    whole = round(seconds)
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    first = next(index for index, (_, size) in enumerate(units) if whole >= size or size == 1)
+    parts = []
+    for name, size in units[first : first + 2]:
+        parts.append(f"{whole // size} {name}")
+        whole %= size
+    return " ".join(part for part in parts if not part.startswith("0 ")) or "0 s"

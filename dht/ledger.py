@@ -1,6 +1,6 @@
 """Which records are current: newest per author and run, void a bounded time after their first arrival.
 
-Clocks of a swarm may be off by hundreds of seconds, so a record's life is counted from when it first arrived
+Clocks of a swarm may be off by a day, so a record's life is counted from when it first arrived
 here, on this machine's monotonic clock; `issued` only bounds how old a replay can be once its successor is
 forgotten. Pure: `now` and the swarm's clock are arguments.
 """
@@ -11,6 +11,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from equipoise.dht.clock import MAX_OFFSET_SECONDS
 from equipoise.dht.records import (
     MAX_RUNS_PER_PEER,
     MAX_TTL_SECONDS,
@@ -30,10 +31,11 @@ MAX_BYTES = 10 * 1024 * 1024
 """Memory of all records: about 3,600 usual ones. The one that was renewed longest ago goes first."""
 ENTRY_BYTES = 1700
 """Memory of one record besides its own bytes: its names, and its places in four indices."""
-CLOCK_TOLERANCE_SECONDS = 600.0
-"""How far an author's idea of the swarm's clock may be off."""
+CLOCK_TOLERANCE_SECONDS = 2 * MAX_OFFSET_SECONDS + 600.0
+"""How far an author's idea of the swarm's clock may be from this peer's: a day off here and a day off there."""
 REMEMBER_SECONDS = 2 * CLOCK_TOLERANCE_SECONDS
-"""After so long a replay of a forgotten author's record is refused by its `issued`."""
+"""After so long a replay of a forgotten author's record is refused by its `issued`. Until then, and as long as there
+is memory, the author's void record is kept, whose sequence refuses it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,8 @@ DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 """Every IPv4 address of this machine, at the usual port if it is free."""
 HOUSEKEEPING_SECONDS = 5.0
 """How often remembered peers are tried while alone, good ones written down, and old records dropped."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class Swarm:
             self._on_launched,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._clock_warned = False
 
     def _build(self, dialable: bool) -> None:
         peer = self.identity.peer
@@ -150,7 +154,9 @@ class Swarm:
             listen = tuple(parse_listen(text) for text in options.direct_listen)
         else:
             listen = tuple(ListenAddress(host, host, 0) for host in dict.fromkeys(one.host for one in listen))
-        self.direct = DirectTransport(self.identity, DirectOptions(listen, options.channel))
+        self.direct = DirectTransport(
+            self.identity, DirectOptions(listen, options.channel), self._protocol.clock.now
+        )
         self.directory.credential = lambda: self.direct.credential
         self.directory.on_credential = self.direct.learn
         self._reach.direct = lambda: self.direct.port
@@ -294,7 +300,7 @@ class Swarm:
             streams=self.transport.streams,
             direct=self.direct.status(),
             reach=self._reach.status(),
-            warnings=tuple(self._moved),
+            warnings=tuple(filter(None, [*self._moved, self._protocol.clock.warning])),
         )
 
     def _standing(self) -> tuple[State, str]:
@@ -369,10 +375,17 @@ class Swarm:
         self._memory.remember(met, self._dialer.addresses_of(met))
         self.directory.refresh()
 
+    def _warn(self) -> None:
+        warning = self._protocol.clock.warning
+        if bool(warning) != self._clock_warned:
+            self._clock_warned = bool(warning)
+            _log.warning("%s", warning or "this machine's clock is in step with the others' again")
+
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self._protocol.ledger.forget(time.monotonic())
+            self._warn()
             self._memory.save()
             if not self._protocol.peers and self._link.attached:
                 await self._rejoin()

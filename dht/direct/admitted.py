@@ -8,8 +8,8 @@ kept for it. It ends with the credential, or when `MAX_ADMITTED` others have com
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from OpenSSL import SSL
@@ -51,7 +51,9 @@ class Admitted:
 class AdmittedPeers:
     """The peers that were admitted, the least recent forgotten."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` tells the swarm's time, seconds since 1970, by which credentials expire."""
+        self._clock = clock
         self._peers: OrderedDict[str, Admitted] = OrderedDict()
         self._verified: OrderedDict[tuple[str, bytes], Credential] = OrderedDict()
         self._expecting: dict[str, set[asyncio.Future[None]]] = {}
@@ -66,7 +68,7 @@ class AdmittedPeers:
         Raises:
             CredentialError: It is not, or has expired.
         """
-        key, now = (peer, bytes(data)), time.time()
+        key, now = (peer, bytes(data)), self._clock()
         found = self._verified.get(key)
         if found is None:
             found = self._verified[key] = parse(peer, key[1], now)
@@ -104,7 +106,7 @@ class AdmittedPeers:
         found = self._peers.get(peer)
         if found is None:
             raise Refused("not a member", f"{peer} is in no group with this peer")
-        if time.time() >= found.credential.expires:
+        if self._clock() >= found.credential.expires:
             raise Refused("expired", f"the credential of {peer} has expired")
         return found
 

@@ -21,8 +21,9 @@ from equipoise.dht.direct.refusals import CredentialError
 
 LIFE_SECONDS = 30 * 86400.0
 """Of a certificate; a daemon that runs longer makes a new one at half of it."""
-BACKDATED_SECONDS = 86400.0
-"""Machines whose clocks are behind by less than a day take a fresh certificate."""
+BACKDATED_SECONDS = 30 * 86400.0
+"""How far behind this machine's clock may be that of one that takes a fresh certificate. OpenSSL judges it by the local
+clock, so this is far above the day that clocks may be off; a key that is as young as the process needs no beginning."""
 SERIAL_BYTES = 16
 
 

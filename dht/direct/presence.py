@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from equipoise.dht.direct import certificate, credential
 from equipoise.dht.direct.certificate import OwnCertificate, make_certificate
@@ -13,10 +12,12 @@ from equipoise.dht.identity import Identity
 class Presence:
     """This peer's certificate, addresses and credential."""
 
-    def __init__(self, identity: Identity) -> None:
+    def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
+        """`clock` tells the swarm's time, seconds since 1970."""
         self._identity = identity
+        self._clock = clock
         self._addresses: tuple[tuple[str, int], ...] = ()
-        self._certificate = make_certificate(identity.peer, time.time())
+        self._certificate = make_certificate(identity.peer, clock())
         self._credential = b""
         self._renew_at = 0.0
 
@@ -33,7 +34,7 @@ class Presence:
     @property
     def credential(self) -> bytes:
         """The signed credential; a new one from time to time, and when addresses change."""
-        now = time.time()
+        now = self._clock()
         if now >= self._renew_at or not self._credential:
             self._renew(now)
         return self._credential

@@ -55,8 +55,10 @@ class DirectTransport:
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
-    def __init__(self, identity: Identity, options: DirectOptions) -> None:
-        """Make a certificate.
+    def __init__(
+        self, identity: Identity, options: DirectOptions, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Make a certificate; `clock` tells the swarm's time, by which credentials expire.
 
         Raises:
             ValueError: Unencrypted channels are to be listened for where other machines reach them.
@@ -65,8 +67,8 @@ class DirectTransport:
             raise ValueError("channels without encryption are for measurements on loopback addresses only")
         self._peer = identity.peer
         self._layer = options.layer
-        self._presence = Presence(identity)
-        self._admitted = AdmittedPeers()
+        self._presence = Presence(identity, clock)
+        self._admitted = AdmittedPeers(clock)
         self._listener = Listener(options.listen, self._accept)
         self._dialable = bool(options.listen)
         self._refusals = Refusals()

@@ -253,9 +253,9 @@ def test_foreign_subkey_and_wrong_key_are_refused(identity: Identity, stranger: 
         Ledger().accept(Kept(key_of("other", 0), identity.peer, good.data, 15.0), NOW, SWARM_TIME)
 
 
-def test_clocks_hundreds_of_seconds_off_take_part_and_old_replays_do_not(identity: Identity) -> None:
-    assert Ledger().accept(kept(identity), NOW, SWARM_TIME - 300)
-    assert Ledger().accept(kept(identity), NOW, SWARM_TIME + 300)
+def test_clocks_a_day_off_take_part_and_old_replays_do_not(identity: Identity) -> None:
+    assert Ledger().accept(kept(identity), NOW, SWARM_TIME - 2 * 86_400)
+    assert Ledger().accept(kept(identity), NOW, SWARM_TIME + 2 * 86_400)
     with pytest.raises(RecordError, match="swarm's clock"):
         Ledger().accept(kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
 

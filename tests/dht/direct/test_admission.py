@@ -172,7 +172,7 @@ async def test_an_expired_credential_is_refused(peers, monkeypatch) -> None:
     first, second = peers.pair()
     with pytest.raises(ValueError, match="expired"):
         first.admit(second.peer, forge(peers, "second", [], life=-1.0))
-    monkeypatch.setattr(admitted, "time", SimpleNamespace(time=lambda: time.time() + 8 * 86400))
+    monkeypatch.setattr(first._admitted, "_clock", lambda: time.time() + 8 * 86400)
     with pytest.raises(ValueError, match="expired"):
         first.admit(second.peer, second.credential)
     with pytest.raises(ConnectionError, match="expired"):

@@ -137,10 +137,9 @@ def test_noise_is_no_credential(noise: bytes) -> None:
         parse("12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN", noise, NOW)
 
 
-def test_a_credential_is_renewed_with_the_same_certificate_then_with_another(author, monkeypatch) -> None:
+def test_a_credential_is_renewed_with_the_same_certificate_then_with_another(author) -> None:
     days = 0.0
-    monkeypatch.setattr("equipoise.dht.direct.presence.time.time", lambda: NOW + days * 86400)
-    presence = Presence(author)
+    presence = Presence(author, lambda: NOW + days * 86400)
     first, certificate = presence.credential, presence.certificate
     assert presence.credential is first
     days = 4.0
@@ -153,7 +152,7 @@ def test_a_credential_is_renewed_with_the_same_certificate_then_with_another(aut
 
 
 def test_addresses_of_a_credential_follow_the_machine(author) -> None:
-    presence = Presence(author)
+    presence = Presence(author, lambda: NOW)
     before = presence.credential
     presence.tell([("192.0.2.9", 5)])
     assert presence.credential != before
