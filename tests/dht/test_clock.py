@@ -1,10 +1,10 @@
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from equipoise.dht import clock
 from equipoise.dht.clock import FRESH_SECONDS, MAX_OFFSET_SECONDS, MAX_SAMPLES, SwarmClock, amount
 
 NOW = 1.8e9
@@ -61,8 +61,8 @@ def test_whose_clock_most_others_share_is_not_warned(ahead: tuple[float, ...]) -
 def test_what_a_clock_was_long_ago_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     met = clock_of(2 * HOUR, 2 * HOUR)
     assert met.warning
-    later = clock.time.monotonic() + FRESH_SECONDS + 1
-    monkeypatch.setattr(clock, "time", SimpleNamespace(monotonic=lambda: later))
+    later = time.monotonic() + FRESH_SECONDS + 1
+    monkeypatch.setattr("equipoise.dht.clock.time", SimpleNamespace(monotonic=lambda: later))
     assert met.offset == 0.0
     assert met.warning == ""
 
