@@ -43,6 +43,7 @@ from equipoise.peer.messages import (
     StatusIs,
     StopDaemon,
     StopFetch,
+    StopRound,
     TellStatus,
     Welcome,
     decode_request,
@@ -256,6 +257,10 @@ class Connection:
             transfer = await self._session(request.run).transfer()
             return MeanFetched(await fetch_mean(transfer, request, memory))
 
+    async def _stop_round(self, request: StopRound) -> ReplyBody:
+        self._session(request.run).stop_round(request.why)
+        return Done()
+
     async def _stop_fetch(self, request: StopFetch) -> ReplyBody:
         (await self._session(request.run).transfer()).withdraw("cancelled")
         return Done()
@@ -301,6 +306,7 @@ _HANDLERS: dict[type, Handler] = {
     OfferState: Connection._offer,
     FetchState: Connection._fetch,
     FetchMean: Connection._fetch_mean,
+    StopRound: Connection._stop_round,
     StopFetch: Connection._stop_fetch,
     LeaveRun: Connection._leave,
     AskStatus: Connection._status,

@@ -186,6 +186,18 @@ class FetchState(msgspec.Struct, frozen=True, tag=True):
     timeout: float
 
 
+class StopRound(msgspec.Struct, frozen=True, tag=True):
+    """End the search for a group: `StartRound` is answered then. A round that has begun goes on.
+
+    Attributes:
+        run: Name of the run.
+        why: Why, one line, for the outcome.
+    """
+
+    run: str
+    why: str
+
+
 class StopFetch(msgspec.Struct, frozen=True, tag=True):
     """End the download that is going on, if any; `FetchState` or `FetchMean` is answered then."""
 
@@ -288,6 +300,7 @@ RequestBody = (
     | OfferState
     | FetchState
     | FetchMean
+    | StopRound
     | StopFetch
     | LeaveRun
     | AskStatus

@@ -13,7 +13,7 @@ from typing import ClassVar, Generic, TypeVar
 from equipoise.averaging.outcome import Outcome
 from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.link import Link
-from equipoise.peer.messages import ReplyBody, RoundEnded
+from equipoise.peer.messages import Done, ReplyBody, RoundEnded, StartRound, StopRound
 
 Ended = TypeVar("Ended")
 
@@ -88,13 +88,23 @@ class PendingRound(Pending[Outcome]):
     def __init__(
         self,
         link: Link,
-        reply: concurrent.futures.Future[ReplyBody],
+        request: StartRound,
         deadline: float,
         settle: Callable[[Outcome | None], None],
     ) -> None:
-        """`settle` is called once, with None if there is no outcome."""
-        super().__init__(link, reply, deadline)
+        """Begin it; `settle` is called once, with None if there is no outcome."""
+        super().__init__(link, link.start(request), deadline)
+        self._run = request.run
         self._settle = settle
+
+    def stop_search(self, why: str) -> None:
+        """End the search for a group, if none has formed yet; `result` is then not ok, and says `why`.
+
+        Raises:
+            DaemonLost: The daemon has gone.
+        """
+        if not self.done():
+            self._link.ask(StopRound(self._run, why), Done)
 
     def _collect(self, limit: float) -> Outcome | EquipoiseError:
         try:

@@ -56,6 +56,9 @@ class Averager(Protocol):
     ) -> Outcome:
         """Take part in one round; both tensors are f32 [D], `result` holds the mean if and only if it is ok."""
 
+    def stop_search(self, why: str) -> None:
+        """End the search for a group, if one goes on; its outcome is not ok, and says `why`."""
+
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
 

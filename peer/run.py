@@ -467,8 +467,8 @@ class Run:
         state: StateId | None = None,
     ) -> PendingRound:
         timeout = max(deadline - time.monotonic(), SHORTEST_TIMEOUT)
-        reply = self._link.start(StartRound(self.name, purpose, weight, timeout, state))
-        self.pending = PendingRound(self._link, reply, deadline, settle)
+        request = StartRound(self.name, purpose, weight, timeout, state)
+        self.pending = PendingRound(self._link, request, deadline, settle)
         return self.pending
 
     def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -147,6 +147,11 @@ class Session:
             self._averagers[STEP].report_accumulated(0.0)
         return outcome
 
+    def stop_round(self, why: str) -> None:
+        """End the search for a group, if one goes on; a round that has begun goes on."""
+        for averager in self._averagers.values():
+            averager.stop_search(why[:MAX_TEXT])
+
     async def report_accumulated(self, weight: float) -> None:
         """Publish the weight that the client has accumulated towards its next step."""
         self._accumulated = check_weight(weight)

@@ -218,6 +218,15 @@ class Averager:
         """Number of this peer's next round."""
         return self._machine.round
 
+    def stop_search(self, why: str) -> None:
+        """End the search for a group, if one goes on: its outcome is not ok, and says `why`.
+
+        A round that has begun goes on.
+        """
+        if self._formed is not None and not self._formed.done():
+            self._formed.set_result(self._failed(why))
+            self._tell(Withdrew())
+
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
         if weight != self._accumulated:

@@ -79,8 +79,8 @@ class Poll(Answers):
         return min([super().deadline(now), *(time for time in times if time > now)])
 
     def hopeless(self, now: float) -> str:
-        """Nothing is: a snapshot may be taken at any time."""
-        return ""
+        """Why no snapshot can be had, one line: nobody is known who may take one. Whoever is may do it at any time."""
+        return "" if self.peers else self._nobody
 
     def agreement(self, now: float) -> Agreement | None:
         """What to download; None if that is not clear yet."""

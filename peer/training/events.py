@@ -86,6 +86,10 @@ class Overdue(NamedTuple):
     """Nobody has come to this peer's round for a while: the others may be further, or have ended."""
 
 
+class Deserted(NamedTuple):
+    """No other peer of the run is known any more; some may have left means behind that this peer missed."""
+
+
 class Stopped(NamedTuple):
     """What was being fetched is not any more; what was fetched and not applied is given up."""
 
@@ -125,6 +129,7 @@ Event = (
     | RecoveryFailed
     | OthersBegun
     | Overdue
+    | Deserted
     | Stopped
     | Ending
     | Due

@@ -45,6 +45,9 @@ STAY_AWAY_SECONDS = 2.0
 """How long one that fetches a few missed means attends no round meanwhile: it would be bound to it until its end, and
 give nothing. One mean more that it has missed by then it fetches as well."""
 
+GONE_SECONDS = 0.25
+"""Longest time from when the last other peer has gone to when a step that waits for a group notices."""
+
 SHORTEST_SECONDS = 0.1
 """For the last question."""
 
@@ -71,7 +74,7 @@ class Member:
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: Pending | None = None
-        self._gave = False
+        self._gave = self._stopped = False
         self._claimed: StateId | None = None
         self._downloads = Downloads(run, subject.state)
         self._stays_away_until: float | None = None
@@ -160,7 +163,7 @@ class Member:
             if not self._pending.wait(max(min(POLL_SECONDS, deadline - now), 0.0)):
                 return now >= deadline
             self.collect()
-        if now >= deadline or not self.has_company():
+        if now >= deadline:
             return True
         self.serve()
         return self._has_all(deadline)
@@ -196,15 +199,25 @@ class Member:
         """Where this peer does not hold the group's state, or does not know, find out and catch up, for some
         seconds."""
         deadline = self._policy.clock() + seconds
-        while not self.in_step and self.has_company():
+        while not self.in_step:
+            company = self.has_company()
+            if not company and not self._downloads.busy:
+                break
             left = min(POLL_SECONDS, max(deadline - self._policy.clock(), 0.0))
-            if self._pending is None and self._stays_away:
+            if not company or (self._pending is None and self._stays_away):
                 self._downloads.wait(left)
             else:
                 self._attend_for(left)
             self._look_for_download()
             if self._policy.clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
+        made_good = self.in_step and not self._policy.attends_always
+        if self._pending is not None and not self._gave and (made_good or not self.has_company()):
+            self._stop_search()
+
+    def look_back(self) -> None:
+        """Nobody else is known any more: catch up with what the others have left behind, if there is any."""
+        self._do(self._replica.handle(events.Deserted(), self._policy.clock()))
 
     def meet(self, wait: bool = True) -> None:
         """Make the update that is due: with the group, or alone, or not yet; `wait=False` only starts the round."""
@@ -215,11 +228,15 @@ class Member:
         if self._pending is None or not self._comes(self._pending):
             return
         pending, self._pending = self._pending, None
-        outcome = self.last = pending.result()
+        stopped, self._stopped = self._stopped, False
+        outcome = pending.result()
+        if stopped and not outcome.group:
+            return  # This peer itself had no more reason for it.
+        self.last = outcome
         self.outcomes += 1
         was_in_step = self.in_step
-        if outcome.ok and outcome.state == self._claimed != self.id and self._gave:
-            return  # Of those who had missed what this peer has had since; the next round tells.
+        if self._is_past(outcome):
+            return
         if outcome.ok:
             standing = self._run.state
             self._crowd.look(outcome, standing)
@@ -239,16 +256,37 @@ class Member:
         if self.in_step:
             self._downloads.stop_snapshot()
 
+    def _is_past(self, outcome: Outcome) -> bool:
+        """Whether a round was of a state that this peer has left behind since the round began, by a download: it tells
+        nothing of where the group stands now, the next round does."""
+        of = outcome.state
+        moved = self.in_step and self._claimed != self.id
+        return outcome.ok and moved and of is not None and of.epoch < self.id.epoch
+
     def _comes(self, pending: Pending) -> bool:
         """Wait for a round; returns whether it has ended. If not, what it was for has been made good meanwhile."""
-        before = self.id
-        while not pending.wait(LOOK_AHEAD_SECONDS):
-            if not self._gave or self._ends_at is not None or isinstance(self._run.state, Exchanging):
+        before, since = self.id, self._policy.clock()
+        while not pending.wait(GONE_SECONDS):
+            state, now = self._run.state, self._policy.clock()
+            if isinstance(state, Exchanging):
                 continue
-            self._do(self._replica.handle(events.Overdue(), self._policy.clock()))
+            if isinstance(state, NoPeers):
+                self._stop_search()
+            elif self._gave and self._ends_at is None and now - since >= LOOK_AHEAD_SECONDS:
+                self._do(self._replica.handle(events.Overdue(), now))
+                since = self._policy.clock()
             if self.id != before:
+                self._stop_search()
                 return False
         return True
+
+    def _stop_search(self) -> None:
+        """End the round that goes on, if no group has formed: there is no more reason for it."""
+        if self._pending is not None and not self._stopped:
+            self._stopped = True
+            self._pending.stop_search(
+                "this peer has caught up with the group" if self.in_step else "no other peer is left"
+            )
 
     def load(self, image: torch.Tensor) -> StateId:
         """Become what an image holds, as from a checkpoint; the next round tells whether it is the group's.
@@ -454,7 +492,7 @@ class Member:
         astray = self._replica.phase is machine.Phase.ASTRAY
         if self._ends_at is not None:
             left = max(self._ends_at - self._policy.clock(), SHORTEST_SECONDS)
-            self._downloads.recover(after, left, proved=astray, patient=not astray)
+            self._downloads.recover(after, left, proved=astray, patient=not astray and self.has_company())
             return []
         self._downloads.recover(after, proved=astray)
         if astray:

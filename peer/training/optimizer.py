@@ -211,8 +211,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._pace.computed(self._clock())
         self._take_in()
+        before = self.id
         self.member.find_group()
-        if self._may_collect():
+        # Where the update that this step was to bring has come by a download, there is nothing to meet for.
+        if self.id == before and self._may_collect():
             self.member.collect()
             if self._is_due():
                 self._given = self.member.accumulated
@@ -247,7 +249,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _is_due(self) -> bool:
         self._keep_pace()
         swarm, local = self.member.swarm_accumulated(), self.member.accumulated
-        if self._pace.reached(local, swarm) and not self.member.has_company():
+        if swarm <= local and not self.member.has_company():
+            before = self.id
+            self.member.look_back()
+            if self.id != before:
+                return False
             self._pace.alone()
         return self._pace.reached(local, swarm)
 

@@ -17,6 +17,9 @@ from equipoise.peer.tensors import Gradients, Tensors
 class Pending(Protocol):
     """A round that was started and not waited for."""
 
+    def stop_search(self, why: str) -> None:
+        """End it, if no group has formed yet; its outcome is then not ok, and says `why`."""
+
     def done(self) -> bool:
         """Whether `result` returns at once."""
 

@@ -34,6 +34,7 @@ from equipoise.peer.training.events import (
     Apply,
     Check,
     Checked,
+    Deserted,
     DropGiven,
     Due,
     Ending,
@@ -91,6 +92,10 @@ FIRST_SNAPSHOT = 2
 """Epoch that one who finds others at work asks for at once: those who begin at the same time never come to be asked
 for it, for they are in step by then."""
 
+LOOKS_BACK = 3
+"""Most times that a peer whose group has left asks for the mean after one state, where not all have answered: each may
+take some seconds, in which it trains nothing."""
+
 FETCH_PAUSE = 0.5
 """Seconds from a download that failed to the next; twice as many after each in a row: one that no image fits would
 have all donors send theirs whole after every round, for ever."""
@@ -142,6 +147,7 @@ class Replica:
         self._missed = Missed()
         self._looks_ahead = 0
         self._unsure = self._meets = False
+        self._looked_back: tuple[StateId, int] = (state, 0)
         self._group: StateId | None = None
         self._fetching = False
         self._fetch_after = now
@@ -198,6 +204,8 @@ class Replica:
                 return self._recovery_failed(reason, decided, now)
             case Overdue():
                 return self._look_ahead() if self.phase is Phase.IN_STEP else []
+            case Deserted():
+                return self._deserted(now)
             case Stopped():
                 self._fetching = self._meets = False
                 return _forget(self._missed.clear())
@@ -364,6 +372,8 @@ class Replica:
         if self.phase is Phase.ASTRAY:
             return self._give_up_means(reason, now)
         self._missed.clear()
+        if decided and self._looked_back[0] == self.state:
+            self._looked_back = (self.state, LOOKS_BACK)
         meets, self._meets = self._meets, False
         # Asked once more before it gives anything again, and then no more: the next round tells.
         self._unsure = not decided and not meets and self._failures > 0
@@ -387,6 +397,15 @@ class Replica:
         if last is not None and self._wanted > last.epoch:  # Of an epoch that may never come.
             self._fetching, self._wanted = False, last.epoch
         return self._return(now)
+
+    def _deserted(self, now: float) -> list[Action]:
+        """Ask what the others have left behind, before anything else is done without them."""
+        state, looks = self._looked_back
+        looks = looks if state == self.state else 0
+        if self.phase is Phase.MEETING or looks >= LOOKS_BACK:
+            return []
+        self._looked_back = (self.state, looks + 1)
+        return self._ending(now)
 
     # ---- what is held ----
 
@@ -419,6 +438,9 @@ class Replica:
             ahead = self._look_ahead() if self._unsure else []
             self._meets, self._unsure = bool(ahead), False
             return ahead or [Meet()]
+        left = self._deserted(now)
+        if left:
+            return left
         if self._alone == "wait":
             self.reason = "it waits: no other peer of this run is known"
             return []

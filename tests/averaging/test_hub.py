@@ -344,6 +344,25 @@ async def test_alone_a_round_fails_with_its_reason_and_the_run_goes_on(cluster: 
     assert isinstance(run.state, NoPeers)
 
 
+async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run_goes_on(
+    cluster: Cluster,
+) -> None:
+    cluster.add("a")
+    cluster.add("b")
+    spec = spec_of(100)
+    runs = [await cluster.hubs[name].join(spec) for name in "ab"]
+    result = torch.full((100,), 7.0)
+    search = asyncio.create_task(runs[0].average(torch.ones(100), result, 1.0, 600.0))
+    await cluster.net.ready(spec.name, ["a"])
+    runs[0].stop_search("nobody is left")
+    outcome = await search
+    assert (outcome.ok, outcome.reason, outcome.group) == (False, "nobody is left", ())
+    assert torch.equal(result, torch.full((100,), 7.0))
+    runs[0].stop_search("there is none")
+    both = await asyncio.gather(*(run.average(torch.ones(100), torch.empty(100), 1.0, 20.0) for run in runs))
+    assert all(outcome.ok for outcome in both), both
+
+
 async def test_state_follows_the_round(cluster: Cluster) -> None:
     for name in ("a", "b"):
         cluster.add(name)

@@ -176,8 +176,15 @@ async def test_what_comes_late_for_a_cancelled_fetch_is_no_fault_in_the_next(clu
     assert memory.image == IMAGE
 
 
-async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:
+async def test_where_nobody_is_no_fetch_waits_for_anybody(cluster: Cluster) -> None:
     (newcomer,) = await cluster.add("new")
+    async with asyncio.timeout(20.0):
+        outcome = await newcomer.fetch(0, LIMIT, 600.0, Memory().room)
+    assert (outcome.ok, outcome.reason) == (False, "no other peer of this run is known")
+
+
+async def test_leaving_the_run_ends_a_fetch(cluster: Cluster) -> None:
+    _, newcomer = await cluster.add("a", "new")
     fetching = asyncio.create_task(newcomer.fetch(0, LIMIT, 20.0, Memory().room))
     await until(lambda: newcomer.standing)
     with pytest.raises(ValueError, match="already"):

@@ -335,6 +335,9 @@ class FakeAverager:
         self.history.append(outcome)
         return outcome
 
+    def stop_search(self, why: str) -> None:
+        self._network.withdraw(self._spec.name, self._peer)
+
     def report_accumulated(self, weight: float) -> None:
         self._member.accumulated = weight
 

@@ -61,6 +61,7 @@ class FakeSwarm:
         kept: Means that one who missed them can have, by the state that each leads on from.
         recovered: Who had which of them.
         spoils: Called with the round's number: whether its mean holds infinities, as sums of fp16 may.
+        lingers: Whether daemons serve what they kept when their scripts have left.
         fails: Called with the round's number and a peer; whether the round fails for that one, though not for others.
     """
 
@@ -71,6 +72,7 @@ class FakeSwarm:
         self.recover_seconds = 0.1
         self.gather_seconds = 1.0
         self.group_size = 16
+        self.lingers = False
         self.fails: Callable[[int, str], bool] = lambda number, peer: False
         self.spoils: Callable[[int], bool] = lambda number: False
         self.codec = parse_codec(codec)
@@ -315,14 +317,19 @@ class FakePending:
         self._run, self._settle = run, settle
         self._deadline = run.swarm.now + timeout
         self._outcome: Outcome | None = None
+        self._stopped = ""
 
     def done(self) -> bool:
         run = self._run
         ended = run.ended is not None and run.swarm.now >= run.ready_at
-        return self._outcome is not None or ended or run.swarm.now >= self._deadline
+        return bool(self._outcome or ended or self._stopped) or run.swarm.now >= self._deadline
 
     def wait(self, timeout: float) -> bool:
         return self.done() or self._run.swarm.wait(self.done, timeout)
+
+    def stop_search(self, why: str) -> None:
+        if self._run.waiting:
+            self._run.waiting, self._stopped = False, why
 
     def result(self) -> Outcome:
         if self._outcome is not None:
@@ -331,7 +338,7 @@ class FakePending:
         while not self.done() and run.swarm.now < self._deadline:
             run.swarm.wait(self.done, self._deadline - run.swarm.now)
         run.waiting = False
-        failed = Outcome(ok=False, reason="no group within 30 s", run=run.name), None
+        failed = Outcome(ok=False, reason=self._stopped or "no group within 30 s", run=run.name), None
         self._outcome, mean = run.ended or failed
         if mean is not None:
             run._region.result[: run.size].copy_(mean)
@@ -359,7 +366,7 @@ class FakeFetch:
                 self._run.wants = None
         if self._since is not None:
             return swarm.now >= self._since + swarm.fetch_seconds
-        return swarm.now >= self._deadline
+        return not self._run.others() or swarm.now >= self._deadline
 
     def wait(self, timeout: float) -> bool:
         return self.done() or self._run.swarm.wait(self.done, timeout)
@@ -382,13 +389,17 @@ class FakeRecovery:
 
     def __init__(self, run: FakeRun, after: StateId, patience: float) -> None:
         self._run, self._after = run, after
-        self._at = run.swarm.now + run.swarm.recover_seconds
+        self._at = run.swarm.now + (run.swarm.recover_seconds if self._donors else 0.0)
         self._until = run.swarm.now + patience
         run.stands = after.epoch
 
     @property
     def behind(self) -> int:
         return sum(other.stands < self._after.epoch for other in self._run.others())
+
+    @property
+    def _donors(self) -> bool:
+        return bool(self._run.others()) or self._run.swarm.lingers
 
     def done(self) -> bool:
         now = self._run.swarm.now
@@ -404,7 +415,7 @@ class FakeRecovery:
     def result(self) -> Any:
         run, swarm = self._run, self._run.swarm
         found = swarm.kept.get(self._after)
-        if found is None or not run.others():
+        if found is None or not self._donors:
             outcome = Outcome(ok=False, reason="nobody keeps it", run=run.name)
             return SimpleNamespace(outcome=outcome, values={}, buffers={}, behind=self.behind, unheard=0)
         outcome, mean = found

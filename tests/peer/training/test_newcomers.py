@@ -431,6 +431,71 @@ def test_who_waits_for_others_that_have_ended_finds_out_that_they_are_further(fa
     assert fake.now < 6 * 0.62 + 1 + 5, "it did not wait for its round to time out"
 
 
+def test_a_straggler_that_finds_nobody_left_gets_what_they_have_left_behind(fake: FakeSwarm) -> None:
+    fake.lingers = True
+    trainers = [Finisher(fake, index, 8, target_batch_size=3 * SAMPLES) for index in range(4)]
+    late = trainers[3]
+    backward = late.backward
+
+    def held_up() -> None:
+        if late.opt.epoch == 5:
+            fake.compute(30.0)  # The others stay for ten seconds at most.
+        backward()
+
+    late.backward = held_up  # type: ignore[method-assign]
+    for trainer in trainers:
+        trainer.begin()
+    fake.run()
+    assert_alike(trainers)
+    assert late.opt.epoch == 8
+    assert not any("alone" in reason for _, reason in late.seen)
+    assert fake.now < 30.0 + 20.0, "it waited for a group of nobody"
+
+
+def test_a_download_that_brings_the_last_epoch_ends_the_round_that_was_attended_meanwhile(
+    fake: FakeSwarm,
+) -> None:
+    fake.recover_seconds = 3.0
+    trainers = [Finisher(fake, index, 6, target_batch_size=3 * SAMPLES) for index in range(4)]
+    late = trainers[3]
+    backward = late.backward
+
+    def held_up() -> None:
+        if late.opt.epoch == 4 and fake.now < 6.0:
+            fake.compute(6.0 - fake.now)
+        backward()
+
+    late.backward = held_up  # type: ignore[method-assign]
+    for trainer in trainers:
+        trainer.begin()
+    fake.run()
+    assert_alike(trainers)
+    assert late.opt.epoch == 6
+    assert fake.now < 30.0, "it waited for a round that nobody else was in"
+
+
+def test_nobody_waits_for_those_who_have_left(fake: FakeSwarm) -> None:
+    goes = Trainer(fake, 1, 5, patience=1e9, timeout=1000.0).begin()
+    stays = Trainer(fake, 0, 20, patience=1e9, timeout=1000.0, alone="wait")
+    calls: list[float] = []
+
+    def train() -> None:
+        stays.join()
+        while fake.now < 60.0:
+            fake.compute(0.5)
+            stays.opt.zero_grad()
+            stays.backward()
+            began = fake.now
+            stays.opt.step()
+            calls.append(fake.now - began)
+
+    fake.peer(stays.name, train)
+    fake.run()
+    assert goes.opt.epoch == stays.opt.epoch == 5
+    assert max(calls) < 5.0, "a step waited for a group of nobody"
+    assert "no other peer" in stays.opt.reason
+
+
 def test_where_all_are_as_far_nobody_stays(fake: FakeSwarm) -> None:
     trainers = [Finisher(fake, index, 5).begin() for index in range(4)]
     fake.run()

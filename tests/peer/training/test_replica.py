@@ -13,6 +13,7 @@ from equipoise.peer.training.events import (
     Apply,
     Check,
     Checked,
+    Deserted,
     DropGiven,
     Due,
     Ending,
@@ -42,6 +43,7 @@ from equipoise.peer.training.replica import (
     FAILED_ROUNDS,
     FIRST_SNAPSHOT,
     HELD_MEANS,
+    LOOKS_BACK,
     MAX_INTRODUCTIONS,
     Phase,
     Replica,
@@ -424,6 +426,34 @@ def test_without_company_it_looks_for_some_first(alone: replica.Alone) -> None:
     assert machine.handle(Due(company=False), 13.0) == []
 
 
+def test_one_whose_group_has_gone_first_asks_for_what_that_has_left_behind() -> None:
+    machine = in_step()
+    assert machine.handle(Deserted(), 100.0) == [Recover(START)]
+    assert machine.handle(MeanFetched(START, "m0", False), 100.0) == [Keep(START), Apply(START)]
+    assert machine.handle(Due(company=False), 100.0) == [Recover(state_at(1))]
+    machine.handle(RecoveryFailed("nobody keeps it"), 100.0)
+    assert machine.handle(Deserted(), 100.0) == []
+    assert machine.handle(Due(company=False), 100.0) == [StepAlone()]
+
+
+def test_where_not_all_answer_it_asks_a_few_times_and_no_more() -> None:
+    machine = in_step()
+    for _ in range(LOOKS_BACK):
+        assert machine.handle(Deserted(), 100.0) == [Recover(START)]
+        machine.handle(RecoveryFailed("one has not answered", decided=False), 100.0)
+    assert machine.handle(Deserted(), 100.0) == []
+
+
+def test_one_that_has_not_met_the_group_has_missed_nothing_of_it() -> None:
+    assert Replica("a", START, 0.0).handle(Deserted(), 100.0) == []
+
+
+def test_astray_of_a_group_that_has_gone_it_asks_for_no_epoch_to_come() -> None:
+    machine = astray(state_at(20))
+    machine.handle(FetchFailed("nobody offers it"), 10.0)
+    assert machine.handle(Deserted(), 100.0) == [Fetch(21)]
+
+
 def test_with_company_whose_rounds_fail_it_trains_alone_after_some() -> None:
     machine = in_step()
     for _ in range(FAILED_ROUNDS):
@@ -435,6 +465,8 @@ def test_with_company_whose_rounds_fail_it_trains_alone_after_some() -> None:
 
 def test_after_a_step_alone_it_has_to_meet_the_group_anew() -> None:
     machine = in_step()
+    machine.handle(Due(company=False), 100.0)
+    machine.handle(RecoveryFailed("nobody keeps it"), 100.0)
     machine.handle(Due(company=False), 100.0)
     assert machine.handle(SteppedAlone("mine"), 100.0) == []
     assert machine.state.epoch == 1
