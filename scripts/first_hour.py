@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,10 @@ def written(name: str, launches: int) -> str:
 
 def inside(path: str) -> None:
     """Run a script, and say at the end what its rounds came to and which parameters it holds."""
+    import torch
     from blake3 import blake3
 
+    from equipoise.averaging.outcome import Outcome
     from equipoise.peer.run import Run
 
     began = time.time()
@@ -64,7 +66,7 @@ def inside(path: str) -> None:
     stepped, agreed = Run._stepped, Run.wait_for
     met: list[float] = []
 
-    def noted(run: Run, outcome: Any, tensors: Any) -> None:
+    def noted(self: Run, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
         if outcome is not None:
             rounds.append(
                 {
@@ -74,10 +76,10 @@ def inside(path: str) -> None:
                     "seconds": outcome.seconds.get("total", 0.0),
                 }
             )
-        stepped(run, outcome, tensors)
+        stepped(self, outcome, tensors)
 
-    def waited(run: Run, peers: int, timeout: float = 60.0) -> bool:
-        found = agreed(run, peers, timeout)
+    def waited(self: Run, peers: int, timeout: float = 60.0) -> bool:
+        found = agreed(self, peers, timeout)
         met.append(time.time())
         return found
 
