@@ -1,73 +1,105 @@
-"""Getting into the swarm and staying in it: every `--join` address is tried, for ever, and so is who was met before.
-
-Not being in the swarm is a state with a reason, never an error. Because addresses are tried again even by a daemon
-that has peers, islands that started apart merge as soon as one address that they share comes alive.
-"""
+"""Getting into the swarm and staying in it: the driver of `joining`, which decides when which way is tried."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 from equipoise.dht.address import Address
 from equipoise.dht.dialer import Dialer, Unreached
+from equipoise.dht.joining import Attempted, Joining, Looked, NetworkChanged, Try, Way
 from equipoise.dht.link import LinkError
 from equipoise.dht.node import Node
-from equipoise.dht.protocol import CallError
+from equipoise.dht.protocol import CallError, OtherVersion
 from equipoise.dht.state import AddressState, BootstrapStatus
 
-FIRST_RETRY_SECONDS = 0.3
-RETRY_GROWTH = 1.5
-MAX_RETRY_SECONDS = 2.0
-"""A try may take 2 s more where packets vanish: within 5 s of coming alive an address is joined."""
-CHECK_SECONDS = 1.0
-"""How often a connected address is looked at again."""
+LOOK_SECONDS = 1.0
+"""How often it is looked whether a way in was lost."""
 
 _log = logging.getLogger(__name__)
 
 
-class AddressKeeper:
-    """Keeps this peer connected to one address."""
+class Bootstrap:
+    """Tries every address to join through, for ever, and whoever was met before while nobody is there.
 
-    def __init__(self, address: Address, node: Node, dialer: Dialer) -> None:
-        self.address = address
+    Attributes:
+        alive: Tells the PeerIDs in contact with this peer now; None while p2pd does not run.
+        remembered: Tells the PeerIDs met before, the latest first.
+    """
+
+    def __init__(self, given: Sequence[Address], node: Node, dialer: Dialer) -> None:
+        self.alive: Callable[[], frozenset[str] | None] = lambda: None
+        self.remembered: Callable[[], Sequence[str]] = tuple
         self._node = node
         self._dialer = dialer
-        self._delay = FIRST_RETRY_SECONDS
-        self.status = BootstrapStatus(address.text, "trying", "not tried yet", 0)
+        self._addresses = {Way(address.peer, address.text): address for address in given}
+        self._machine = Joining(list(self._addresses), random.Random(), 0.0)
+        self._changed = asyncio.Event()
+        self._attempts: set[asyncio.Task[None]] = set()
+
+    def status(self) -> tuple[BootstrapStatus, ...]:
+        """Return how each address to join through fares."""
+        return self._machine.status(asyncio.get_running_loop().time())
+
+    def why_alone(self) -> tuple[bool, str]:
+        """Return whether there is no network, and why this peer has met nobody."""
+        return self._machine.why_alone()
+
+    def network_changed(self) -> None:
+        """Try every way again now: this machine's network, or its p2pd, is another one."""
+        self._machine.handle(NetworkChanged(), asyncio.get_running_loop().time())
+        self._changed.set()
 
     async def run(self) -> None:
-        """Connect, watch, connect again, until cancelled."""
-        while True:
-            delay = await self._attend()
-            await asyncio.sleep(delay)
-
-    async def _attend(self) -> float:
-        known = self.address.peer in self._node.protocol.acquainted
-        if self.status.state == "connected" and known and self.address.peer in self._dialer.connected:
-            return CHECK_SECONDS
+        """Try and look, until cancelled."""
+        loop = asyncio.get_running_loop()
         try:
-            if self.address.peer not in self._dialer.connected:
-                await self._dialer.connect(self.address)
-            await self._node.meet(self.address.peer)
-        except (Unreached, LinkError) as error:
-            return self._failed(error.state if isinstance(error, Unreached) else "failed", str(error))
-        except CallError as error:
-            return self._failed("other version", f"connected, but {error}")
-        self._delay = FIRST_RETRY_SECONDS
-        self._set("connected", "connected", 0)
-        return CHECK_SECONDS
+            while True:
+                self._changed.clear()
+                alive = self.alive()
+                if alive is not None:
+                    for action in self._machine.handle(Looked(alive, self.remembered()), loop.time()):
+                        self._spawn(action)
+                pause = min(LOOK_SECONDS, max(0.0, self._machine.deadline - loop.time()))
+                try:
+                    async with asyncio.timeout(pause if alive is not None else LOOK_SECONDS):
+                        await self._changed.wait()
+                except TimeoutError:
+                    continue
+        finally:
+            for task in self._attempts:
+                task.cancel()
+            if self._attempts:
+                await asyncio.wait(self._attempts)
 
-    def _failed(self, state: AddressState, reason: str) -> float:
-        delay, self._delay = self._delay, min(self._delay * RETRY_GROWTH, MAX_RETRY_SECONDS)
-        self._set(state, reason, self.status.attempts + 1)
-        return delay
+    def _spawn(self, action: Try) -> None:
+        task = asyncio.create_task(self._attempt(action.way))
+        self._attempts.add(task)
+        task.add_done_callback(self._attempts.discard)
 
-    def _set(self, state: AddressState, reason: str, attempts: int) -> None:
-        before, self.status = self.status, BootstrapStatus(self.address.text, state, reason, attempts)
-        if (before.state, before.reason) != (state, reason):
-            _log.info("bootstrap address %s: %s", self.address.text, reason)
+    async def _attempt(self, way: Way) -> None:
+        state, reason = await self._outcome(way)
+        before = self._machine.why_alone()
+        self._machine.handle(Attempted(way, state, reason), asyncio.get_running_loop().time())
+        self._changed.set()
+        if self._machine.why_alone() != before:
+            _log.info("way into the swarm %s: %s", way.address or way.peer, reason)
+
+    async def _outcome(self, way: Way) -> tuple[AddressState, str]:
+        try:
+            if way.address and way.peer not in self._dialer.connected:
+                await self._dialer.connect(self._addresses[way])
+            await self._node.meet(way.peer)
+        except Unreached as error:
+            return error.state, str(error)
+        except OtherVersion as error:
+            return "other version", str(error)
+        except (LinkError, CallError) as error:
+            cause = error.__cause__
+            return (cause.state if isinstance(cause, Unreached) else "failed"), str(error)
+        return "connected", "connected"
 
 
 async def rejoin(node: Node, dialer: Dialer, remembered: Sequence[str]) -> int:

@@ -59,6 +59,7 @@ class Dialer:
         self._asking = asyncio.Lock()
         self.paths: dict[str, tuple[str, ...]] = {}
         self.failures: OrderedDict[str, str] = OrderedDict()
+        self._causes: OrderedDict[str, Unreached] = OrderedDict()
 
     @property
     def connected(self) -> frozenset[str]:
@@ -156,8 +157,21 @@ class Dialer:
         try:
             await self._link.connect(address.peer, address.encode_transport(), CONNECT_SECONDS)
         except LinkError as error:
-            raise _classify(address, str(error)) from error
+            raise self._cause(address, str(error)) from error
+        self._causes.pop(address.text, None)
         self._connected |= {address.peer}
+
+    def _cause(self, address: Address, message: str) -> Unreached:
+        """Return why libp2p cannot connect; while it only pauses after a failure, why that attempt failed."""
+        if "dial backoff" in message and address.text in self._causes:
+            known = self._causes[address.text]
+            return Unreached(known.state, str(known))
+        cause = _classify(address, message)
+        self._causes[address.text] = cause
+        self._causes.move_to_end(address.text)
+        if len(self._causes) > MAX_KNOWN_PEERS:
+            self._causes.popitem(last=False)
+        return cause
 
 
 async def probe(host: str, port: int, greeting: bytes = b"") -> None:

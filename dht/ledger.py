@@ -49,6 +49,7 @@ class Entry:
         arrived: When it first came, on the monotonic clock.
         expires: When it is void, on the monotonic clock.
         newcomer: Whether its author was not current in its run before.
+        buried: Whether its author was found to be gone after it came.
     """
 
     data: bytes
@@ -57,6 +58,7 @@ class Entry:
     arrived: float
     expires: float
     newcomer: bool = False
+    buried: bool = False
 
     @property
     def record(self) -> Readiness:
@@ -119,6 +121,12 @@ class Ledger:
             if (entry := self._entries[peer, run]).expires > now
         ]
 
+    def bury(self, peer: str, now: float) -> None:
+        """Make all records of `peer` void; what others still pass on revives none, and its next record counts."""
+        for run in self._runs.get(peer, ()):
+            entry = self._entries[peer, run]
+            self._entries[peer, run] = replace(entry, expires=min(entry.expires, now), buried=True)
+
     def forget(self, now: float) -> None:
         """Drop what no replay can revive any more."""
         for name in [name for name, entry in self._entries.items() if entry.arrived + REMEMBER_SECONDS < now]:
@@ -127,6 +135,8 @@ class Ledger:
     def _known(self, found: Kept, now: float) -> bool:
         for run in self._runs.get(found.subkey, ()):
             entry = self._entries[found.subkey, run]
+            if entry.data == found.data and entry.buried:
+                return True
             if entry.data == found.data:
                 # Whoever passed it on first may have understated what was left.
                 ttl = entry.record.ttl

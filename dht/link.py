@@ -98,6 +98,17 @@ class Link:
         stream = await _bounded(self._request(request), f"connect to {peer}", seconds)
         stream.close()
 
+    async def disconnect(self, peer: str) -> None:
+        """Close every connection to `peer`.
+
+        Raises:
+            LinkError: p2pd does not answer.
+        """
+        target = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
+        request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=target)
+        stream = await _bounded(self._request(request), f"disconnect {peer}")
+        stream.close()
+
     async def connections(self) -> dict[str, tuple[str, ...]]:
         """Return the multiaddrs of the other ends of p2pd's connections, by PeerID; a relayed one has the relay's."""
         found: dict[str, tuple[str, ...]] = {}

@@ -38,6 +38,10 @@ class MessageError(ValueError):
     """A message is malformed, too large, or of another protocol version."""
 
 
+class VersionError(MessageError):
+    """A message is of another protocol version; says which side is older, and what to upgrade."""
+
+
 class Versioned(msgspec.Struct, frozen=True, kw_only=True):
     """Every message begins with its version.
 
@@ -121,10 +125,17 @@ def decode(data: bytes, kind: type[_Message]) -> _Message:
         msgpack_guard.check(data, MAX_MESSAGE_BYTES)
         version = msgspec.msgpack.decode(data, type=_Version).version
         if version != PROTOCOL_VERSION:
-            raise MessageError(f"it speaks protocol version {version}, this peer version {PROTOCOL_VERSION}")
+            raise VersionError(_which_is_older(version))
         message = msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, msgpack_guard.Unsafe, UnicodeDecodeError) as error:
         raise MessageError(f"malformed message: {error}") from None
     if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
         raise MessageError(f"expected at most {PAGE_BYTES} bytes of records")
     return message
+
+
+def _which_is_older(version: int) -> str:
+    versions = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
+    if version > PROTOCOL_VERSION:
+        return f"its equipoise is newer ({versions}): upgrade this machine's with pip install --upgrade equipoise"
+    return f"its equipoise is older ({versions}): have it upgraded with pip install --upgrade equipoise"

@@ -45,6 +45,10 @@ class CallError(ConnectionError):
     """A peer gave no answer, or one that cannot be used; the message says why."""
 
 
+class OtherVersion(CallError):
+    """A peer answers with another protocol version; says which side is older, and what to upgrade."""
+
+
 def node_id_of(peer: str) -> Any:
     """Return a peer's place in the DHT: a hash of its PeerID, so that nobody can choose it freely."""
     return DHTID.from_bytes(hashlib.sha256(b"equipoise/node/" + peer.encode()).digest()[:20])
@@ -56,6 +60,7 @@ class RecordProtocol:
     Attributes:
         acquainted: Peers whose last call, or call to whom, went well; those in client mode too.
         addresses: Where this peer listens, told to everyone.
+        on_heard: Called with the PeerID of every peer that calls, or answers.
         on_record: Called with the entry of every record that is news.
         on_peer: Called with the PeerID of every peer new to the routing table.
         on_hello: Called with the PeerID of every peer that answers look-ups, and whether it relays for others.
@@ -74,6 +79,7 @@ class RecordProtocol:
         self.ledger = ledger
         self.acquainted: set[str] = set()
         self.addresses: tuple[str, ...] = ()
+        self.on_heard: Callable[[str], None] = lambda peer: None
         self.on_record: Callable[[Entry], None] = lambda entry: None
         self.on_peer: Callable[[str], None] = lambda peer: None
         self.on_hello: Callable[[str, bool], None] = lambda peer, relays: None
@@ -164,6 +170,9 @@ class RecordProtocol:
         except TimeoutError:
             self._lose(peer)
             raise CallError(f"{peer} does not answer within {CALL_SECONDS:.0f} s") from None
+        except messages.VersionError as error:
+            self._lose(peer)
+            raise OtherVersion(f"connected, but {error}") from error
         except (ConnectionError, messages.MessageError) as error:
             self._lose(peer)
             raise CallError(f"{peer}: {error}") from error
@@ -177,7 +186,12 @@ class RecordProtocol:
             public_key_of(peer)
             if not self._limit.allow(peer, time.monotonic()):
                 raise messages.MessageError("too many calls; wait a second")
-            return messages.encode(handle(peer, messages.decode(data, kind)))
+            try:
+                request = messages.decode(data, kind)
+            except messages.VersionError:
+                # The bare version, from which the caller tells which side is older: an error's text would be ours.
+                return messages.encode(messages.Versioned())
+            return messages.encode(handle(peer, request))
 
         return guarded
 
@@ -221,6 +235,7 @@ class RecordProtocol:
         return found
 
     def _meet(self, peer: str, hello: messages.Hello) -> None:
+        self.on_heard(peer)
         self._dialer.learn(peer, hello.addresses)
         if len(self.acquainted) < MAX_ACQUAINTED:
             self.acquainted.add(peer)
@@ -237,8 +252,11 @@ class RecordProtocol:
             self.on_peer(peer)
 
     def _lose(self, peer: str) -> None:
-        if not self._link.attached:
-            return
+        if self._link.attached:
+            self.lose(peer)
+
+    def lose(self, peer: str) -> None:
+        """Take `peer` for gone until it is heard again."""
         self.acquainted.discard(peer)
         self._forget(peer)
 

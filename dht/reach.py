@@ -131,6 +131,11 @@ class Reach:
                 self.keeper.look()
         self._met.set()
 
+    def doubt(self) -> None:
+        """Ask everybody again: this machine's addresses are others now."""
+        self._verdict.doubt()
+        self._met.set()
+
     def listen(self) -> None:
         """Start to take streams from p2pd, and to ask."""
         for inbound in self._inbound:
@@ -147,8 +152,7 @@ class Reach:
         """
         for inbound in self._inbound:
             await inbound.attach(self._link)
-        self._verdict.doubt()
-        self._met.set()
+        self.doubt()
         self.keeper.lose_all()
 
     async def stop(self) -> None:

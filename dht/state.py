@@ -37,12 +37,14 @@ class BootstrapStatus(msgspec.Struct, frozen=True):
         state: What came of the last attempt.
         reason: The same in words, one line.
         attempts: How often it has been tried since it was last connected.
+        next_attempt: Seconds until it is tried again; None while it is connected, or being tried.
     """
 
     address: str
     state: AddressState
     reason: str
     attempts: int
+    next_attempt: float | None = None
 
 
 class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,7 +109,7 @@ class SwarmStatus(msgspec.Struct, frozen=True):
         addresses: Where others reach this peer, in the form that `--join` takes.
         dialable: Whether others can open connections to this peer.
         bootstrap: Each `--join` address.
-        connected: PeerIDs that libp2p has connections to, sorted.
+        connected: PeerIDs of the peers in contact with this one now, sorted.
         p2pd_pid: Process id of p2pd; None while it is not running.
         p2pd_restarts: How often p2pd has been started again.
         p2pd_log: The last lines that p2pd printed.

@@ -33,7 +33,8 @@ class Supervisor:
     Attributes:
         reason: Why there is no p2pd just now; empty while it runs.
         restarts: How often it has been started again.
-        addresses: Multiaddrs that p2pd tells others, without PeerID.
+        addresses: Multiaddrs that p2pd tells others, without PeerID; they follow this machine's interfaces.
+        on_addresses: Called when `addresses` are others than before.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Supervisor:
         self._options: P2pdOptions | None = None
         self._p2pd: P2pd | None = None
         self._task: asyncio.Task[None] | None = None
+        self.on_addresses: Callable[[], None] = lambda: None
 
     @property
     def pid(self) -> int | None:
@@ -165,6 +167,11 @@ class Supervisor:
             await asyncio.sleep(WATCH_SECONDS)
             try:
                 await self._dialer.refresh()
+                addresses = await self._link.identify()
                 missed = 0
             except LinkError:
                 missed += 1
+            else:
+                if set(addresses) != set(self.addresses):
+                    self.addresses = addresses
+                    self.on_addresses()

@@ -17,7 +17,8 @@ from equipoise.dht.address import (
     parse_announce,
     parse_listen,
 )
-from equipoise.dht.bootstrap import AddressKeeper, rejoin
+from equipoise.dht.bootstrap import Bootstrap, rejoin
+from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.preface import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectOptions, DirectTransport
@@ -37,14 +38,14 @@ from equipoise.dht.reach import Reach, ReachOptions
 from equipoise.dht.records import MAX_ADDRESSES, Readiness
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
-from equipoise.dht.state import BootstrapStatus, ReachStatus, State, SwarmStatus
+from equipoise.dht.state import ReachStatus, State, SwarmStatus
 from equipoise.dht.supervisor import Supervisor
 from equipoise.dht.transport import Libp2pTransport
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 """Every IPv4 address of this machine, at the usual port if it is free."""
 HOUSEKEEPING_SECONDS = 5.0
-"""How often remembered peers are tried while alone, good ones written down, and old records dropped."""
+"""How often good peers are written down with where they are now, and old records dropped."""
 
 _log = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class Swarm:
             self._protocol.handlers() | self._reach.handlers(),
             self._on_launched,
         )
+        self._supervisor.on_addresses = self._on_addresses
         self._tasks: list[asyncio.Task[None]] = []
         self._clock_warned = False
 
@@ -134,9 +136,12 @@ class Swarm:
         )
         self.directory = RunDirectory(self.identity, self._node, self._own_reach, self._memory.first_sequence)
         self._protocol.on_peer = self._on_peer
-        self._keepers = [
-            AddressKeeper(address, self._node, self._dialer) for address in self._join if address.peer != peer
-        ]
+        self._contacts = Contacts(self._link, self._dialer, self._protocol)
+        self._contacts.on_lost = lambda lost: self._protocol.ledger.bury(lost, time.monotonic())
+        others = [address for address in self._join if address.peer != peer]
+        self._bootstrap = Bootstrap(others, self._node, self._dialer)
+        self._bootstrap.alive = lambda: self._contacts.alive if self._link.attached else None
+        self._bootstrap.remembered = self._remembered
 
     def _build_reach(self, hidden: str) -> None:
         options = ReachOptions(hidden, self._options.relay, self._options.guard)
@@ -232,8 +237,8 @@ class Swarm:
         except BaseException:
             await self.stop()
             raise
-        self._tasks += [asyncio.create_task(keeper.run()) for keeper in self._keepers]
-        self._tasks.append(asyncio.create_task(self._keep_house()))
+        for work in (self._bootstrap.run(), self._contacts.run(), self._keep_house()):
+            self._tasks.append(asyncio.create_task(work))
 
     def _take_ports(self) -> tuple[ListenAddress, ...]:
         """Take the ports that this member had before, else the usual ones, else free ones; keep what is taken."""
@@ -291,8 +296,8 @@ class Swarm:
             peer=self.peer,
             addresses=tuple(self.addresses),
             dialable=self.transport.dialable,
-            bootstrap=tuple(keeper.status for keeper in self._keepers),
-            connected=tuple(sorted(self._dialer.connected)) if self._link.attached else (),
+            bootstrap=self._bootstrap.status(),
+            connected=tuple(sorted(self._contacts.alive)),
             p2pd_pid=self._supervisor.pid,
             p2pd_restarts=self._supervisor.restarts,
             p2pd_log=self._supervisor.log,
@@ -306,26 +311,15 @@ class Swarm:
     def _standing(self) -> tuple[State, str]:
         if self._supervisor.reason:
             return "offline", self._supervisor.reason
-        # Those who cannot be dialled are in no routing table.
-        count = len({*self._protocol.peers, *(self._protocol.acquainted & self._dialer.connected)})
+        count = len(self._contacts.alive)
         if not count:
-            return self._why_alone()
+            no_network, why = self._bootstrap.why_alone()
+            return "offline" if no_network else "searching", why
         met = f"{count} other peer{'s' if count > 1 else ''} in the swarm"
         waiting = sorted(run for run, state in self.directory.runs.items() if state == "ready")
         if waiting:
             return "ready", f"waits for a group in {', '.join(waiting)}; {met}"
         return "joined", met
-
-    def _why_alone(self) -> tuple[State, str]:
-        tried: list[BootstrapStatus] = [keeper.status for keeper in self._keepers]
-        if not tried:
-            return "searching", "no other peer has joined yet; others join through this peer's address"
-        failed = [one for one in tried if one.state != "trying"]
-        if failed and all(one.state == "no network" for one in failed):
-            return "offline", f"{failed[0].reason}; trying again"
-        if failed:
-            return "searching", f"{failed[0].reason}; {failed[0].attempts} failed attempts, trying again"
-        return "searching", f"connecting to {tried[0].address}"
 
     def _own_reach(self) -> OwnReach:
         found = self._reach.status()
@@ -345,8 +339,7 @@ class Swarm:
         self._tasks.append(asyncio.create_task(self._tell_acquaintances()))
 
     async def _tell_acquaintances(self) -> None:
-        connected = sorted(self._protocol.acquainted & self._dialer.connected)
-        await rejoin(self._node, self._dialer, connected[:MAX_PEERS])
+        await rejoin(self._node, self._dialer, sorted(self._contacts.alive)[:MAX_PEERS])
 
     def _tell_addresses(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
@@ -359,12 +352,20 @@ class Swarm:
         await self.transport.attach()
         await self._reach.attach()
         await self._puncher.attach()
+        self._bootstrap.network_changed()
         self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(asyncio.create_task(self._rejoin()))
+        self._tasks.append(asyncio.create_task(self._renew_contacts()))
 
-    async def _rejoin(self) -> None:
-        known = dict.fromkeys([*self._remembered(), *self._protocol.peers])
-        await rejoin(self._node, self._dialer, list(known)[: 2 * MAX_PEERS])
+    def _on_addresses(self) -> None:
+        _log.info("this machine's addresses are %s", ", ".join(self._supervisor.addresses) or "none")
+        self._reach.doubt()
+        self._bootstrap.network_changed()
+        self._on_reach()
+
+    async def _renew_contacts(self) -> None:
+        # The connections of a p2pd that was restarted are gone: nobody should wait for the next look-up to notice.
+        self.directory.renew()
+        await rejoin(self._node, self._dialer, self._protocol.peers[:MAX_PEERS])
 
     def _remembered(self) -> list[str]:
         for peer, addresses in self._memory.peers.items():
@@ -373,6 +374,7 @@ class Swarm:
 
     def _on_peer(self, met: str) -> None:
         self._memory.remember(met, self._dialer.addresses_of(met))
+        self._memory.save()  # Whoever is killed in the next moment returns by it.
         self.directory.refresh()
 
     def _warn(self) -> None:
@@ -386,6 +388,6 @@ class Swarm:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self._protocol.ledger.forget(time.monotonic())
             self._warn()
+            for peer in sorted(self._contacts.alive.intersection(self._protocol.peers)):
+                self._memory.remember(peer, self._dialer.addresses_of(peer))
             self._memory.save()
-            if not self._protocol.peers and self._link.attached:
-                await self._rejoin()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import msgspec
 import pytest
 
 from equipoise.dht import messages
 from equipoise.dht.dialer import Unreached, probe
 from equipoise.dht.identity import load_or_create
+from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.swarm import Swarm
 
 
@@ -89,11 +91,39 @@ async def test_another_peer_at_the_address(members, until, stranger) -> None:
 
 async def test_another_protocol_version(members, until) -> None:
     first = await members.start("first")
-    later = messages.Hello(version=2, serves=True, time=0.0)
+    later = messages.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0)
     first._protocol._hello = lambda: later
     member = await members.start("member", join=first.addresses)
     await until(lambda: member.status().bootstrap[0].state == "other version")
-    assert "protocol version 2, this peer version 1" in member.status().reason
+    assert "its equipoise is newer" in member.status().reason
+    assert "upgrade this machine's with pip install --upgrade equipoise" in member.status().reason
+
+
+async def test_a_newer_caller_is_told_which_side_is_older(members, until) -> None:
+    first = await members.start("first")
+    member = await members.start("member", join=first.addresses)
+    await until(lambda: first.peer in member.status().connected)
+    newer = messages.encode(messages.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0))
+    answer = await member._link.call(first.peer, messages.PING, newer)
+    assert msgspec.msgpack.decode(answer) == {"version": PROTOCOL_VERSION}
+
+
+def test_which_side_is_older_is_said() -> None:
+    for version, said in (
+        (PROTOCOL_VERSION + 1, "newer.*upgrade this"),
+        (PROTOCOL_VERSION - 1, "older.*have it"),
+    ):
+        with pytest.raises(messages.VersionError, match=said):
+            messages.decode(messages.encode(messages.Versioned(version=version)), messages.Hello)
+
+
+async def test_the_real_cause_outlasts_pauses_of_libp2p(members, until, stranger) -> None:
+    first = await members.start("first")
+    wrong = first.addresses[0].replace(first.peer, stranger.peer)
+    member = await members.start("member", join=[wrong])
+    await until(lambda: member.status().bootstrap[0].attempts >= 4)
+    assert member.status().bootstrap[0].state == "wrong peer"
+    assert f"{first.peer} answers at" in member.status().reason
 
 
 async def test_something_else_at_the_address(members, until, stranger) -> None:

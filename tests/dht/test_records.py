@@ -332,3 +332,17 @@ def test_the_memory_of_records_is_bounded(
     finally:
         tracemalloc.stop()
     assert limit / 2 < taken <= limit
+
+
+def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Identity) -> None:
+    ledger = Ledger()
+    first = kept(identity)
+    ledger.accept(first, NOW, SWARM_TIME)
+    ledger.bury(identity.peer, NOW + 1)
+    assert not states(ledger, NOW + 1)
+    assert ledger.accept(first, NOW + 2, SWARM_TIME) is None, "others still pass it on"
+    assert not states(ledger, NOW + 2)
+    again = ledger.accept(kept(identity, sequence=2), NOW + 3, SWARM_TIME)
+    assert again is not None
+    assert again.newcomer
+    assert states(ledger, NOW + 3)
