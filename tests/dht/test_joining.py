@@ -86,6 +86,7 @@ def test_the_next_attempt_is_said() -> None:
     world.run(300.0)
     [row] = world.machine.status(world.now)
     assert (row.state, row.reason, row.attempts) == ("timeout", "nobody answers", len(world.tried))
+    assert row.next_attempt is not None
     assert row.next_attempt == pytest.approx(world.machine.deadline - world.now)
     assert 0 < row.next_attempt <= MAX_RETRY_SECONDS
 
