@@ -69,6 +69,7 @@ def test_the_explorer_finds(mutate: Patch, monkeypatch: pytest.MonkeyPatch) -> N
         Explorer(THREE).run()
 
 
+@pytest.mark.slow
 def test_the_explorer_finds_promises_that_do_not_bind(monkeypatch: pytest.MonkeyPatch) -> None:
     promises_do_not_bind(monkeypatch)
     with pytest.raises(Violation, match="members that report ok differ"):

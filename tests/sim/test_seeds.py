@@ -16,6 +16,12 @@ RECOVERY_SECONDS = 30.0
 """From the last fault to the core's success. Usual are 0 to 7; duelling leaders that back off take longer."""
 
 
+def blocks(first: int, by_default: int, end: int) -> pytest.MarkDecorator:
+    """Blocks of the seeds from `first` to `end`; those from `by_default` on only with `-m slow`."""
+    slow = [pytest.param(start, marks=pytest.mark.slow) for start in range(by_default, end, BLOCK)]
+    return pytest.mark.parametrize("first", [*range(first, by_default, BLOCK), *slow])
+
+
 def simulate(seed: int, sizes: tuple[int, int], live: bool, keep_story: bool = False) -> Report:
     try:
         return World(draw_scenario(seed, sizes, live), keep_story).run()
@@ -24,13 +30,13 @@ def simulate(seed: int, sizes: tuple[int, int], live: bool, keep_story: bool = F
         raise
 
 
-@pytest.mark.parametrize("first", range(0, 400, BLOCK))
+@blocks(0, 100, 400)
 def test_whatever_goes_wrong_nobody_is_wrong(first: int) -> None:
     for seed in range(first, first + BLOCK):
         simulate(seed, (2, 7), live=False)
 
 
-@pytest.mark.parametrize("first", range(0, 400, BLOCK))
+@blocks(0, 100, 400)
 def test_a_core_that_is_spared_succeeds(first: int) -> None:
     for seed in range(first, first + BLOCK):
         report = simulate(seed, (2, 7), live=True)
@@ -38,7 +44,7 @@ def test_a_core_that_is_spared_succeeds(first: int) -> None:
 
 
 @pytest.mark.parametrize("live", [False, True])
-@pytest.mark.parametrize("first", range(1000, 1000 + 2 * BLOCK, BLOCK))
+@blocks(1000, 1000 + BLOCK, 1000 + 2 * BLOCK)
 def test_groups_of_up_to_sixteen(first: int, live: bool) -> None:
     for seed in range(first, first + BLOCK):
         simulate(seed, (8, 16), live)
