@@ -7,12 +7,12 @@ from typing import cast
 
 from equipoise.averaging.aio.hub import Hub
 from equipoise.dht.direct.preface import Layer
-from equipoise.dht.identity import Identity, IdentityError, verify
-from equipoise.dht.p2pd import ListenError, P2pdError
+from equipoise.dht.identity import IDENTITY_FILE, Identity, IdentityError, verify
+from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.swarm import Swarm, SwarmOptions
 from equipoise.peer.config import Config
-from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.errors import EquipoiseError, HomeError, unusable
 
 SIGNATURE_DOMAIN = "averaging"
 """Keeps signatures made for rounds from being taken for signatures of records."""
@@ -37,7 +37,8 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
     """Start libp2p and put a hub on it; returns without waiting for other peers.
 
     Raises:
-        EquipoiseError: Something of this machine prevents it: a port in use, an identity file that others can read.
+        HomeError: A file of the home cannot be used: an identity file that others can read, a full disk.
+        EquipoiseError: Something else of this machine prevents it: a port in use.
     """
     options = SwarmOptions(
         listen=config.listen,
@@ -52,7 +53,13 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
     try:
         swarm = Swarm(Path(config.home), options)
         await swarm.start()
-    except (IdentityError, ListenError, P2pdError, OSError) as error:
+    except IdentityError as error:
+        if isinstance(error.__cause__, OSError):
+            raise unusable(f"use {Path(config.home) / IDENTITY_FILE}", error.__cause__) from error
+        raise HomeError(str(error)) from error
+    except P2pdError as error:
         raise EquipoiseError(str(error)) from error
+    except OSError as error:
+        raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
     hub = Hub(swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth, direct=swarm.direct)
     return swarm, hub

@@ -214,9 +214,9 @@ class Connection:
 
     async def _round(self, request: StartRound) -> ReplyBody:
         session = self._session(request.run)
-        return RoundEnded(
-            await session.start_round(request.purpose, request.weight, request.timeout, request.state)
-        )
+        outcome = await session.start_round(request.purpose, request.weight, request.timeout, request.state)
+        self._host.service.history.add(outcome)
+        return RoundEnded(outcome)
 
     async def _agree(self, request: AgreeRun) -> ReplyBody:
         await self._session(request.run).agree(request.terms, request.buffers)
@@ -278,7 +278,7 @@ class Connection:
 
     async def _rounds(self, request: AskRounds) -> ReplyBody:
         limit = min(max(request.limit, 1), MAX_ROUNDS_LISTED)
-        return RoundsAre(tuple(self._host.service.rounds(limit)[-MAX_ROUNDS_LISTED:]))
+        return RoundsAre(tuple(self._host.service.history.last(limit)[-MAX_ROUNDS_LISTED:]))
 
     async def _stop(self, request: StopDaemon) -> ReplyBody:
         self._host.request_stop(f"asked by {self._client}")

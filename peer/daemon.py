@@ -17,6 +17,7 @@ import psutil
 from equipoise.compression import kernels
 from equipoise.dht.state import BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Config, Loaded
+from equipoise.peer.history import History
 from equipoise.peer.home import Home
 from equipoise.peer.logs import close_log, escaped, open_log
 from equipoise.peer.messages import CONTROL_VERSION, Welcome
@@ -74,6 +75,7 @@ class Daemon:
         self._home = home
         self._swarm: Swarm | None = None
         self._hub: Hub | None = None
+        self._history: History | None = None
         self._log: logging.Handler | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -116,6 +118,9 @@ class Daemon:
         if self._swarm is not None:
             await _bounded(self._swarm.stop(), "leaving the swarm")
         self._hub = self._swarm = self._watching = None
+        if self._history is not None:
+            self._history.close()
+            self._history = None
         if self._log is not None:
             log.info("stopped")
             close_log(self._log)
@@ -165,7 +170,8 @@ class Daemon:
         chosen = kernels()
         log.info("kernels: %s (%s)", chosen.name, chosen.reason)
         self._swarm, self._hub = await self._assemble(self._config)
-        self.service = Service(self._hub, self._swarm)
+        self._history = History(self._home.path)
+        self.service = Service(self._hub, self._swarm, self._history)
         self._server.start(self._home.listen())
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
         self._watching = asyncio.create_task(self._watch())

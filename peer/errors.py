@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import errno
-from pathlib import Path
 
 
 class ExitStatus(enum.IntEnum):
@@ -115,10 +114,10 @@ _NEXT_STEPS = {
 """By what the system says of a file of the home."""
 
 
-def unusable(action: str, path: Path, error: OSError) -> HomeError:
-    """The error that says what cannot be done to which file of a home, why, and what to do next."""
+def unusable(attempt: str, error: OSError) -> HomeError:
+    """The error that says what cannot be done with which file of a home, why, and what to do next."""
     if isinstance(error, HomeError):
         return error
     kind = DiskFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else HomeError
-    hint = _NEXT_STEPS.get(error.errno or 0, "give another --home")
-    return kind(f"cannot {action} {path}: {(error.strerror or str(error)).lower()}", hint)
+    cause = (error.strerror or str(error)).lower()
+    return kind(f"cannot {attempt}: {cause}", _NEXT_STEPS.get(error.errno or 0, "give another --home"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import socket
@@ -13,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from equipoise.peer.errors import HomeBusy, HomeError, NoDaemon
+from equipoise.peer.errors import DaemonLost, HomeBusy, HomeError, NoDaemon, unusable
 
 PID_FILE = "daemon.pid"
 SOCKET_FILE = "control.sock"
 LOG_FILE = "daemon.log"
 CHECKPOINTS = "checkpoints"
 """Directory of a directory for each run."""
-OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "swarm.json", CHECKPOINTS)
+OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "rounds.", "swarm.json", CHECKPOINTS)
 
 MAX_SOCKET_PATH_BYTES = 103
 """sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""
@@ -71,9 +70,7 @@ class Home:
             control.listen(BACKLOG)
         except OSError as error:
             control.close()
-            raise HomeError(
-                f"cannot listen on {self.path / SOCKET_FILE}: {error}", "give another --home"
-            ) from error
+            raise unusable(f"listen on {self.path / SOCKET_FILE}", error) from error
         control.setblocking(False)
         return control
 
@@ -107,6 +104,7 @@ def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.
 
     Raises:
         NoDaemon: None runs there, or what is there is not a socket of this user.
+        DaemonLost: It does not accept.
     """
     deadline = time.monotonic() + patience
     try:
@@ -117,7 +115,8 @@ def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.
                 )
             if time.monotonic() > deadline:
                 raise NoDaemon(
-                    f"the daemon on {home} is starting, or stopping", f"try again, or see {home / LOG_FILE}"
+                    f"the daemon on {home} is starting, or stopping",
+                    f"try again, see {home / LOG_FILE}, or end it with: equipoise stop --force --home {home}",
                 )
             time.sleep(POLL_SECONDS)
     except PermissionError:
@@ -144,8 +143,9 @@ def _connect(home: Path, timeout: float) -> socket.socket | None:
         return None
     except (TimeoutError, BlockingIOError):
         control.close()
-        raise NoDaemon(
-            f"the daemon on {home} does not accept connections", "is it stopped or overloaded?"
+        raise DaemonLost(
+            f"the daemon on {home} does not accept connections",
+            f"end it with: equipoise stop --force --home {home}",
         ) from None
     except BaseException:
         control.close()
@@ -180,7 +180,7 @@ def _prepare(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = path.stat()
     except OSError as error:
-        raise HomeError(f"cannot use {path} as a home: {error.strerror}", "give another --home") from error
+        raise unusable(f"use {path} as a home", error) from error
     if found.st_uid != os.geteuid():
         raise HomeError(f"{path} belongs to uid {found.st_uid}, not to you", "give a --home of your own")
     if stat.S_IMODE(found.st_mode) & 0o077:
@@ -199,36 +199,40 @@ def _tighten(path: Path, mode: int) -> None:
 
 def _lock(path: Path) -> int:
     """Lock the pid file and write our pid into it."""
+    try:
+        return _open_and_lock(path)
+    except HomeError:
+        raise
+    except OSError as error:
+        raise unusable(f"write {path / PID_FILE}", error) from error
+
+
+def _open_and_lock(path: Path) -> int:
     patient = True
     while True:
-        try:
-            lock = os.open(path / PID_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise HomeError(f"cannot open {path / PID_FILE}: {error.strerror}", "remove it") from error
+        lock = os.open(path / PID_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            if _is_still(path / PID_FILE, lock):
+                os.ftruncate(lock, 0)
+                os.write(lock, f"{os.getpid()}\n".encode())
+                return lock
+            os.close(lock)  # Its former owner removed it between our open and our lock.
+        except BlockingIOError:
             pid = os.read(lock, 32).decode(errors="replace").strip()
             os.close(lock)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise HomeError(
-                    f"cannot lock {path / PID_FILE}: {error.strerror}", "give another --home"
-                ) from error
-            if (
-                patient
-            ):  # It may be a client that looks whether a daemon is there: it is done in microseconds.
-                patient = False
-                time.sleep(POLL_SECONDS)
-                continue
-            raise HomeBusy(
-                f"a daemon (pid {pid or 'unknown'}) is already running on {path}",
-                "see `equipoise status`, end it with `equipoise stop`, or give another --home",
-            ) from None
-        if _is_still(path / PID_FILE, lock):
-            os.ftruncate(lock, 0)
-            os.write(lock, f"{os.getpid()}\n".encode())
-            return lock
-        os.close(lock)  # Its former owner removed it between our open and our lock.
+            if not patient:
+                raise HomeBusy(
+                    f"a daemon (pid {pid or 'unknown'}) is already running on {path}",
+                    "see `equipoise status`, end it with `equipoise stop`, or give another --home",
+                ) from None
+            patient = (
+                False  # It may be a client that looks whether a daemon is there: it is done in microseconds.
+            )
+            time.sleep(POLL_SECONDS)
+        except OSError:
+            os.close(lock)
+            raise
 
 
 def _is_free(path: Path) -> bool:

@@ -48,7 +48,7 @@ class PrivateFileHandler(logging.handlers.RotatingFileHandler):
         try:
             super().__init__(path, maxBytes=max_bytes, backupCount=older_files, encoding="utf-8")
         except OSError as error:
-            raise unusable("write", path, error) from error
+            raise unusable(f"write {path}", error) from error
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record."""
@@ -74,7 +74,7 @@ class PrivateFileHandler(logging.handlers.RotatingFileHandler):
 
     def _report(self) -> None:
         if self._error is not None and not self._reported:
-            text = unusable("write", Path(self.baseFilename), self._error)
+            text = unusable(f"write {self.baseFilename}", self._error)
             print(f"warning: {text}", file=sys.stderr, flush=True)
         self._reported = self._error is not None
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.errors import Refused
+from equipoise.peer.history import History
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import JoinRun
 from equipoise.peer.ports import Averager, Hub, Swarm
@@ -22,11 +22,16 @@ MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
 
 
 class Service:
-    """Joins, serves and leaves runs on behalf of clients."""
+    """Joins, serves and leaves runs on behalf of clients.
 
-    def __init__(self, hub: Hub, swarm: Swarm) -> None:
+    Attributes:
+        history: What their rounds came to.
+    """
+
+    def __init__(self, hub: Hub, swarm: Swarm, history: History) -> None:
         self._hub = hub
         self._swarm = swarm
+        self.history = history
         self._sessions: dict[str, Session] = {}
 
     @property
@@ -70,10 +75,6 @@ class Service:
             for spec, averager in session.in_use:
                 rows += await self._peers_of(spec, averager)
         return rows
-
-    def rounds(self, limit: int) -> list[Outcome]:
-        """The last `limit` outcomes of each open run, oldest first."""
-        return [outcome for session in self.sessions for outcome in session.history[-limit:]]
 
     async def _make_room(self, name: str) -> None:
         other = self._sessions.get(name)

@@ -209,11 +209,6 @@ class Session:
         await self._averager(purpose)
         return self._hub.transfer(self._specs[purpose].name)
 
-    @property
-    def history(self) -> list[Outcome]:
-        """The last outcomes of each purpose, oldest first."""
-        return [outcome for averager in self._averagers.values() for outcome in averager.history]
-
     def status(self) -> RunStatus:
         """What `status` shows of it."""
         spec, averager = self._specs[self._purpose], self._current

@@ -1,26 +1,48 @@
-"""One question to the daemon of a home."""
+"""Questions to the daemon of a home."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TypeVar
 
 from equipoise.peer.config import find_home
-from equipoise.peer.link import open_link
+from equipoise.peer.errors import DaemonLost
+from equipoise.peer.home import wait_until_free
+from equipoise.peer.link import Link, open_link
 from equipoise.peer.messages import ReplyBody, RequestBody
+
+ANSWER_SECONDS = 4.0
+"""For each of greeting and answer, which take milliseconds; people wait for them."""
 
 Reply = TypeVar("Reply", bound=ReplyBody)
 
 
-def ask(home: str | None, request: RequestBody, kind: type[Reply]) -> Reply:
-    """Connect, ask, disconnect.
+@contextlib.contextmanager
+def linked(home: Path) -> Iterator[Link]:
+    """A connection to the daemon on `home`.
 
     Raises:
         NoDaemon: None runs there; says how to start one.
-        DaemonLost: It does not answer.
+        DaemonLost: It does not answer; says what to do.
     """
-    link = open_link(find_home(home, os.environ)[0])
     try:
-        return link.ask(request, kind)
-    finally:
-        link.close()
+        link = open_link(home, ANSWER_SECONDS)
+        try:
+            yield link
+        finally:
+            link.close()
+    except DaemonLost:
+        if wait_until_free(home, 0.0):
+            raise
+        from equipoise.peer.holder import describe_silence
+
+        raise DaemonLost(describe_silence(home, ANSWER_SECONDS)) from None
+
+
+def ask(home: str | None, request: RequestBody, kind: type[Reply]) -> Reply:
+    """Connect, ask, disconnect; errors as of `linked`."""
+    with linked(find_home(home, os.environ)[0]) as link:
+        return link.ask(request, kind, ANSWER_SECONDS)

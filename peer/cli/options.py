@@ -75,15 +75,13 @@ def daemon_options(command: Command) -> Command:
         ),
         click.option(
             "--relay-bandwidth",
-            type=float,
-            metavar="BYTES",
-            help="What is relayed at most, in bytes per second.  [default: 12500000]",
+            metavar="RATE",
+            help="What is relayed at most, as 10MB/s or 80Mbit/s.  [default: 12.5MB/s]",
         ),
         click.option(
             "--bandwidth",
-            type=float,
-            metavar="BYTES",
-            help="What this machine can send, in bytes per second.",
+            metavar="RATE",
+            help="What this machine can send, as 10MB/s or 80Mbit/s.  [default: measured]",
         ),
         click.option("--log-level", type=click.Choice(LOG_LEVELS), help="Least severe of what is logged."),
     ]

@@ -1,25 +1,48 @@
-"""What verbs print: JSON for programs, tables for people."""
+"""What verbs print: JSON for programs, lines and tables for people.
+
+Where standard output is a terminal, prose is wrapped between words and identifiers are never folded. Elsewhere nothing
+is folded or cut. PeerIDs are shortened to their last characters; JSON has them in full.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.dht.state import DirectStatus, ReachStatus
-from equipoise.peer.config import Setting
+from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus
+from equipoise.peer.config import RATES, Setting
 from equipoise.peer.logs import escaped
 from equipoise.peer.status import PeerRow, RunStatus, Status
 
-SHORT_PEER = 12
-"""Last characters of a PeerID; the first ones are alike in all of them."""
+SHORT_PEER = 8
+"""Characters of a PeerID that people see: the last ones, since the first are alike in all of them."""
+
+WIDE = 100_000
+"""Columns where standard output is no terminal: no line is as long, so nothing is folded."""
+
+SHOWN_RUNS = 4
+SHOWN_ENTRIES = 2
+SHOWN_WARNINGS = 3
+"""Rows of each kind that `status` shows without `--all`, so that all kinds fit one screen."""
+
+SHOWN_WEIGHTS = 4
+"""Weights that a row of `rounds` lists; of more it tells the least and the greatest."""
+
+TODAY_SECONDS = 20 * 3600.0
+"""Rounds older than this are shown with their date: the time of day alone would be ambiguous."""
+
+_PEER_ID = re.compile(
+    rf"12D3KooW[1-9A-HJ-NP-Za-km-z]{{{44 - SHORT_PEER}}}([1-9A-HJ-NP-Za-km-z]{{{SHORT_PEER}}})"
+)
 
 
 def print_json(value: Any) -> None:
@@ -29,91 +52,134 @@ def print_json(value: Any) -> None:
 
 def print_settings(settings: Sequence[Setting]) -> None:
     """Print each setting, its value and its origin."""
-    rows = [(setting.key, _value(setting.value), setting.origin) for setting in settings]
-    Console().print(_table(("setting", "value", "from"), rows))
+    _print(_settings(settings))
 
 
-def print_status(status: Status) -> None:
-    """Print all of the snapshot."""
-    console = Console()
-    swarm = status.swarm
-    _line(console, "daemon", f"{status.name}, pid {status.pid}, up {_duration(status.uptime)}")
-    _line(console, "peer", status.peer_id)
-    _line(console, "swarm", f"{swarm.state}: {swarm.reason}")
-    for address in swarm.addresses:
-        _line(console, "address", address)
-    for row in swarm.bootstrap:
-        _line(console, "joins through", f"{row.address} ({row.state}: {row.reason})")
-    for line in _reach(swarm.reach):
-        _line(console, "reached", line)
-    _line(console, "connected", f"{len(swarm.connected)} peers, {status.clients} clients")
-    for line in _direct(swarm.direct):
-        _line(console, "direct", line)
-    _line(console, "memory", f"{status.memory / 1e6:.0f} MB")
-    _line(console, "holds", f"{status.tasks} tasks, {status.threads} threads, {status.files} open files")
-    _line(console, "kernels", f"{status.kernels.name} ({status.kernels.reason})")
-    _line(console, "versions", ", ".join(f"{name} {version}" for name, version in status.versions.items()))
-    _line(console, "log", status.log)
-    console.print(
-        _table(("setting", "value", "from"), [(s.key, _value(s.value), s.origin) for s in status.settings])
-    )
-    if status.runs:
-        console.print(
-            _table(("run", "state", "why", "round", "ok", "values", "codec", "last"), map(_run, status.runs))
-        )
-        for run in status.runs:
-            for line in (run.transfer, *(f"{topic}: {told}" for topic, told in sorted(run.told.items()))):
-                if line:
-                    _line(console, run.name, line)
-    else:
-        _line(console, "runs", "none: a training script joins them")
+def print_headline(status: Status) -> None:
+    """Print how the daemon stands, and what a person should put right."""
+    _print(_headline(status))
+
+
+def print_status(status: Status, everything: bool = False) -> None:
+    """Print how the daemon stands and why, on one screen, or all of the snapshot."""
+    _print(_details(status) if everything else _overview(status), one_screen=not everything)
 
 
 def print_peers(peers: Sequence[PeerRow]) -> None:
     """Print one line for each peer of each run, then one for each peer that says how it is reached, and why."""
     if not peers:
-        Console().print("no peers: no script takes part in a run")
+        _print([Text("no peers: no script takes part in a run")])
         return
-    console = Console()
     rows = [
         (
+            (row.name or "-") + (" (this one)" if row.me else ""),
+            _short(row.peer),
             row.run,
-            row.peer + (" (this one)" if row.me else ""),
             "other options" if not row.same_spec else "ready" if row.ready else "computing",
             str(row.round),
             f"{row.accumulated:g}",
         )
         for row in peers
     ]
-    console.print(_table(("run", "peer", "state", "round", "accumulated"), rows))
-    console.print()
-    for peer, why in {row.peer: f"{row.reach}: {row.why}" for row in peers}.items():
-        _line(console, peer[-SHORT_PEER:], why)
-    for row in peers:
-        if row.differs:
-            _line(console, row.peer[-SHORT_PEER:], f"{row.run}: other options: {row.differs}")
+    lines = [_table(("name", "peer", "run", "state", "round", "accumulated"), rows), Text()]
+    for row in {row.peer: row for row in peers}.values():
+        lines.append(_line(_known_as(row), f"{row.reach}: {row.why}"))
+    lines += [
+        _line(_known_as(row), f"{row.run}: other options: {row.differs}") for row in peers if row.differs
+    ]
+    _print(lines)
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
     """Print one line for each outcome."""
     if not rounds:
-        Console().print("no rounds yet")
+        _print([Text("no rounds yet")])
         return
     rows = [
         (
+            _when(outcome.started),
             outcome.run,
             str(outcome.round),
             "ok" if outcome.ok else "failed",
             f"{len(outcome.contributors)} of {len(outcome.group)}",
+            _weights(outcome),
             f"{outcome.seconds.get('total', 0.0):.3f} s",
             f"{(outcome.bytes_sent + outcome.bytes_received) / 1e6:.2f} MB",
-            outcome.digest[:8],
             outcome.reason,
         )
         for outcome in rounds
     ]
-    titles = ("run", "round", "", "contributors", "took", "sent and received", "digest", "why")
-    Console().print(_table(titles, rows))
+    titles = ("when", "run", "round", "", "peers", "weights", "took", "moved", "why")
+    _print([_table(titles, rows, prose="why")])
+
+
+def _headline(status: Status) -> Iterator[RenderableType]:
+    swarm = status.swarm
+    yield _text(f"{status.name}: {swarm.state}", f": {swarm.reason}")
+    for warning in status.warnings[:SHOWN_WARNINGS]:
+        yield _text("warning", f": {warning}")
+    if len(status.warnings) > SHOWN_WARNINGS:
+        yield Text(f"and {len(status.warnings) - SHOWN_WARNINGS} more warnings: equipoise status --all")
+
+
+def _overview(status: Status) -> Iterator[RenderableType]:
+    yield from _headline(status)
+    yield Text()
+    process = f"{_short(status.peer_id)}, pid {status.pid}, up {_duration(status.uptime)}"
+    connected = f"{_count(len(status.swarm.connected), 'peer')}, {_count(status.clients, 'client')}"
+    rows = [("daemon", process), ("connected", connected)]
+    entries = sorted(status.swarm.bootstrap, key=lambda row: row.state == "connected")
+    rows += [("joins through", _fate(row)) for row in entries[:SHOWN_ENTRIES]]
+    if status.swarm.reach is not None:
+        rows.append(("reached", f"{status.swarm.reach.state}: {status.swarm.reach.reason}"))
+    if not status.runs:
+        rows.append(("runs", "none: a training script joins them"))
+    yield _grid(rows)
+    if status.runs:
+        yield Text()
+        titles = ("run", "state", "round", "ok", "why")
+        yield _table(titles, map(_run, status.runs[:SHOWN_RUNS]), prose="why", one_line=True)
+        yield _grid([line for run in status.runs[:SHOWN_RUNS] for line in _told(run)])
+    hidden = len(entries[SHOWN_ENTRIES:]) + len(status.runs[SHOWN_RUNS:])
+    more = f"{_count(hidden, 'row')} more, " if hidden else ""
+    yield Text(f"{more}addresses, settings, versions: equipoise status --all", style="dim")
+
+
+def _details(status: Status) -> Iterator[RenderableType]:
+    swarm = status.swarm
+    yield _text(f"{status.name}: {swarm.state}", f": {swarm.reason}")
+    yield from (_text("warning", f": {warning}") for warning in status.warnings)
+    yield _line("daemon", f"{status.name}, pid {status.pid}, up {_duration(status.uptime)}")
+    yield _line("peer", status.peer_id)
+    yield from (_line("address", address) for address in swarm.addresses)
+    yield from (_line("joins through", _entry(row)) for row in swarm.bootstrap)
+    yield from (_line("reached", line) for line in _reach(swarm.reach))
+    yield _line("connected", f"{_count(len(swarm.connected), 'peer')}, {_count(status.clients, 'client')}")
+    yield from (_line("direct", line) for line in _direct(swarm.direct))
+    yield _line("memory", f"{status.memory / 1e6:.0f} MB")
+    yield _line("holds", f"{status.tasks} tasks, {status.threads} threads, {status.files} open files")
+    yield _line("kernels", f"{status.kernels.name} ({status.kernels.reason})")
+    yield _line("versions", ", ".join(f"{name} {version}" for name, version in status.versions.items()))
+    yield _line("log", status.log)
+    yield from _settings(status.settings)
+    for run in status.runs:
+        last = "" if run.last is None else f"; last: {run.last.reason}"
+        name, state, round_, ok, why = _run(run)
+        yield _line(
+            name, f"{state}: {why}; round {round_}, ok {ok}; {run.values:,} values in {run.codec}{last}"
+        )
+        yield from (_line(name, line) for _, line in _told(run))
+    if not status.runs:
+        yield _line("runs", "none: a training script joins them")
+
+
+def _fate(row: BootstrapStatus) -> str:
+    """What became of an address, first of all why it leads nowhere; the reason names its host and port."""
+    return row.address if row.state == "connected" else f"{row.state}: {row.reason}"
+
+
+def _entry(row: BootstrapStatus) -> str:
+    return f"{row.address} ({row.state}: {row.reason})"
 
 
 def _reach(reach: ReachStatus | None) -> Iterable[str]:
@@ -140,35 +206,117 @@ def _direct(direct: DirectStatus | None) -> Iterator[str]:
 
 
 def _run(run: RunStatus) -> tuple[str, ...]:
-    last = run.last
     return (
         run.name,
         type(run.state).__name__,
-        run.reason,
         str(run.round),
         f"{run.rounds_ok} of {run.rounds_ok + run.rounds_failed}",
-        f"{run.values:,}",
-        run.codec,
-        "" if last is None else last.reason,
+        run.reason,
     )
 
 
-def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def _told(run: RunStatus) -> list[tuple[str, str]]:
+    lines = [run.transfer, *(f"{topic}: {told}" for topic, told in sorted(run.told.items()))]
+    return [(run.name, line) for line in lines if line]
+
+
+def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:
+    for setting in settings:
+        yield _line(setting.key, f"{_value(setting)} ({setting.origin})")
+
+
+def _weights(outcome: Outcome) -> str:
+    weights = list(outcome.contributors.values())
+    if len(set(weights)) > 1:
+        listed = ", ".join(f"{weight:g}" for weight in weights)
+        return listed if len(weights) <= SHOWN_WEIGHTS else f"{min(weights):g} to {max(weights):g}"
+    return f"{weights[0]:g} each" if weights else ""
+
+
+def _when(started: float) -> str:
+    """The local time of a moment in unix seconds; empty for 0, which outcomes of no round have."""
+    if not started:
+        return ""
+    old = abs(time.time() - started) > TODAY_SECONDS
+    return time.strftime("%Y-%m-%d %H:%M" if old else "%H:%M:%S", time.localtime(started))
+
+
+def _print(lines: Iterable[RenderableType], one_screen: bool = False) -> None:
+    terminal = _on_terminal()
+    console = Console(width=None if terminal else WIDE, highlight=False)
+    with console.capture() as captured:
+        for line in lines:
+            # A line of its own that is not prose is left to the terminal to wrap, so that it can be copied whole.
+            console.print(line, soft_wrap=isinstance(line, Text) and line.no_wrap is True)
+    printed = [line.rstrip() for line in captured.get().splitlines()]
+    if terminal and one_screen and len(printed) >= console.height:
+        printed[console.height - 2 :] = ["more: equipoise status --all"]
+    sys.stdout.write("\n".join(printed) + "\n")
+
+
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], prose: str = "", one_line: bool = False
+) -> Table:
+    """A row for each of `rows`; where the terminal is too narrow, the column `prose` is wrapped, or cut to one line."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for title in titles:
-        table.add_column(title, overflow="fold")
+        table.add_column(title, no_wrap=title != prose)
     for row in rows:
-        table.add_row(*(Text(escaped(cell)) for cell in row))
+        table.add_row(
+            *(_cell(text, one_line and title == prose) for title, text in zip(titles, row, strict=True))
+        )
     return table
 
 
-def _line(console: Console, title: str, value: str) -> None:
-    console.print(Text.assemble((f"{title:<14}", "bold"), escaped(value)), soft_wrap=True)
+def _grid(rows: Iterable[tuple[str, str]]) -> Table:
+    """Titles and texts of one line each; on a terminal a text is cut at its width."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    for title, text in rows:
+        table.add_row(_cell(title, False), _cell(text, True))
+    return table
 
 
-def _value(value: Any) -> str:
-    if value is None:
-        return "automatic"
+def _cell(text: str, one_line: bool) -> Text:
+    return Text(_cleaned(text), no_wrap=one_line or None, overflow="ellipsis" if one_line else None)
+
+
+def _text(title: str, rest: str) -> Text:
+    return Text.assemble((escaped(title), "bold"), _cleaned(rest))
+
+
+def _line(title: str, value: str) -> Text:
+    """One line, as long as it may be, in which addresses and PeerIDs are whole."""
+    return Text.assemble((f"{escaped(title):<15} ", "bold"), escaped(value), no_wrap=True)
+
+
+def _cleaned(text: str) -> str:
+    return escaped(_PEER_ID.sub(r"..\1", text))
+
+
+def _short(peer: str) -> str:
+    return f"..{peer[-SHORT_PEER:]}"
+
+
+def _known_as(row: PeerRow) -> str:
+    return f"{row.name} {_short(row.peer)}".strip()
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _value(setting: Setting) -> str:
+    if setting.key in RATES:
+        from humanfriendly import format_size
+
+        return f"{format_size(setting.value)}/s" if setting.value else "measured"
+    value = "automatic" if setting.value is None else setting.value
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

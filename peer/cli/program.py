@@ -8,15 +8,17 @@ import traceback
 from importlib import metadata
 
 import click
+import msgspec
 
 from equipoise.peer.cli.daemon import daemon
 from equipoise.peer.cli.demo import demo
+from equipoise.peer.cli.here import show_here
 from equipoise.peer.cli.launch import launch
 from equipoise.peer.cli.peers import peers
 from equipoise.peer.cli.rounds import rounds
 from equipoise.peer.cli.status import status
 from equipoise.peer.cli.stop import stop
-from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
 from equipoise.peer.logs import escaped
 
 DEBUG_ENV = "EQUIPOISE_DEBUG"
@@ -24,10 +26,42 @@ DEBUG_ENV = "EQUIPOISE_DEBUG"
 INTERRUPTED = 130
 """What shells report of a program that Ctrl-C has ended."""
 
+EPILOG = """\b
+Exit status:
+  0  success
+  1  failure, such as a port in use, a full disk, a second daemon on one home
+  2  wrong usage: the command line has to be corrected
+  3  no daemon answers on the home
+  5  configuration: config.toml, a variable, the home or a file in it cannot be used
+  6  no network, or none of those to join could be reached
+  7  refused by the daemon, or by those to join: another version, too many clients
+"""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+
+class Complaint(click.ClickException):
+    """An error as the command line shows it: one line, or one JSON object."""
+
+    def __init__(self, kind: str, message: str, hint: str, exit_code: int) -> None:
+        super().__init__(" ".join(escaped(part.strip()) for part in message.splitlines() if part.strip()))
+        self.kind = kind
+        self.hint = escaped(hint)
+        self.exit_code = exit_code
+
+    def print(self, as_json: bool) -> None:
+        """Print it to standard error."""
+        said = {"kind": self.kind, "message": self.message, "hint": self.hint, "exit_status": self.exit_code}
+        text = msgspec.json.encode({"error": said}).decode() if as_json else f"error: {self.message}"
+        click.echo(text, err=True)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    invoke_without_command=True,
+    epilog=EPILOG,
+)
 @click.version_option(metadata.version("equipoise"), prog_name="equipoise", message="%(prog)s %(version)s")
-def equipoise() -> None:
+@click.pass_context
+def equipoise(context: click.Context) -> None:
     """Average gradients and parameters among machines that train together, without a server.
 
     \b
@@ -36,7 +70,11 @@ def equipoise() -> None:
     Join it:            equipoise daemon --join ADDRESS
     Train with it:      equipoise launch --join ADDRESS -- python train.py
     Look at it:         equipoise status
+
+    Without a command it prints what is running here.
     """
+    if context.invoked_subcommand is None:
+        show_here()
 
 
 for verb in (demo, daemon, launch, status, peers, rounds, stop):
@@ -44,45 +82,45 @@ for verb in (demo, daemon, launch, status, peers, rounds, stop):
 
 
 def main() -> None:
-    """Run the command line and exit: 0 on success, 2 on wrong usage, 1 otherwise."""
+    """Run the command line and exit with one of `ExitStatus`, or what a launched script has ended with."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
-    """Run the command line; returns the exit status, and prints an error as one line."""
+    """Run the command line; returns the exit status, and prints an error as one line, or as JSON under `--json`."""
     try:
         result = equipoise.main(args=arguments, prog_name="equipoise", standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except click.UsageError as error:
-        command = error.ctx.command_path if error.ctx else "equipoise"
-        _complain(f"{error.format_message().rstrip('.')}; see `{command} --help`")
-        return 2
-    except click.ClickException as error:
-        _complain(error.format_message())
-        return 1
-    except EquipoiseError as error:
-        return _fail(error, error.exit_status)
+        return result if isinstance(result, int) else ExitStatus.OK
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
         # The reader has gone; nothing more may be written, not even by the interpreter as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return ExitStatus.FAILURE
     except Exception as error:
-        return _fail(error, 1)
+        if os.environ.get(DEBUG_ENV):
+            traceback.print_exc()
+        complaint = _complaint(error)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    complaint.print(as_json="--json" in own)
+    return complaint.exit_code
 
 
-def _fail(error: Exception, status: int) -> int:
-    if os.environ.get(DEBUG_ENV):
-        traceback.print_exc()
-    expected = isinstance(error, EquipoiseError | ValueError | OSError)
-    text = str(error) or type(error).__name__
-    if not expected:
-        text = f"{type(error).__name__}: {text}; set {DEBUG_ENV}=1 to see where"
-    _complain(text)
-    return status
-
-
-def _complain(text: str) -> None:
-    line = " ".join(escaped(part.strip()) for part in text.splitlines() if part.strip())
-    click.echo(f"error: {line}", err=True)
+def _complaint(error: Exception) -> Complaint:
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "equipoise"
+        hint = f"see `{command} --help`"
+        return Complaint(
+            "UsageError", f"{error.format_message().rstrip('.')}; {hint}", hint, ExitStatus.USAGE
+        )
+    if isinstance(error, click.ClickException):
+        return Complaint(type(error).__name__, error.format_message(), "", ExitStatus.FAILURE)
+    if isinstance(error, OSError) and not isinstance(error, EquipoiseError) and error.filename:
+        error = unusable(f"use {error.filename}", error)
+    kind, text = type(error).__name__, str(error) or type(error).__name__
+    if isinstance(error, EquipoiseError):
+        return Complaint(kind, text, error.hint, error.exit_status)
+    if isinstance(error, ValueError | OSError):
+        return Complaint(kind, text, "", ExitStatus.FAILURE)
+    hint = f"set {DEBUG_ENV}=1 to see where"
+    return Complaint(kind, f"{kind}: {text}; {hint}", hint, ExitStatus.FAILURE)

@@ -12,12 +12,15 @@ from equipoise.peer.messages import AskStatus, StatusIs
 
 @click.command()
 @home_option
+@click.option(
+    "--all", "everything", is_flag=True, help="Also addresses, settings, versions, and every run in full."
+)
 @json_option
-def status(home: str | None, as_json: bool) -> None:
+def status(home: str | None, everything: bool, as_json: bool) -> None:
     """Show what the daemon is doing, and why.
 
-    The swarm's state and what became of each address to join through; every run with where its next round stands; the
-    settings with their origins.
+    First how it stands and what should be put right, then what became of the addresses to join through, and every run
+    with where its next round stands. --json prints all of it.
     """
     found = ask(home, AskStatus(), StatusIs).status
-    print_json(found) if as_json else print_status(found)
+    print_json(found) if as_json else print_status(found, everything)

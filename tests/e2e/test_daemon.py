@@ -86,7 +86,7 @@ def test_no_daemon_running(daemon: DaemonProcess) -> None:
     daemon.stop()
     for verb in ("status", "peers", "rounds", "stop"):
         done = daemon.cli(verb)
-        assert done.returncode == 1
+        assert done.returncode == 3
         assert one_line(done.stderr)
         assert f"no daemon is running on {daemon.home}; start one with: equipoise daemon" in done.stderr
 
@@ -104,7 +104,7 @@ def test_what_a_killed_daemon_leaves_is_in_nobodys_way(daemon: DaemonProcess) ->
     before = daemon.json("status")["peer_id"]
     daemon.kill()
     assert (daemon.home / "control.sock").exists()
-    assert daemon.cli("status").returncode == 1
+    assert daemon.cli("status").returncode == 3
 
     daemon.start()
 
@@ -128,9 +128,9 @@ def test_a_mistake_in_the_configuration_file(swarm: Swarm, daemon: DaemonProcess
 
     done = daemon.cli("daemon", *LOCAL)
 
-    assert done.returncode == 2
+    assert done.returncode == 5
     assert one_line(done.stderr)
-    assert "config.toml: unknown key 'jion'" in done.stderr
+    assert "config.toml: unknown key 'jion'; did you mean join?" in done.stderr
 
 
 def test_a_malformed_address_in_the_file_is_a_state_and_no_exit(daemon: DaemonProcess) -> None:
@@ -353,7 +353,12 @@ def test_a_signal_ends_it_gracefully(daemon: DaemonProcess, number: int) -> None
         outcome = pending.result()
         assert not outcome.ok
         assert outcome.reason
-    assert {path.name for path in daemon.home.iterdir()} <= {"daemon.log", "identity.key", "swarm.json"}
+    assert {path.name for path in daemon.home.iterdir()} <= {
+        "daemon.log",
+        "identity.key",
+        "rounds.jsonl",
+        "swarm.json",
+    }
     assert "stopping: signal" in daemon.output
     assert daemon.errors == ""
 

@@ -1,0 +1,80 @@
+"""Outcomes of past rounds, kept in the home so that they outlive the script and the daemon."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.dht.files import read_regular
+from equipoise.peer.logs import PrivateFileHandler
+
+ROUNDS_FILE = "rounds.jsonl"
+
+MAX_FILE_BYTES = 1024 * 1024
+"""Size at which the file becomes the older one of two, and a new one is begun."""
+
+MAX_KEPT = 512
+"""Outcomes of all runs that are remembered: one of a group of 64 takes 8 KB."""
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Outcome)
+
+
+class History:
+    """The last outcomes of a daemon, in memory and as lines of JSON in its home."""
+
+    def __init__(self, home: Path) -> None:
+        """Read what earlier daemons have left.
+
+        Raises:
+            HomeError: The file cannot be written.
+        """
+        self._kept = deque(read_history(home), MAX_KEPT)
+        self._file = PrivateFileHandler(home / ROUNDS_FILE, MAX_FILE_BYTES, 1)
+        # A daemon that was killed, or a full disk, may have left half a line.
+        self._file.emit(_record(""))
+
+    def add(self, outcome: Outcome) -> None:
+        """Remember what a round came to; a file that cannot be written is reported, and costs nothing else."""
+        self._kept.append(outcome)
+        self._file.emit(_record(_encoder.encode(outcome).decode()))
+
+    def last(self, limit: int) -> list[Outcome]:
+        """The last `limit` outcomes of each run, oldest first."""
+        return last_of_each_run(self._kept, limit)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_history(home: Path) -> list[Outcome]:
+    """What a daemon on `home` has left, oldest first, at most `MAX_KEPT`; lines that are torn are left out."""
+    found: list[Outcome] = []
+    for name in (f"{ROUNDS_FILE}.1", ROUNDS_FILE):
+        content = b""
+        with contextlib.suppress(OSError):  # There is none, or it is not ours: then nothing is known.
+            content = read_regular(home / name, 2 * MAX_FILE_BYTES)
+        for line in content.splitlines():
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                found.append(_decoder.decode(line))
+    return found[-MAX_KEPT:]
+
+
+def last_of_each_run(outcomes: Iterable[Outcome], limit: int) -> list[Outcome]:
+    """The last `limit` outcomes of each run, in the order given."""
+    by_run: dict[str, deque[Outcome]] = {}
+    for outcome in outcomes:
+        by_run.setdefault(outcome.run, deque(maxlen=limit)).append(outcome)
+    wanted = {id(outcome) for kept in by_run.values() for outcome in kept}
+    return [outcome for outcome in outcomes if id(outcome) in wanted]
+
+
+def _record(line: str) -> logging.LogRecord:
+    return logging.makeLogRecord({"msg": line})

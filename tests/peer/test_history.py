@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.peer import history
+from equipoise.peer.history import MAX_KEPT, ROUNDS_FILE, History, last_of_each_run, read_history
+
+
+def outcome(number: int, run: str = "digits") -> Outcome:
+    return Outcome(
+        ok=True, reason="all", run=run, round=number, started=1e9 + number, contributors={"p": 1.0}
+    )
+
+
+def filled(home: Path, count: int) -> None:
+    kept = History(home)
+    for number in range(count):
+        kept.add(outcome(number))
+    kept.close()
+
+
+def test_rounds_outlive_the_daemon(tmp_path: Path) -> None:
+    filled(tmp_path, 3)
+
+    later = History(tmp_path)
+    later.add(outcome(3))
+    later.close()
+
+    assert later.last(10) == read_history(tmp_path) == [outcome(number) for number in range(4)]
+
+
+def test_the_last_of_each_run_are_listed(tmp_path: Path) -> None:
+    mixed = [outcome(1), outcome(1, "other"), outcome(2), outcome(3)]
+
+    assert last_of_each_run(mixed, 2) == mixed[1:]
+
+
+def test_number_and_bytes_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(tmp_path, MAX_KEPT + 10)
+    assert len(read_history(tmp_path)) == MAX_KEPT
+
+    monkeypatch.setattr(history, "MAX_FILE_BYTES", 4096)
+    filled(tmp_path, 200)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir() if path.name != f"{ROUNDS_FILE}.1") <= 4096
+    assert read_history(tmp_path)[-1] == outcome(199)
+
+
+@pytest.mark.parametrize("torn", [b'{"ok":tr', b"\xff\xfe", b"[" * 100_000, b'{"ok": 1}\n', b"\x00" * 1000])
+def test_a_torn_file_costs_only_the_torn_line(tmp_path: Path, torn: bytes) -> None:
+    filled(tmp_path, 2)
+    with (tmp_path / ROUNDS_FILE).open("ab") as file:
+        file.write(torn)
+
+    later = History(tmp_path)
+    later.add(outcome(2))
+    later.close()
+
+    assert read_history(tmp_path) == [outcome(number) for number in range(3)]
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / f"{ROUNDS_FILE}.1")
+
+    assert read_history(tmp_path) == []
