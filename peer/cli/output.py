@@ -81,7 +81,10 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
         )
         for row in peers
     ]
-    lines = [_table(("name", "peer", "run", "state", "round", "accumulated"), rows), Text()]
+    lines: list[RenderableType] = [
+        _table(("name", "peer", "run", "state", "round", "accumulated"), rows),
+        Text(),
+    ]
     for row in {row.peer: row for row in peers}.values():
         lines.append(_line(_known_as(row), f"{row.reach}: {row.why}"))
     lines += [
@@ -237,8 +240,12 @@ def _when(started: float) -> str:
     """The local time of a moment in unix seconds; empty for 0, which outcomes of no round have."""
     if not started:
         return ""
-    old = abs(time.time() - started) > TODAY_SECONDS
+    old = abs(_now() - started) > TODAY_SECONDS
     return time.strftime("%Y-%m-%d %H:%M" if old else "%H:%M:%S", time.localtime(started))
+
+
+def _now() -> float:
+    return time.time()
 
 
 def _print(lines: Iterable[RenderableType], one_screen: bool = False) -> None:

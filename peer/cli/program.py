@@ -41,15 +41,15 @@ Exit status:
 class Complaint(click.ClickException):
     """An error as the command line shows it: one line, or one JSON object."""
 
-    def __init__(self, kind: str, message: str, hint: str, exit_code: int) -> None:
+    def __init__(self, kind: str, message: str, hint: str, status: int) -> None:
         super().__init__(" ".join(escaped(part.strip()) for part in message.splitlines() if part.strip()))
         self.kind = kind
         self.hint = escaped(hint)
-        self.exit_code = exit_code
+        self.status = status
 
     def print(self, as_json: bool) -> None:
         """Print it to standard error."""
-        said = {"kind": self.kind, "message": self.message, "hint": self.hint, "exit_status": self.exit_code}
+        said = {"kind": self.kind, "message": self.message, "hint": self.hint, "exit_status": self.status}
         text = msgspec.json.encode({"error": said}).decode() if as_json else f"error: {self.message}"
         click.echo(text, err=True)
 
@@ -103,7 +103,7 @@ def run(arguments: list[str]) -> int:
         complaint = _complaint(error)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     complaint.print(as_json="--json" in own)
-    return complaint.exit_code
+    return complaint.status
 
 
 def _complaint(error: Exception) -> Complaint:
