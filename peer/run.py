@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -61,6 +62,8 @@ LEAVE_SECONDS = 10.0
 SETTLE_SECONDS = 1.0
 """The outcome of that round is sent right after."""
 
+log = logging.getLogger(__name__)
+
 
 class Run:
     """Takes part in rounds with this script's tensors; one round at a time.
@@ -76,8 +79,9 @@ class Run:
         left: Whether it was left.
         terms: What was agreed on.
         trained_by: What steps it, once something does; one thing only can.
-        branch: Joins another run, of this name and with these tensors, with the options of this one.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
+        rounds_ok: How many rounds were ok.
+        rounds_failed: How many were not.
     """
 
     def __init__(
@@ -91,7 +95,6 @@ class Run:
     ) -> None:
         self.name = name
         self.group_size = group_size
-        self.branch = branch
         self.mean: dict[str, torch.Tensor] = {}
         self.pending: PendingRound | None = None
         self._link = link
@@ -106,6 +109,12 @@ class Run:
         self._company = Company(link, name)
         self._stepping = False
         self._finishing: list[Callable[[], None]] = []
+        self.rounds_ok = self.rounds_failed = 0
+        self._last_ok: Outcome | None = None
+        self._why_not = ""
+        self._branch = branch
+        self._branches: list[Run] = []
+        self._is_branch = False
         self.terms: Mapping[str, str] = {}
 
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
@@ -421,6 +430,19 @@ class Run:
         """The daemon's home; empty where that is a temporary one."""
         return self._link.welcome.home
 
+    def branch(self, name: str, tensors: Tensors) -> Run:
+        """Join another run, of this name and with these tensors, with the options of this one, of which it is a part.
+
+        Raises:
+            SchemaError: One of the tensors cannot be averaged; names it.
+            Refused: The daemon takes part in the run already, or in too many.
+            DaemonLost: The daemon has gone.
+        """
+        branch = self._branch(name, tensors)
+        branch._is_branch = True
+        self._branches.append(branch)
+        return branch
+
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Have `leave` call `finish` first."""
         self._finishing.append(finish)
@@ -434,6 +456,7 @@ class Run:
                 while self._finishing:
                     finishing.callback(self._finishing.pop(0))
         finally:
+            self._tell_if_none_was_ok()
             self.left = True
             # It may have been left before, or the daemon has gone: it has ended.
             with contextlib.suppress(EquipoiseError):
@@ -448,6 +471,35 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.leave()
+
+    def __repr__(self) -> str:
+        parts = [self, *self._branches]
+        ok, failed = sum(one.rounds_ok for one in parts), sum(one.rounds_failed for one in parts)
+        told = f"<Run {self.name!r}{', left' if self.left else ''}, rounds: {ok} ok, {failed} failed"
+        latest = [one._last_ok for one in parts if one._last_ok is not None]
+        if not latest:
+            return f"{told}>"
+        return f"{told}; the last ok one: {max(latest, key=lambda outcome: outcome.started)!r}>"
+
+    def _tell_if_none_was_ok(self) -> None:
+        parts = [self, *self._branches]
+        used = any(one.trained_by or one._stepping or one.rounds_failed for one in parts)
+        if self._is_branch or not used or any(one.rounds_ok for one in parts):
+            return
+        reasons = [one._why_not for one in parts if one._why_not] or [getattr(self.state, "reason", "")]
+        log.warning(
+            "run %s ends without one round that was ok: %s",
+            self.name,
+            reasons[0] or "others were there, but the script ended before a round",
+        )
+
+    def _count(self, outcome: Outcome | None) -> None:
+        if outcome is None:
+            return
+        if outcome.ok:
+            self.rounds_ok, self._last_ok = self.rounds_ok + 1, outcome
+        else:
+            self.rounds_failed, self._why_not = self.rounds_failed + 1, outcome.reason
 
     def _require_idle(self) -> None:
         if self.left:
@@ -474,6 +526,7 @@ class Run:
     def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             self.pending = None
+            self._count(outcome)
             if outcome is not None and outcome.ok:
                 schema = self._binding.schema
                 schema.check(tensors)  # They may have been reshaped; half of them must not be written.
@@ -482,6 +535,7 @@ class Run:
     def _stepped(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
         with self._lock:
             self.pending = None
+            self._count(outcome)
             if outcome is not None and outcome.counted(self._link.welcome.peer_id):
                 self._drop()
             else:

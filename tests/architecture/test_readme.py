@@ -24,6 +24,9 @@ BLOCK = re.compile(
 
 KNOWN_KINDS = {"console", "diff", "python", "toml"}
 
+AVERAGED = re.compile(r"<Run '\w+', rounds: (?P<ok>\d+) ok.* contributors (?P<contributors>.*?);")
+"""What `print(run)` says after a round that was ok."""
+
 MAX_CHANGED_LINES = 6
 """What training together may take, of lines of a loop of plain PyTorch; indentation aside."""
 
@@ -57,20 +60,10 @@ def test_every_command_is_one_that_the_story_runs() -> None:
 
 
 @pytest.mark.timeout(240)
-def test_the_story(swarm: Swarm) -> None:
-    _, join, launch, resume, _, _, *looks = commands()
+def test_two_daemons_and_a_look_inside(swarm: Swarm) -> None:
+    _, join, _, _, _, _, *looks = commands()
     first = swarm.daemon("first")
     second = swarm.daemon("second", join=told(join[3:], first))
-    for name, command in (
-        ("train.py", launch),
-        ("local.py", with_script(launch, "local.py")),
-        ("train.py", resume),
-    ):
-        (swarm.folder / name).write_text(script(name))
-        trainers = [launched(swarm, told(command, first), f"trainer{index}") for index in range(2)]
-        for trainer in trainers:
-            assert trainer.wait(120) == 0, trainer.errors
-            assert name == "local.py" or "epoch 5: " in trainer.output
     for words in looks[:-1]:
         done = second.cli(*words[1:])
         assert done.returncode == 0, done.stderr
@@ -78,6 +71,21 @@ def test_the_story(swarm: Swarm) -> None:
         second.json(*words[1:])
     assert second.cli(*looks[-1][1:]).returncode == 0
     assert second.wait(30) == 0
+
+
+@pytest.mark.timeout(480)
+def test_every_script_averages_on_two_machines(swarm: Swarm) -> None:
+    _, _, launch, resume, *_ = commands()
+    first = swarm.daemon("first")
+    for count, (name, command) in enumerate(
+        [("train.py", launch), ("local.py", with_script(launch, "local.py")), ("train.py", resume)], 1
+    ):
+        (swarm.folder / name).write_text(script(name))
+        trainers = [launched(swarm, told(command, first), f"trainer{index}") for index in range(2)]
+        for trainer in trainers:
+            assert trainer.wait(120) == 0, trainer.errors
+            assert name == "local.py" or trainer.output.count("epoch 5: ") == (count + 1) // 2
+        assert_averaged(trainers, count)
 
 
 @pytest.mark.timeout(120)
@@ -130,6 +138,18 @@ def test_training_together_takes_few_changes() -> None:
     marked = [f"{line[0]} {line[1:].strip()}" for line in shown.splitlines() if line[0] in "+-"]
     assert sorted(marked) == sorted(imported + changed)
     assert len(marked) <= MAX_CHANGED_LINES
+
+
+def assert_averaged(trainers: list[ChildProcess], count: int) -> None:
+    """Each said of each of so many scripts that a round was ok, and who contributed: the same two peers."""
+    contributors = []
+    for trainer in trainers:
+        said = list(AVERAGED.finditer(trainer.output))
+        assert len(said) == count, f"a script without an ok round:\n{trainer.output}{trainer.errors}"
+        assert int(said[-1]["ok"]) >= 1
+        contributors.append(sorted(re.findall(r"\.\.\.(\w+): ", said[-1]["contributors"])))
+    assert len(contributors[0]) == len(trainers)
+    assert all(one == contributors[0] for one in contributors)
 
 
 def with_script(words: list[str], name: str) -> list[str]:
