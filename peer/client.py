@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import threading
+from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
+from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.link import CONNECT_SECONDS, START_SECONDS, Link, open_link
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import (
@@ -33,12 +38,35 @@ JOIN_SECONDS = 20.0
 """Mapping the memory and announcing the run; the network is not waited for."""
 
 
-class Client:
-    """A connection to one daemon; runs joined through it are left when it closes, or this process ends."""
+FIRST_PAUSE = 0.25
+"""Seconds from the loss of a daemon to the first look whether one is back; twice as many after each look."""
 
-    def __init__(self, link: Link) -> None:
+MAX_PAUSE = 2.0
+"""Longest of them; a look costs a file lock."""
+
+WEATHER_LOOKS = 3
+"""Refusals for one reason, by a daemon that is back, before the script is told: of a daemon that hung the old
+connection may still hold the run for a moment."""
+
+log = logging.getLogger(__name__)
+
+
+class Client:
+    """A connection to one daemon; runs joined through it are left when it closes, or this process ends.
+
+    Where the daemon is lost, one line says why, rounds fail with that reason, and a thread looks for a daemon on the
+    same home: it then joins the runs again, on the terms that were agreed on, with new shared memory, and says what was
+    accumulated.
+    """
+
+    def __init__(self, link: Link, reopen: Callable[[], Link] | None = None) -> None:
+        """`reopen` connects to a daemon in place of one that was lost; without it there can be none."""
         self._link = link
-        self._runs: list[Run] = []
+        self._reopen = reopen
+        self._joined: list[tuple[Run, JoinRun]] = []
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        link.watch(self._lost)
 
     @property
     def peer_id(self) -> str:
@@ -88,7 +116,6 @@ class Client:
             group_size=group_size,
             part_values=part_values,
         )
-        region = Region.create(binding.values)
         request = JoinRun(
             run=name,
             strategy=spec.strategy,
@@ -99,15 +126,14 @@ class Client:
             gradients=tensor_rows(binding.gradients),
             values=binding.values,
         )
-        try:
-            self._link.wait(self._link.start(request, [region.fd]), Done, JOIN_SECONDS)
-        finally:
-            region.close_fd()
+        link = self._link
+        region = _share(link, request)
         branch = functools.partial(
             self.join, strategy=strategy, group_size=group_size, codec=codec, part_values=part_values
         )
-        run = Run(self._link, name, binding, region, branch, spec.group_size)
-        self._runs = [*(one for one in self._runs if not one.left), run]
+        run = Run(link, name, binding, region, branch, spec.group_size)
+        with self._lock:
+            self._joined = [*((one, asked) for one, asked in self._joined if not one.left), (run, request)]
         return run
 
     def status(self) -> Status:
@@ -136,9 +162,64 @@ class Client:
 
     def close(self) -> None:
         """Leave all runs and disconnect; idempotent."""
-        for run in self._runs:
+        with self._lock:
+            self._closing.set()  # From now on no link takes the place of this one.
+        for run, _ in self._joined:
             run.leave()
         self._link.close()
+
+    def __repr__(self) -> str:
+        welcome = self._link.welcome
+        runs = ", ".join(repr(run.name) for run, _ in self._joined if not run.left)
+        lost = f"; {self._link.lost}" if self._link.lost else ""
+        return (
+            f"<{type(self).__name__} of daemon {welcome.name!r} (...{welcome.peer_id[-SHOWN_CHARS:]}) "
+            f"on {welcome.home or 'a temporary home'}: {'runs ' + runs if runs else 'no runs'}{lost}>"
+        )
+
+    def _lost(self, error: DaemonLost) -> None:
+        if self._closing.is_set():
+            return
+        reason, _, hint = str(error).partition("; ")
+        if self._reopen is None:
+            log.warning("%s; this script goes on without", reason)
+            return
+        log.warning("%s; this script goes on without, and connects when one is back: %s", reason, hint)
+        threading.Thread(target=self._reconnect, name="equipoise-reconnect", daemon=True).start()
+
+    def _reconnect(self) -> None:
+        """Look for a daemon on the home until one has taken this client and its runs."""
+        assert self._reopen is not None, "asked by who lost the daemon"
+        pause, refusals = FIRST_PAUSE, Counter[str]()
+        while not self._closing.wait(pause):
+            pause = min(2 * pause, MAX_PAUSE)
+            try:
+                link = self._reopen()
+            except EquipoiseError as error:
+                log.debug("no daemon yet: %s", error)
+                continue
+            try:
+                self._renew(link)
+            except EquipoiseError as error:
+                link.close()
+                refusals[str(error)] += 1
+                if refusals[str(error)] == WEATHER_LOOKS:
+                    log.warning("a daemon is back, but this script cannot use it yet: %s", error)
+                continue
+            link.watch(self._lost)
+            return
+
+    def _renew(self, link: Link) -> None:
+        with self._lock:
+            if self._closing.is_set():
+                link.close()
+                return
+            joined = [(run, request) for run, request in self._joined if not run.left]
+        for run, request in joined:
+            run.renew(link, _share(link, request))
+        with self._lock:
+            self._link = link
+        log.info("connected again to the daemon on %s: %d runs", link.welcome.home, len(joined))
 
     def __enter__(self) -> Self:
         return self
@@ -161,4 +242,16 @@ def connect(home: str | os.PathLike[str] | None = None, timeout: float = CONNECT
         ControlError: It is of another version.
         DaemonLost: It does not answer.
     """
-    return Client(open_link(find_home(home, os.environ)[0], timeout, START_SECONDS))
+    place = find_home(home, os.environ)[0]
+    link = open_link(place, timeout, START_SECONDS)
+    return Client(link, functools.partial(open_link, place, timeout, patience=0.0))
+
+
+def _share(link: Link, request: JoinRun) -> Region:
+    """Join a run with new shared memory."""
+    region = Region.create(request.values)
+    try:
+        link.wait(link.start(request, [region.fd]), Done, JOIN_SECONDS)
+    finally:
+        region.close_fd()
+    return region

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
-import time
 
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, RunState
+from equipoise.peer.errors import DaemonLost
 from equipoise.peer.link import Link
 from equipoise.peer.messages import AskState, ReplyBody, StateIs
 
@@ -27,25 +27,20 @@ class Company:
 
     @property
     def state(self) -> RunState:
-        """Where the next round stands; never waits for peers or rounds."""
+        """Where the next round stands; never waits for peers or rounds. `NoPeers` where the daemon has gone."""
         asked = self._asked or self._link.start(AskState(self._run))
         if not concurrent.futures.wait([asked], STATE_SECONDS).done:
             self._asked = asked
             return self._state
         self._asked = None
-        self._state = self._link.wait(asked, StateIs).state
+        try:
+            self._state = self._link.wait(asked, StateIs).state
+        except DaemonLost as error:
+            self._state = NoPeers(str(error))
         return self._state
 
-    def wait_for(self, peers: int, deadline: float) -> bool:
-        """Wait until so many others are known, or for as long as the monotonic clock has not come to `deadline`."""
-        while _others(self.state) < peers:
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(LOOK_SECONDS)
-        return True
 
-
-def _others(state: RunState) -> int:
+def others(state: RunState) -> int:
     """How many others are known, at least."""
     match state:
         case Idle(peers):

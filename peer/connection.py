@@ -126,6 +126,12 @@ class Connection:
         """Stop serving; `serve` then cleans up."""
         self._closed.set()
 
+    async def dismiss(self, reason: str) -> None:
+        """Say why the connection ends, and stop serving."""
+        with contextlib.suppress(OSError, TimeoutError):
+            await self._send(0, Failed(reason[:MAX_TEXT]))
+        self.close()
+
     async def leave_all(self, reason: str) -> None:
         """Leave all runs of this client, and wait until what was asked has been answered."""
         await self._leave_sessions(reason)

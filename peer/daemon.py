@@ -71,6 +71,7 @@ class Daemon:
         self._assemble = assemble
         self._server = ControlServer(self)
         self._stopping = asyncio.Event()
+        self._why = "it failed; see its log"
         self._started = time.monotonic()
         self._home = home
         self._swarm: Swarm | None = None
@@ -99,6 +100,7 @@ class Daemon:
     def request_stop(self, reason: str) -> None:
         """Begin to stop; `serve` returns."""
         if not self._stopping.is_set():
+            self._why = f"it was stopped ({reason})"
             log.info("stopping: %s", reason)
             self._say(f"stopping: {reason}")
             self._stopping.set()
@@ -112,7 +114,7 @@ class Daemon:
         self._stopping.set()
         if self._watching is not None:
             self._watching.cancel()
-        await _bounded(self._server.stop(), "leaving the runs")
+        await _bounded(self._server.stop(self._why), "leaving the runs")
         if self._hub is not None:
             await _bounded(self._hub.stop(), "stopping the hub")
         if self._swarm is not None:

@@ -70,7 +70,10 @@ class NoDaemon(EquipoiseError, ConnectionError):
 
 
 class DaemonLost(EquipoiseError, ConnectionError):
-    """The daemon ended or stopped answering; tensors and what was accumulated are untouched."""
+    """The daemon ended or stopped answering; tensors and what was accumulated are untouched.
+
+    A connection with `connect` is made again when a daemon is back on that home.
+    """
 
     exit_status = ExitStatus.NO_DAEMON
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import torch
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
-from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.images import SharedImage
 from equipoise.peer.link import Link
 from equipoise.peer.messages import (
@@ -99,17 +100,16 @@ class _Download(Pending[Ended]):
         self._memory = memory
 
     def cancel(self) -> None:
-        """End it; `result` then says that it was cancelled, unless it had ended before.
-
-        Raises:
-            DaemonLost: The daemon has gone.
-        """
+        """End it; `result` then says that it was cancelled, unless it had ended before."""
         if not self.done():
-            self._link.ask(StopFetch(self._run), Done)
+            with contextlib.suppress(DaemonLost):  # That ends it as well.
+                self._link.ask(StopFetch(self._run), Done)
 
     def _collect(self, limit: float) -> Ended | EquipoiseError:
         try:
             return self._take(limit)
+        except DaemonLost as error:
+            return self._failed(str(error))
         except EquipoiseError as error:
             return error
         finally:
@@ -117,7 +117,11 @@ class _Download(Pending[Ended]):
 
     @abstractmethod
     def _take(self, limit: float) -> Ended:
-        """What it came to."""
+        """The end of the download, once the daemon says it."""
+
+    @abstractmethod
+    def _failed(self, reason: str) -> Ended:
+        """The end of a download whose daemon has gone."""
 
 
 class PendingFetch(_Download[Fetched]):
@@ -134,6 +138,9 @@ class PendingFetch(_Download[Fetched]):
             outcome.ok, outcome.reason, outcome.state, image, dict(outcome.sources), outcome.seconds
         )
 
+    def _failed(self, reason: str) -> Fetched:
+        return Fetched(False, reason)
+
 
 class PendingMean(_Download[Recovered]):
     """The download of a mean; see `Run.recover`."""
@@ -149,3 +156,6 @@ class PendingMean(_Download[Recovered]):
         memory = self._memory.view(self._memory.capacity, writable=True)
         values, buffers = self._read(torch.frombuffer(memory, dtype=torch.float32))
         return Recovered(found.round, values, buffers, dict(found.sources))
+
+    def _failed(self, reason: str) -> Recovered:
+        return Recovered(Outcome(ok=False, reason=reason, run=self._run, started=time.time()))

@@ -9,9 +9,12 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 from equipoise.peer.errors import ControlError, DaemonLost, Refused, Unwelcome
 from equipoise.peer.home import connect_socket
@@ -42,6 +45,12 @@ ASKING_SECONDS = 5.0
 START_SECONDS = 60.0
 """For a training script to wait for its daemon; on busy machines and slow disks libraries take long to load."""
 
+END_SECONDS = 0.5
+"""For a process that was killed to be gone, once its socket is closed; it takes milliseconds."""
+
+LOOK_SECONDS = 0.02
+"""Between two looks whether it is gone."""
+
 READ_BYTES = 64 * 1024
 
 Reply = TypeVar("Reply", bound=ReplyBody)
@@ -64,6 +73,7 @@ class Link:
         self._sending = threading.Lock()
         self._lost: DaemonLost | None = None
         self._refusal: Failed | None = None
+        self._watcher: Callable[[DaemonLost], None] | None = None
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
@@ -96,12 +106,10 @@ class Link:
 
         Raises:
             ControlError: The request is too large to be sent.
-            DaemonLost: The daemon has gone, or this process is a fork of the one that connected.
+            Refused: This process is a fork of the one that connected.
         """
         if os.getpid() != self._process:
-            raise DaemonLost(
-                f"this connection belongs to process {self._process}", "connect again after a fork"
-            )
+            raise Refused(f"this connection belongs to process {self._process}", "connect again after a fork")
         reply: concurrent.futures.Future[ReplyBody] = concurrent.futures.Future()
         number = next(self._numbers)
         frame = encode(number, request)
@@ -110,7 +118,8 @@ class Link:
                 reply.set_result(self._refusal)
                 return reply
             if self._lost is not None:
-                raise self._lost
+                reply.set_exception(self._lost)
+                return reply
             self._waiting[number] = reply
         try:
             with self._sending:
@@ -118,7 +127,7 @@ class Link:
         except (BrokenPipeError, ConnectionResetError):
             pass  # The daemon has closed the connection, and the reader finds what it said last: it may be why.
         except OSError as error:
-            self._lose(f"the daemon does not take requests: {error.strerror or error}")
+            self._lose(f"{self._daemon} does not take requests: {error.strerror or error}")
         return reply
 
     def ask(
@@ -143,7 +152,7 @@ class Link:
         try:
             body = reply.result(timeout)
         except concurrent.futures.TimeoutError:
-            self._lose(f"the daemon has not answered for {timeout:.1f} s")
+            self._lose(f"{self._daemon} has not answered for {timeout:.1f} s: it is stopped or overloaded")
             body = reply.result(0)
         if isinstance(body, Failed):
             raise Refused(body.reason)
@@ -151,8 +160,16 @@ class Link:
             raise ControlError(f"expected the daemon to answer {kind.__name__}, got {type(body).__name__}")
         return body
 
+    def watch(self, watcher: Callable[[DaemonLost], None] | None) -> None:
+        """Have it called, from any thread, when the daemon is lost: at once if it is lost already. None: nobody."""
+        with self._lock:
+            self._watcher, lost = watcher, self._lost
+        if watcher is not None and lost is not None:
+            watcher(lost)
+
     def close(self) -> None:
         """Close the connection; the daemon then leaves what was joined through it. Idempotent."""
+        self.watch(None)
         self._lose("the connection was closed", hint="connect again")
         if os.getpid() == self._process and self._reader.is_alive():
             self._reader.join(SEND_SECONDS)
@@ -163,17 +180,20 @@ class Link:
             while data := self._socket.recv(READ_BYTES):
                 for frame in decoder.feed(data):
                     self._deliver(*decode_reply(frame))
-            self._lose("the daemon has ended")
+            self._lose(f"{self._daemon} {self._how_it_ended()}")
         except ControlError as error:
-            self._lose(f"the daemon's answer cannot be understood: {error}")
+            self._lose(f"the answer of {self._daemon} cannot be understood: {error}")
         except OSError as error:
-            self._lose(f"the connection to the daemon broke: {error.strerror or error}")
+            self._lose(f"the connection to {self._daemon} broke: {error.strerror or error}")
         finally:
             self._socket.close()
 
     def _deliver(self, number: int, body: ReplyBody) -> None:
         if number == 0 and isinstance(body, Failed):
-            self._refuse_all(body)
+            if hasattr(self, "welcome"):
+                self._lose(f"{self._daemon} closed the connection: {body.reason}")
+            else:
+                self._refuse_all(body)
             return
         with self._lock:
             reply = self._waiting.pop(number, None)
@@ -188,16 +208,39 @@ class Link:
         for reply in waiting.values():
             reply.set_result(failure)
 
-    def _lose(
-        self, reason: str, hint: str = "is it running? see `equipoise status`, then connect again"
-    ) -> None:
+    @property
+    def lost(self) -> DaemonLost | None:
+        """Why the daemon is lost, once it is."""
+        return self._lost
+
+    @property
+    def _daemon(self) -> str:
+        home = self.welcome.home if hasattr(self, "welcome") else ""
+        return f"the daemon on {home}" if home else "the daemon"
+
+    def _how_it_ended(self) -> str:
+        """Of one that has closed the socket and said nothing."""
+        if not hasattr(self, "welcome"):
+            return "closed the connection"
+        deadline = time.monotonic() + END_SECONDS
+        while not _has_ended(self.welcome.pid):
+            if time.monotonic() >= deadline:
+                return f"(process {self.welcome.pid}) has dropped this script and goes on"
+            time.sleep(LOOK_SECONDS)
+        return f"(process {self.welcome.pid}) has ended without a word: it was killed, or has crashed"
+
+    def _lose(self, reason: str, hint: str = "") -> None:
+        home = self.welcome.home if hasattr(self, "welcome") else ""
+        hint = hint or (f"start it with: equipoise daemon --home {home}" if home else "")
         with self._lock:
-            if self._lost is None:
-                self._lost = DaemonLost(reason, hint)
+            first = self._lost is None
+            lost = self._lost = self._lost or DaemonLost(reason, hint)
             waiting, self._waiting = self._waiting, {}
-            lost = self._lost
+            watcher = self._watcher
         for reply in waiting.values():
             reply.set_exception(lost)
+        if first and watcher is not None:
+            watcher(lost)
         try:
             self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the reader, which closes it.
         except OSError:
@@ -220,6 +263,15 @@ def _send(connected: socket.socket, frame: bytes, fds: Sequence[int]) -> None:
     sent = connected.sendmsg([frame], rights)
     while sent < len(frame):
         sent += connected.send(memoryview(frame)[sent:])
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:  # It may not be looked at; so it is there.
+        return False
 
 
 def _timeval(seconds: float) -> bytes:

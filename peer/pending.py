@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import math
 import threading
 import time
@@ -58,7 +59,6 @@ class Pending(ABC, Generic[Ended]):
         Raises:
             TimeoutError: It is still going on; call again later.
             Refused: The daemon did not begin it; says why.
-            DaemonLost: The daemon has gone.
         """
         limit = max(self._deadline + self.grace - time.monotonic(), 0.0)
         if timeout is not None and timeout < limit and not self.wait(timeout):
@@ -78,8 +78,9 @@ class Pending(ABC, Generic[Ended]):
 class PendingRound(Pending[Outcome]):
     """The outcome of a round, and the tensors' new values, once the daemon has it.
 
-    Tensors are written by the thread that calls `result`, the first time that it returns, and never before: whoever
-    trains meanwhile decides when they change. If the daemon has gone, they are untouched.
+    Tensors are written by the thread that calls `result`, the first time that it returns, and never before: the script
+    that trains meanwhile decides when they change. If the daemon has gone, the outcome is not ok and says so, and they
+    are untouched.
     """
 
     what = "round"
@@ -92,27 +93,25 @@ class PendingRound(Pending[Outcome]):
         deadline: float,
         settle: Callable[[Outcome | None], None],
     ) -> None:
-        """Begin it; `settle` is called once, with None if there is no outcome."""
+        """Begin it; `settle` is called once, with None if the daemon refused the round."""
         super().__init__(link, link.start(request), deadline)
         self._run = request.run
         self._settle = settle
+        self._started = time.time()
 
     def stop_search(self, why: str) -> None:
-        """End the search for a group, if none has formed yet; `result` is then not ok, and says `why`.
-
-        Raises:
-            DaemonLost: The daemon has gone.
-        """
+        """End the search for a group, if none has formed yet; `result` is then not ok, and says `why`."""
         if not self.done():
-            self._link.ask(StopRound(self._run, why), Done)
+            with contextlib.suppress(DaemonLost):  # That ends it as well.
+                self._link.ask(StopRound(self._run, why), Done)
 
     def _collect(self, limit: float) -> Outcome | EquipoiseError:
         try:
             outcome = self._link.wait(self._reply, RoundEnded, limit).outcome
+        except DaemonLost as error:
+            outcome = Outcome(ok=False, reason=str(error), run=self._run, started=self._started)
         except EquipoiseError as error:
             self._settle(None)
-            if isinstance(error, DaemonLost):
-                return DaemonLost(f"{error}; the tensors are untouched")
             return error
         self._settle(outcome)
         return outcome

@@ -16,9 +16,9 @@ from equipoise.averaging.outcome import Outcome, RunState, check_weight
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
+from equipoise.peer import company
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.binding import Binding
-from equipoise.peer.company import Company
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
 from equipoise.peer.fetching import Fetched, PendingFetch, PendingMean
 from equipoise.peer.images import shared_copy
@@ -106,7 +106,8 @@ class Run:
         self._lock = threading.Lock()
         self.left = False
         self.trained_by = ""
-        self._company = Company(link, name)
+        self._company = company.Company(link, name)
+        self._told: dict[str, str] = {}
         self._stepping = False
         self._finishing: list[Callable[[], None]] = []
         self.rounds_ok = self.rounds_failed = 0
@@ -172,7 +173,6 @@ class Run:
             SchemaError: A tensor differs from what was joined with, or holds NaN or Inf.
             ValueError: The weight or the timeout is out of range.
             RoundPending: A round of this run has not been collected.
-            DaemonLost: The daemon has gone; the tensors are untouched.
         """
         deadline = time.monotonic() + check_timeout(timeout)
         weight = check_weight(weight)
@@ -184,7 +184,10 @@ class Run:
                 schema.flatten(tensors, self._region.contribution[:size])
             else:
                 self._region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
-            pending = self._start(AVERAGE, weight, deadline, lambda outcome: self._averaged(outcome, tensors))
+            region = self._region
+            pending = self._start(
+                AVERAGE, weight, deadline, lambda outcome: self._averaged(outcome, tensors, region)
+            )
         return pending.result() if wait else pending
 
     def accumulate(self, gradients: Gradients, weight: float = 1.0) -> None:
@@ -198,7 +201,6 @@ class Run:
         Raises:
             SchemaError: A gradient is missing, has a wrong shape, or holds NaN or Inf; nothing was added.
             ValueError: The weight is not a finite number >= 0; nothing was added.
-            DaemonLost: The daemon has gone; what was accumulated is kept.
         """
         with self._lock:
             if self._accumulated is None:
@@ -237,7 +239,6 @@ class Run:
             ValueError: The timeout is out of range.
             SchemaError: The parameters have changed since the run was joined, or a buffer is not finite.
             RoundPending: A round of this run has not been collected.
-            DaemonLost: The daemon has gone; what was accumulated is kept.
         """
         deadline = time.monotonic() + check_timeout(timeout)
         with self._lock:
@@ -247,9 +248,10 @@ class Run:
             weight = self._accumulated.weight if self._accumulated else 0.0
             self._binding.write_step(self._region.contribution, self._accumulated)
             self._contributed, self._accumulated = self._accumulated, None
+            region = self._region
             try:
                 pending = self._start(
-                    STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped), state
+                    STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped, region), state
                 )
             except EquipoiseError:
                 self._keep()
@@ -265,8 +267,7 @@ class Run:
     def state(self) -> RunState:
         """Where the next round stands: `NoPeers`, `Gathering`, `Exchanging` or `Idle`; never waits for peers or rounds.
 
-        Raises:
-            DaemonLost: The daemon has gone.
+        Where the daemon has gone it is `NoPeers`, with that as its reason.
         """
         return self._company.state
 
@@ -278,22 +279,27 @@ class Run:
 
         Raises:
             ValueError: The timeout is out of range.
-            DaemonLost: The daemon has gone.
         """
-        return self._company.wait_for(peers, time.monotonic() + check_timeout(timeout))
+        deadline = time.monotonic() + check_timeout(timeout)
+        while company.others(self.state) < peers:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(company.LOOK_SECONDS)
+        return True
 
     def progress(self) -> Progress:
-        """Weight accumulated towards the next step, here and in the swarm.
-
-        Raises:
-            DaemonLost: The daemon has gone.
-        """
-        answer = self._link.ask(AskProgress(self.name), ProgressIs)
+        """Weight accumulated towards the next step, here and in the swarm; only here, where the daemon has gone."""
         local = self.accumulated
+        try:
+            answer = self._link.ask(AskProgress(self.name), ProgressIs)
+        except DaemonLost:
+            return Progress(local, local, None)
         return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)
 
     def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
         """Have the daemon serve a snapshot to newcomers, in place of the one before; costs one copy here.
+
+        Where the daemon has gone there is nobody to serve, and nothing happens.
 
         Args:
             state: What it is a snapshot of.
@@ -302,13 +308,10 @@ class Run:
         Raises:
             ValueError: It is empty, or larger than can be served.
             Refused: There is not enough memory for it.
-            DaemonLost: The daemon has gone.
         """
         shared = shared_copy(memoryview(image).cast("B"))
-        try:
+        with contextlib.closing(shared), contextlib.suppress(DaemonLost):
             self._link.ask(OfferState(self.name, state, shared.capacity), Done, OFFER_SECONDS, [shared.fd])
-        finally:
-            shared.close()
 
     @overload
     def fetch(
@@ -333,7 +336,6 @@ class Run:
         Raises:
             ValueError: The timeout is out of range.
             Refused: The limit is more than there can be; a download is going on (when its result is asked for).
-            DaemonLost: The daemon has gone.
         """
         pending = PendingFetch(self._link, self.name, at_least, limit, timeout)
         return pending.result() if wait else pending
@@ -362,11 +364,7 @@ class Run:
         return PendingMean(self._link, request, self._binding.named)
 
     def take(self) -> Accumulator | None:
-        """Take back what has been accumulated and is not part of a round that is going on; None if nothing has.
-
-        Raises:
-            DaemonLost: The daemon has gone; what was accumulated is lost to the run.
-        """
+        """Take back what has been accumulated and is not part of a round that is going on; None if nothing has."""
         with self._lock:
             taken, self._accumulated = self._accumulated, None
         self._link.start(ReportAccumulated(self.name, 0.0))
@@ -417,8 +415,8 @@ class Run:
 
     def tell(self, topic: str, line: str) -> None:
         """Have the daemon's `status` show a line on `training` or `checkpoints`, in place of the last one on that."""
-        with contextlib.suppress(DaemonLost):  # The next call that matters will say so.
-            self._link.start(TellStatus(self.name, topic, line))
+        self._told[topic] = line
+        self._link.start(TellStatus(self.name, topic, line))
 
     @property
     def schema(self) -> Schema:
@@ -463,6 +461,24 @@ class Run:
                 self._link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
+
+    def renew(self, link: Link, region: Region) -> None:
+        """Go on through a new daemon, which has joined this run with memory of its own: the one before may still write.
+
+        Raises:
+            Refused: Those who are there have agreed on something else.
+            DaemonLost: That daemon has gone, too.
+        """
+        carried = tensor_rows(self._binding.buffers)
+        if self.terms or carried:
+            link.ask(AgreeRun(self.name, check_terms(self.terms), carried), Done, AGREE_SECONDS)
+        with self._lock:
+            self._link, self._region, self._company = link, region, company.Company(link, self.name)
+            accumulated = self.accumulated
+        for topic, line in self._told.items():
+            link.start(TellStatus(self.name, topic, line))
+        if self._stepping:
+            link.start(ReportAccumulated(self.name, accumulated))
 
     def __enter__(self) -> Self:
         return self
@@ -523,16 +539,16 @@ class Run:
         self.pending = PendingRound(self._link, request, deadline, settle)
         return self.pending
 
-    def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region) -> None:
         with self._lock:
             self.pending = None
             self._count(outcome)
             if outcome is not None and outcome.ok:
                 schema = self._binding.schema
                 schema.check(tensors)  # They may have been reshaped; half of them must not be written.
-                schema.unflatten(self._region.result[: schema.size], tensors)
+                schema.unflatten(region.result[: schema.size], tensors)
 
-    def _stepped(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _stepped(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region) -> None:
         with self._lock:
             self.pending = None
             self._count(outcome)
@@ -541,10 +557,9 @@ class Run:
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
-                self._binding.read_step(self._region.result, tensors, self.mean, not self.trained_by)
+                self._binding.read_step(region.result, tensors, self.mean, not self.trained_by)
             left = self.accumulated
-        with contextlib.suppress(DaemonLost):  # The outcome stands; the next call will tell.
-            self._link.start(ReportAccumulated(self.name, left))
+        self._link.start(ReportAccumulated(self.name, left))
 
     def _drop(self) -> None:
         """Forget what has been contributed; its memory serves again."""

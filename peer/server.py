@@ -61,14 +61,13 @@ class ControlServer:
         self._connections[connection] = task
         task.add_done_callback(lambda _: self._connections.pop(connection))
 
-    async def stop(self) -> None:
-        """Leave all runs, answer what is open, and close all connections."""
+    async def stop(self, reason: str) -> None:
+        """Leave all runs, answer what is open, and close all connections, whose clients are told the reason."""
         if self._accepting is not None:
             self._accepting.cancel()
         serving = dict(self._connections)
         await asyncio.gather(*(connection.leave_all("this daemon is stopping") for connection in serving))
-        for connection in serving:
-            connection.close()
+        await asyncio.gather(*(connection.dismiss(reason) for connection in serving))
         await asyncio.gather(*serving.values(), return_exceptions=True)
 
     async def _accept(self, listener: socket.socket) -> None:

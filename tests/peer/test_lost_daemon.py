@@ -1,0 +1,158 @@
+"""A daemon that ends under a script, and comes back: weather, and one line that says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from contracts.run import OPTIONS, SOON, together
+from e2e.swarm import eventually
+from equipoise.averaging.outcome import Idle, NoPeers
+from equipoise.averaging.state import StateId
+from equipoise.peer import Client, DaemonLost, Run, connect
+from equipoise.peer.config import load
+from equipoise.peer.embedded import DaemonThread
+from fakes.daemon import FakeNetwork
+
+STATE = StateId(3, "a" * 64)
+
+
+class Machine:
+    """One home, its daemon, and a script that stays connected while daemons come and go."""
+
+    def __init__(self, network: FakeNetwork, home: Path) -> None:
+        self.network, self.home = network, home
+        self.daemon = self.start()
+        self.client: Client = connect(home)
+
+    def start(self) -> DaemonThread:
+        self.daemon = DaemonThread(load({"home": self.home}, {}), self.network.assemble)
+        return self.daemon
+
+    def close(self) -> None:
+        self.client.close()
+        self.daemon.stop()
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[list[Machine]]:
+    network = FakeNetwork()
+    found = [Machine(network, tmp_path / f"home{index}") for index in range(2)]
+    yield found
+    for machine in found:
+        machine.close()
+
+
+def lose(machine: Machine, run: Run) -> str:
+    """Stop its daemon; returns what the run then says of where it stands."""
+    machine.daemon.stop()
+
+    def said() -> str:
+        state = run.state
+        return state.reason if isinstance(state, NoPeers) and "the daemon" in state.reason else ""
+
+    return eventually(said, "the loss")
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        one.getMessage()
+        for one in caplog.records
+        if one.levelno >= logging.WARNING and one.name.startswith("equipoise.peer")
+    ]
+
+
+def test_rounds_fail_with_the_cause_and_succeed_when_a_daemon_is_back(
+    machines: list[Machine], caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = [torch.zeros(2), torch.full((2,), 4.0)]
+    runs = [
+        machine.client.join("digits", [own], **OPTIONS)
+        for machine, own in zip(machines, tensors, strict=True)
+    ]
+    runs[0].accumulate([torch.ones(2)], weight=3)
+    reason = lose(machines[0], runs[0])
+
+    assert (
+        f"the daemon on {machines[0].home} closed the connection: it was stopped (its Peer was closed)"
+        in reason
+    )
+    for outcome in (runs[0].average(timeout=SOON), runs[0].step(timeout=SOON)):
+        assert not outcome
+        assert outcome.reason == reason
+        assert outcome.started > 0
+    assert torch.equal(tensors[0], torch.zeros(2))
+    runs[0].accumulate([torch.ones(2)], weight=1)
+    assert runs[0].progress().swarm == 4.0
+    with pytest.raises(DaemonLost, match="it was stopped"):
+        machines[0].client.status()
+
+    machines[0].start()
+    eventually(lambda: runs[1].state == Idle(peers=1), "the other's return")
+    assert all(together(*(lambda run=run: run.average(timeout=SOON) for run in runs)))
+    torch.testing.assert_close(tensors[0], torch.full((2,), 2.0))
+    runs[1].accumulate([torch.full((2,), 5.0)], weight=4)
+    assert all(together(*(lambda run=run: run.step(timeout=SOON) for run in runs)))
+    torch.testing.assert_close(runs[0].mean["0"], torch.full((2,), 3.0))
+    assert machines[0].client.status().clients == 1
+    assert warnings(caplog) == [
+        f"{reason.partition(';')[0]}; this script goes on without, and connects when one is back: "
+        f"start it with: equipoise daemon --home {machines[0].home}"
+    ]
+
+
+def test_a_round_that_was_going_on_fails_and_its_memory_is_left_alone(machines: list[Machine]) -> None:
+    tensor = torch.ones(2)
+    run = machines[0].client.join("digits", [tensor], **OPTIONS)
+    run.accumulate([torch.ones(2)], weight=3)
+    pending = run.step(timeout=SOON, wait=False)
+    machines[0].daemon.stop()
+    machines[0].start()
+    eventually(lambda: machines[0].client.peer_id == "peer3", "the new daemon")
+
+    assert not pending.result()
+    assert run.accumulated == 3.0
+    assert torch.equal(tensor, torch.ones(2))
+
+
+def test_what_was_agreed_on_is_agreed_on_again(machines: list[Machine]) -> None:
+    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in machines]
+    runs = [
+        machine.client.join("digits", model, **OPTIONS)
+        for machine, model in zip(machines, models, strict=True)
+    ]
+    for run in runs:
+        run.agree({"clip": "1.0"}, buffers=True)
+    lose(machines[0], runs[0])
+    machines[0].start()
+    for run in runs:
+        eventually(lambda run=run: run.state == Idle(peers=1), "each other")
+    for index, (run, model) in enumerate(zip(runs, models, strict=True)):
+        model(torch.ones(4, 2)).sum().backward()
+        run.accumulate(model)
+        model[1].running_mean.fill_(float(index))
+
+    assert all(together(*(lambda run=run: run.step(timeout=SOON) for run in runs)))
+    torch.testing.assert_close(models[0][1].running_mean, torch.full((2,), 0.5))
+
+
+def test_what_a_daemon_would_do_is_weather_without_one(machines: list[Machine]) -> None:
+    run = machines[0].client.join("digits", [torch.ones(2)], **OPTIONS)
+    reason = lose(machines[0], run)
+
+    run.tell("training", "it goes on")
+    run.offer(STATE, b"image")
+    assert run.fetch(1, 1000, timeout=SOON).reason == reason
+    recovered = run.recover(STATE, timeout=SOON)
+    recovered.cancel()
+    assert recovered.result().outcome.reason == reason
+    assert not run.wait_for(1, timeout=0.1)
+    run.leave()
+
+    machines[0].start()
+    eventually(lambda: machines[0].client.peer_id == "peer3", "the new daemon")
+    assert machines[0].client.status().runs == ()
