@@ -74,6 +74,11 @@ class Client:
         return self._link.welcome.peer_id
 
     @property
+    def lost(self) -> str:
+        """Why there is no daemon now, one line; empty while there is one."""
+        return str(self._link.lost or "")
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """The daemon's addresses, in the form that `join` and `--join` take."""
         return self.status().swarm.addresses
@@ -171,7 +176,7 @@ class Client:
     def __repr__(self) -> str:
         welcome = self._link.welcome
         runs = ", ".join(repr(run.name) for run, _ in self._joined if not run.left)
-        lost = f"; {self._link.lost}" if self._link.lost else ""
+        lost = f"; {self.lost}" if self.lost else ""
         return (
             f"<{type(self).__name__} of daemon {welcome.name!r} (...{welcome.peer_id[-SHOWN_CHARS:]}) "
             f"on {welcome.home or 'a temporary home'}: {'runs ' + runs if runs else 'no runs'}{lost}>"

@@ -57,7 +57,7 @@ Reply = TypeVar("Reply", bound=ReplyBody)
 
 
 class Link:
-    """Numbers requests, and hands each reply to whoever waits for it.
+    """Numbers requests, and hands each reply to the caller that waits for it.
 
     Attributes:
         welcome: What the daemon said of itself.

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ def written(name: str, launches: int) -> str:
 
 def inside(path: str) -> None:
     """Run a script, and say at the end what its rounds came to and which parameters it holds."""
-    import torch
     from blake3 import blake3
 
     from equipoise.averaging.outcome import Outcome
@@ -63,10 +62,10 @@ def inside(path: str) -> None:
 
     began = time.time()
     rounds: list[dict[str, Any]] = []
-    stepped, agreed = Run._stepped, Run.wait_for
+    counted, agreed = Run._count, Run.wait_for
     met: list[float] = []
 
-    def noted(self: Run, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor]) -> None:
+    def noted(self: Run, outcome: Outcome | None) -> None:
         if outcome is not None:
             rounds.append(
                 {
@@ -76,14 +75,14 @@ def inside(path: str) -> None:
                     "seconds": outcome.seconds.get("total", 0.0),
                 }
             )
-        stepped(self, outcome, tensors)
+        counted(self, outcome)
 
     def waited(self: Run, peers: int, timeout: float = 60.0) -> bool:
         found = agreed(self, peers, timeout)
         met.append(time.time())
         return found
 
-    Run._stepped, Run.wait_for = noted, waited  # type: ignore[method-assign]
+    Run._count, Run.wait_for = noted, waited  # type: ignore[method-assign]
     left = runpy.run_path(path, run_name="__main__")
     parameters = b"".join(one.detach().numpy().tobytes() for one in left["model"].parameters())
     told = {

@@ -12,7 +12,7 @@ import torch
 
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.averaging.state import StateId
-from equipoise.peer import Client, DaemonLost, Outcome, Run, connect
+from equipoise.peer import Client, Outcome, Run, connect
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -47,12 +47,12 @@ class Donor(threading.Thread):
         self._ended = threading.Event()
 
     def run(self) -> None:
-        try:
-            while not self._ended.is_set():
-                self._run.accumulate([torch.ones(STEP_VALUES)], weight=1)
-                self.outcomes.append(self._run.step(timeout=20.0, state=STATE))
-        except DaemonLost:
-            return
+        while not self._ended.is_set():
+            self._run.accumulate([torch.ones(STEP_VALUES)], weight=1)
+            outcome = self._run.step(timeout=20.0, state=STATE)
+            if outcome.reason.startswith("the daemon on "):
+                return
+            self.outcomes.append(outcome)
 
     def stop(self) -> None:
         self._ended.set()

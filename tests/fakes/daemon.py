@@ -378,7 +378,9 @@ class FakeAverager:
     def _outcome(self, formed: Formed | None, reason: str) -> Outcome:
         self._member.round += 1
         if formed is None:
-            return Outcome(ok=False, reason=reason, run=self._spec.name, round=self._member.round)
+            return Outcome(
+                ok=False, reason=reason, run=self._spec.name, round=self._member.round, started=1.0
+            )
         return Outcome(
             ok=True,
             reason="all contributed",
@@ -388,5 +390,6 @@ class FakeAverager:
             contributors=formed.weights,
             states=formed.states,
             digest="0" * 64,
+            started=1.0,
             seconds={"total": 0.0},
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,7 +121,9 @@ def test_a_round_that_was_going_on_fails_and_its_memory_is_left_alone(machines: 
 
 
 def test_what_was_agreed_on_is_agreed_on_again(machines: list[Machine]) -> None:
-    models = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in machines]
+    models: list[Any] = [
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in machines
+    ]
     runs = [
         machine.client.join("digits", model, **OPTIONS)
         for machine, model in zip(machines, models, strict=True)

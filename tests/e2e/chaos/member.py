@@ -202,12 +202,15 @@ class Member:
         threading.Event().wait(late)
         call.began = time.monotonic()
         try:
-            if self._run is None:
-                raise DaemonLost("the connection was given up")
-            call.outcome = self._run.average(call.contribution.weight, call.timeout)
-        except DaemonLost as error:
-            call.lost = str(error)
-            self.available = False
+            if self._run is None or self._client is None:
+                call.lost = "the connection was given up"
+            else:
+                client, outcome = self._client, self._run.average(call.contribution.weight, call.timeout)
+                if outcome or not client.lost:
+                    call.outcome = outcome
+                else:
+                    call.lost = outcome.reason
+            self.available = self.available and not call.lost
         except BaseException as error:
             call.crash = error
         call.ended = time.monotonic()
