@@ -183,6 +183,8 @@ class Link:
             self._lose(f"{self._daemon} {self._how_it_ended()}")
         except ControlError as error:
             self._lose(f"the answer of {self._daemon} cannot be understood: {error}")
+        except ConnectionResetError:  # A process that was killed with requests unread.
+            self._lose(f"{self._daemon} {self._how_it_ended()}")
         except OSError as error:
             self._lose(f"the connection to {self._daemon} broke: {error.strerror or error}")
         finally:
