@@ -134,6 +134,10 @@ class Candidate(Protocol):
         """Whether it waits for a group now (else it has joined the run and computes)."""
 
     @property
+    def left(self) -> bool:
+        """Whether it has left the run, and only serves what it kept of it."""
+
+    @property
     def round(self) -> int:
         """The number of its next round."""
 
@@ -167,10 +171,12 @@ class Directory(Protocol):
         accumulated: float,
         reason: str,
         bandwidth: float = 0.0,
+        left: bool = False,
     ) -> None:
         """Publish this peer's state in the run named `run`; renewed until withdrawn.
 
-        `bandwidth` is what this peer can send, in bytes per second; 0 if unknown.
+        `bandwidth` is what this peer can send, in bytes per second; 0 if unknown. `left` says that it has left the
+        run, and only serves what it kept of it.
 
         `spec` is the hash of the RunSpec in hex: peers of one name with different hashes see each other, so that
         each can tell its user why they do not meet.

@@ -29,7 +29,7 @@ from equipoise.dht.records import (
     seal,
     shard_of,
 )
-from equipoise.dht.state import PROTOCOL_VERSION, ReachState, State
+from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
 
 TTL_SECONDS = 15.0
 """How long the dead are listed; three renewals fit, so that two may be lost."""
@@ -92,7 +92,7 @@ class RunDirectory:
         node.protocol.on_record = self._on_record
 
     @property
-    def runs(self) -> dict[str, State]:
+    def runs(self) -> dict[str, Part]:
         """The runs that this peer is announced in, and as what."""
         return {run: own.record.state for run, own in self._own.items() if own.record is not None}
 
@@ -106,6 +106,7 @@ class RunDirectory:
         accumulated: float,
         reason: str,
         bandwidth: float = 0.0,
+        left: bool = False,
     ) -> None:
         """Publish this peer's state in `run`, at once; renewed until withdrawn. Returns without waiting for peers.
 
@@ -114,7 +115,7 @@ class RunDirectory:
         """
         record = self._record(
             run,
-            state="ready" if ready else "joined",
+            state="left" if left else "ready" if ready else "joined",
             spec=spec,
             round=round,
             accumulated=accumulated,

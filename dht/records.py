@@ -17,7 +17,7 @@ from equipoise.dht import msgpack_guard
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
 from equipoise.dht.escaping import printable
 from equipoise.dht.identity import Identity, verify
-from equipoise.dht.state import PROTOCOL_VERSION, ReachState, State
+from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
 
 MAX_RECORD_BYTES = 4096
 """A usual record takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
@@ -53,7 +53,8 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         peer: PeerID of its author.
         run: Name of the run.
         sequence: Grows with every record of the author, over restarts.
-        state: `ready` waits for a group now, `joined` computes, `offline` has left the run.
+        state: `ready` waits for a group now, `joined` computes, `left` has left the run and serves what it kept,
+            `offline` has left the run.
         spec: Hash of its RunSpec in hex.
         reason: Why it is in this state.
         round: Number of its next round.
@@ -73,7 +74,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peer: str
     run: str
     sequence: int
-    state: State
+    state: Part
     ttl: float
     issued: float
     spec: str = ""
@@ -92,6 +93,11 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def ready(self) -> bool:
         """Whether it waits for a group now."""
         return self.state == "ready"
+
+    @property
+    def left(self) -> bool:
+        """Whether it takes part no more, and serves what it kept."""
+        return self.state == "left"
 
     @property
     def shown_reason(self) -> str:

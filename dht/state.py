@@ -11,6 +11,10 @@ PROTOCOL_VERSION = 1
 
 State = Literal["offline", "searching", "joined", "ready"]
 
+Part = Literal["joined", "ready", "left", "offline"]
+"""A peer's part in one run, as its record says: it computes, waits for a group, has left and still serves what it kept,
+or has left."""
+
 AddressState = Literal[
     "malformed",
     "trying",

@@ -95,7 +95,8 @@ class Service:
             )
 
     async def _peers_of(self, spec: RunSpec, averager: Averager) -> list[PeerRow]:
-        return [self._row(spec, averager, found) for found in await self._swarm.directory.peers(spec.name)]
+        known = await self._swarm.directory.peers(spec.name)
+        return [self._row(spec, averager, found) for found in known if not found.left]
 
     def _row(self, spec: RunSpec, averager: Averager, found: Candidate) -> PeerRow:
         reach = self._swarm.reach(found.peer)

@@ -101,7 +101,7 @@ class Surroundings:
         identity: Signs joins.
         bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
         begin: Starts a round whose frames will reach it.
-        left: Told when the run has been left.
+        left: Told when the run has been left; returns whether what is kept of it is still served.
     """
 
     mesh: Mesh
@@ -109,7 +109,7 @@ class Surroundings:
     identity: Identity
     bandwidth: float
     begin: Callable[[Task], Round]
-    left: Callable[[Averager], object]
+    left: Callable[[Averager], bool]
 
 
 class Averager:
@@ -267,7 +267,7 @@ class Averager:
         if self._left:
             return
         self._left = reason
-        self._surroundings.left(self)
+        serves = self._surroundings.left(self)
         if self._formed is not None and not self._formed.done():
             self._formed.set_result(self._failed(reason))
         if self._round is not None:
@@ -278,7 +278,10 @@ class Averager:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._directory.withdraw(self.spec.name)
+        if serves:
+            await self._say_left(reason)
+        else:
+            await self._directory.withdraw(self.spec.name)
 
     # ---- one round ----
 
@@ -445,12 +448,25 @@ class Averager:
             bandwidth=self._bandwidth,
         )
 
+    async def _say_left(self, reason: str) -> None:
+        """Stragglers learn from this record whom they may still ask, and all others that nobody need wait."""
+        await self._directory.announce(
+            self.spec.name,
+            spec=self.spec.hash,
+            ready=False,
+            round=self._machine.round,
+            accumulated=0.0,
+            reason=reason,
+            left=True,
+        )
+
     async def _look(self) -> None:
         if self._looking:
             return
         self._looking = True
         try:
-            self._candidates = await self._directory.peers(self.spec.name)
+            found = await self._directory.peers(self.spec.name)
+            self._candidates = [one for one in found if not one.left]
         finally:
             self._looking = False
         if not self._left:

@@ -11,6 +11,7 @@ import msgspec
 
 from equipoise.averaging.aio.averager import MATCHMAKING_FRAME, Averager, Identity, Surroundings
 from equipoise.averaging.aio.download import TRANSFER_FRAME
+from equipoise.averaging.aio.leftovers import Leftovers
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round import HEADER_PREFIX_BYTES, ROUND_FRAME, Round, Task
 from equipoise.averaging.aio.transfer import Transfer
@@ -68,6 +69,8 @@ class Hub:
     ) -> None:
         self._runs: dict[str, Averager] = {}
         self._transfers: dict[str, Transfer] = {}
+        self._leftovers = Leftovers(directory)
+        self._stopping = False
         self._rounds: dict[bytes, Round] = {}
         self._closed: OrderedDict[bytes, None] = OrderedDict()
         self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
@@ -89,6 +92,7 @@ class Hub:
         """
         if spec.name in self._runs:
             raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
+        self._leftovers.drop(spec.name)
         run = Averager(spec, self._surroundings)
         self._runs[spec.name] = run
         directory, verify = self._surroundings.directory, self._surroundings.identity.verify
@@ -108,7 +112,9 @@ class Hub:
 
     async def stop(self) -> None:
         """Leave all runs; open rounds fail with that reason. Then close every channel."""
+        self._stopping = True
         try:
+            await self._leftovers.stop()
             await asyncio.gather(*(run.leave("this daemon is stopping") for run in list(self._runs.values())))
         finally:
             for round in list(self._rounds.values()):
@@ -129,7 +135,7 @@ class Hub:
             return round.place(peer, _bulk_message(header), size)
         if kind == TRANSFER_FRAME:
             message = _transfer_message(header)
-            transfer = self._transfers.get(message.run)
+            transfer = self._serving(message.run)
             return self._mesh.scratch(size) if transfer is None else transfer.place(peer, message, size)
         raise FrameRefused(f"expected a body only in frames of a round, got {size} bytes after {kind!r}")
 
@@ -142,7 +148,7 @@ class Hub:
             self._matchmaking(peer, header[1:])
         elif kind == TRANSFER_FRAME:
             message = _transfer_message(header)
-            if transfer := self._transfers.get(message.run):
+            if transfer := self._serving(message.run):
                 transfer.frame(peer, message, body)
         else:
             raise FrameRefused(
@@ -155,14 +161,14 @@ class Hub:
             if round.is_member(peer):
                 round.lost(peer, reason)
         if connected:
-            for transfer in list(self._transfers.values()):
+            for transfer in [*self._transfers.values(), *self._leftovers.transfers]:
                 transfer.lost(peer, reason, connected)
         else:
             self.interrupted(peer, reason)
 
     def interrupted(self, peer: str, reason: str) -> None:
         """The only channel to a peer broke, and another is being opened."""
-        for transfer in list(self._transfers.values()):
+        for transfer in [*self._transfers.values(), *self._leftovers.transfers]:
             transfer.lost(peer, reason, False)
         for run in list(self._runs.values()):
             run.lost(peer)
@@ -228,10 +234,20 @@ class Hub:
             except FrameRefused as error:
                 round.lost(peer, str(error))
 
-    def _left(self, run: Averager) -> None:
-        self._runs.pop(run.spec.name, None)
-        if transfer := self._transfers.pop(run.spec.name, None):
+    def _left(self, run: Averager) -> bool:
+        name = run.spec.name
+        self._runs.pop(name, None)
+        transfer = self._transfers.pop(name, None)
+        if transfer is None:
+            return False
+        if self._stopping:
             transfer.stop("the run was left")
+            return False
+        return self._leftovers.add(name, transfer)
+
+    def _serving(self, run: str) -> Transfer | None:
+        """What gives and takes the state of a run, or gives what was left of it."""
+        return self._transfers.get(run) or self._leftovers.get(run)
 
     def _busy(self) -> bool:
         return any(not round.outcome.done() for round in self._rounds.values())

@@ -44,6 +44,7 @@ from equipoise.averaging.transfer.events import (
     SendBody,
     SnapshotReady,
     SnapshotTaken,
+    TrainerLeft,
 )
 from equipoise.averaging.transfer.fetch import Request
 from equipoise.averaging.transfer.image import MAX_IMAGE_BYTES, ImageId, digests_of
@@ -270,6 +271,20 @@ class Transfer:
         """End the download that is going on, if any."""
         if self._download is not None:
             self._download.withdraw(reason)
+
+    def retire(self) -> bool:
+        """The trainer has left: fetch nothing more, and serve what is kept; returns whether anything is."""
+        if not self._means and not self._held:
+            return False
+        self.withdraw("the run was left")
+        self._tell(TrainerLeft())
+        return True
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of all means and snapshots that are kept."""
+        means = (kept.mean.size for kept in self._means.values() if isinstance(kept.mean, EncodedMean))
+        return sum(means) + sum(len(held.image) for held in self._held.values())
 
     def stop(self, reason: str) -> None:
         """Serve and fetch nothing more."""

@@ -57,6 +57,7 @@ class Record:
     bandwidth: float = 0.0
     accumulated: float = 0.0
     credential: bytes = b""
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from equipoise.averaging.transfer.events import (
     SendBody,
     SnapshotReady,
     SnapshotTaken,
+    TrainerLeft,
 )
 from equipoise.averaging.transfer.kept import Kept
 from equipoise.averaging.transfer.messages import (
@@ -92,7 +93,7 @@ class Donor:
         self._epoch: int | None = None
         self._exchanging: StateId | None = None
         self._taking: int | None = None
-        self._fetching = False
+        self._fetching = self._left = False
         self._held_until: dict[bytes, float] = {}
         self._wear = Wear()
         self._now = 0.0
@@ -133,6 +134,8 @@ class Donor:
                 self._serving.drop(peer)
             case EpochReached(epoch):
                 actions += self._on_epoch(epoch)
+            case TrainerLeft():
+                self._left = True
             case FetchBegan():
                 self._fetching = True
             case FetchEnded():
@@ -273,21 +276,22 @@ class Donor:
         ask = asker.ask
         if ask.after is not None:
             mean = self._kept.offer(ask.after)
-            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), (mean,) if mean else ()))
+            offered = (mean,) if mean else ()
+            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), offered, left=self._left))
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
         wishes = self._wishes(peer)
         noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)
         if offers:
             asker.told = offers[-1].image.digest
         epoch = None if self._fetching else self._epoch
-        return Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers))
+        return Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers, left=self._left))
 
     def _wishes(self, peer: str) -> list[int]:
         """The epochs of which the trainer is asked for a snapshot for this newcomer."""
         read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
         full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
         worn = self._wear.worn(self._now) or not self._wear.may_wish(peer, self._now)
-        if full or worn or self._fetching:
+        if full or worn or self._fetching or self._left:
             return []
         ask = self._askers[peer].ask
         return [epoch for epoch in ask.wanted if self._awaits(ask, epoch)]

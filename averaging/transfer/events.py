@@ -55,6 +55,11 @@ class EpochReached:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainerLeft:
+    """This peer's trainer has left the run: what is kept is served, and nothing more comes."""
+
+
+@dataclass(frozen=True, slots=True)
 class FetchBegan:
     """This peer fetches a state itself: its own is of use to nobody."""
 
@@ -141,6 +146,7 @@ DonorEvent = (
     | PeerLost
     | Woke
     | EpochReached
+    | TrainerLeft
     | FetchBegan
     | FetchEnded
     | SnapshotTaken

@@ -79,6 +79,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
         noted: Those of the wanted epochs that it will take a snapshot of, or is just taking.
         offers: The snapshots it holds, of epochs that are of use; or the mean that was asked for.
         proof: Of that mean: votes of its round's majority, up to 64 signatures of up to 128 bytes.
+        left: Whether its trainer has left the run: it comes no further, and takes no snapshot.
     """
 
     run: RunName
@@ -87,6 +88,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     noted: Epochs = ()
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_OFFERS)] = ()
     proof: Commit | None = None
+    left: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):

@@ -48,6 +48,7 @@ class Poll(Answers):
     def __init__(self, at_least: int) -> None:
         super().__init__()
         self._at_least = at_least
+        self._left: set[str] = set()
         self._moved: dict[str, tuple[int | None, float]] = {}
         self._since: dict[Offer, float] = {}
         self._margin = 1
@@ -57,11 +58,17 @@ class Poll(Answers):
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
         """See `Answers`."""
         new = super().see(peers, now)
+        self._left &= self.peers.keys()
         self._moved = {peer: moved for peer, moved in self._moved.items() if peer in self.peers}
         return new
 
     def hear(self, peer: str, answer: Answer, now: float) -> None:
-        """See `Answers`."""
+        """See `Answers`. A donor whose trainer has left has a say only in the snapshots that it holds."""
+        if answer.left and not any(offer.state.epoch >= self._at_least for offer in answer.offers):
+            self._left.add(peer)
+            self.forget(peer)
+            return
+        self._left.discard(peer)
         super().hear(peer, answer, now)
         if peer in self.peers:
             if peer not in self._moved or self._moved[peer][0] != answer.epoch:
@@ -79,8 +86,14 @@ class Poll(Answers):
         return min([super().deadline(now), *(time for time in times if time > now)])
 
     def hopeless(self, now: float) -> str:
-        """Why no snapshot can be had, one line: nobody is known who may take one. Whoever is may do it at any time."""
-        return "" if self.peers else self._nobody
+        """Why no snapshot can be had, one line: no peer is known that holds or may take one."""
+        if not self.peers:
+            return self._nobody
+        return (
+            "all who are known have left the run, and hold no snapshot"
+            if self.peers.keys() <= self._left
+            else ""
+        )
 
     def agreement(self, now: float) -> Agreement | None:
         """What to download; None if that is not clear yet."""

@@ -318,6 +318,14 @@ def test_one_that_is_patient_waits_for_those_who_are_not_as_far() -> None:
     assert missed.hopeless(0.1)
 
 
+def test_nobody_waits_for_a_peer_whose_trainer_has_left() -> None:
+    missed = seen("a", "b", patient=True)
+    missed.hear("a", answer(7), 0.1)
+    missed.hear("b", Answer(RUN, TICKET, 3, left=True), 0.1)
+    assert (missed.behind, missed.unheard) == (0, 0)
+    assert missed.hopeless(0.1)
+
+
 def test_nobody_is_nobody() -> None:
     assert seen().hopeless(0.0) == "no other peer of this run is known"
     missed = seen("a")

@@ -20,6 +20,7 @@ class Entry:
     bandwidth: float
     accumulated: float
     credential: bytes = b""
+    left: bool = False
 
 
 class Net:
@@ -182,10 +183,11 @@ class MemoryDirectory:
         accumulated: float,
         reason: str,
         bandwidth: float = 0.0,
+        left: bool = False,
     ) -> None:
         peer = self._transport.peer
         self._net.records.setdefault(run, {})[peer] = Entry(
-            peer, spec, ready, round, self._transport.dialable, bandwidth, accumulated
+            peer, spec, ready, round, self._transport.dialable, bandwidth, accumulated, left=left
         )
 
     async def withdraw(self, run: str) -> None:

@@ -1,0 +1,97 @@
+"""What a daemon keeps of runs that its trainers have left: the last updates, and the last snapshot.
+
+A straggler may find that the others have finished and gone. Their daemons are still there, say in the directory that
+they have left the run, and serve what they kept of it for a while. A daemon that stops keeps nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Coroutine
+from typing import NamedTuple
+
+from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.ports import Directory
+
+LEFTOVER_SECONDS = 300.0
+"""Longest time that a run is kept after its trainer has left: a straggler that is not back by then takes a snapshot of
+whoever trains."""
+
+MAX_LEFTOVERS = 4
+"""Most runs of one daemon that are kept so; each has a record in the directory. The one left first goes first."""
+
+LEFTOVER_BYTES = 1024 * 1024 * 1024
+"""Most bytes of all runs that are kept so: eight updates in int8 of 100 million values take 0.8 GB. The run left first
+goes first, and one that is larger by itself is not kept."""
+
+log = logging.getLogger(__name__)
+
+
+class _Leftover(NamedTuple):
+    transfer: Transfer
+    timer: asyncio.TimerHandle
+
+
+class Leftovers:
+    """The runs that were left, by name, the one left first first."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._kept: OrderedDict[str, _Leftover] = OrderedDict()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, run: str, transfer: Transfer) -> bool:
+        """Keep what there is of a run that was left just now; returns whether it is kept, else it was stopped."""
+        if not transfer.retire():
+            transfer.stop("the run was left")
+            return False
+        timer = asyncio.get_running_loop().call_later(LEFTOVER_SECONDS, self._discard, run)
+        self._kept[run] = _Leftover(transfer, timer)
+        while len(self._kept) > MAX_LEFTOVERS or self._bytes > LEFTOVER_BYTES:
+            self._discard(next(iter(self._kept)))
+        return run in self._kept
+
+    def get(self, run: str) -> Transfer | None:
+        """What is kept of a run."""
+        kept = self._kept.get(run)
+        return None if kept is None else kept.transfer
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What is kept of all runs."""
+        return [kept.transfer for kept in self._kept.values()]
+
+    def drop(self, run: str) -> None:
+        """Keep a run no longer, for it is taken up again or the daemon stops; its record is the caller's to change."""
+        if kept := self._kept.pop(run, None):
+            kept.timer.cancel()
+            kept.transfer.stop("the run was left")
+
+    async def stop(self) -> None:
+        """Keep nothing."""
+        for run in list(self._kept):
+            self.drop(run)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def _bytes(self) -> int:
+        return sum(transfer.kept_bytes for transfer in self.transfers)
+
+    def _discard(self, run: str) -> None:
+        log.info("run %s: what was kept of it for stragglers is dropped", run)
+        self.drop(run)
+        self._spawn(self._directory.withdraw(run))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("a record of a run that was left was not withdrawn", exc_info=task.exception())
