@@ -11,7 +11,7 @@ import msgspec
 from equipoise.averaging.schema import Schema
 from equipoise.compression import parse_codec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised when messages change in a way that older peers would misread; part of every spec's hash."""
 
 STRATEGIES = ("allreduce",)
