@@ -346,3 +346,11 @@ def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Id
     assert again is not None
     assert again.newcomer
     assert states(ledger, NOW + 3)
+
+
+def test_one_that_has_left_and_still_serves_is_found_and_says_so(identity: Identity) -> None:
+    ledger = Ledger()
+    ledger.accept(kept(identity, state="left"), NOW, SWARM_TIME)
+    (entry,) = ledger.current("digits", NOW)
+    assert entry.record.left
+    assert not entry.record.ready
