@@ -38,6 +38,7 @@ class Member:
     spec: str
     described: RunSpec
     accumulated: float = 0.0
+    left: bool = False
     ready: bool = False
     round: int = 0
     dialable: bool = True
