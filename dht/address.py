@@ -55,6 +55,11 @@ class Address:
     relayed: bool
 
     @property
+    def first(self) -> str:
+        """PeerID of the first hop: the relay's, or `peer` itself."""
+        return self.text.split("/p2p/")[1].partition("/")[0]
+
+    @property
     def transport(self) -> str:
         """The multiaddr without its last `/p2p/PeerID`."""
         return self.text.rpartition("/p2p/")[0]

@@ -19,10 +19,11 @@ import msgspec
 
 from equipoise.dht import messages
 from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
-from equipoise.dht.dialer import PROBE_SECONDS, Unreached, probe
+from equipoise.dht.dialer import GREETING, PROBE_SECONDS, Unreached, probe
 from equipoise.dht.direct import mirror
 from equipoise.dht.direct.dialling import connect, said, shown
 from equipoise.dht.escaping import printable
+from equipoise.dht.interfaces import network_of
 from equipoise.dht.limits import RateLimit
 from equipoise.dht.link import Link
 from equipoise.dht.reachability import Finding
@@ -37,11 +38,6 @@ CALLS_PER_SECOND = 0.5
 BURST = 5.0
 """A daemon asks three peers, and again after its addresses have changed."""
 MAX_TEXT = 200
-
-GREETING = b"\x13/multistream/1.0.0\n"
-
-_NEIGHBOURHOOD = {4: 16, 6: 64}
-"""Bits that addresses of one private network have in common, by version of IP."""
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
@@ -215,4 +211,4 @@ def _neighbours(seen: str, host: str) -> bool:
         return False
     if one.is_loopback or other.is_loopback:
         return one.is_loopback and other.is_loopback
-    return other in ipaddress.ip_network((one, _NEIGHBOURHOOD[one.version]), strict=False)
+    return other in network_of(one)

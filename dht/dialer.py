@@ -2,7 +2,8 @@
 
 A failed dial makes libp2p refuse to dial that address again for 5 s, then 6, 9, 14, ... up to 5 minutes, whatever
 has come alive meanwhile. So every address is first tried by a plain TCP connection of our own, which also tells
-precisely why it fails, and p2pd dials only what answers.
+precisely why it fails, and p2pd dials only what answers. Where an address is a stranger's word, `dialpolicy` decides
+whether it is tried at all.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import contextlib
 import errno
 import socket
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
-from equipoise.dht.address import Address, AddressError, parse_address
+from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
+from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.escaping import printable
 from equipoise.dht.link import Link, LinkError
 from equipoise.dht.state import AddressState
@@ -26,6 +29,8 @@ CONNECT_SECONDS = 4.0
 MAX_KNOWN_PEERS = 1024
 MAX_ADDRESSES_PER_PEER = 4
 """What a record may tell; a machine with more interfaces names its first ones."""
+GREETING = b"\x13/multistream/1.0.0\n"
+"""What libp2p's listeners send first; p2pd is not sent to anything else because a stranger says so."""
 FRESH_SECONDS = 0.05
 """The list of connections is asked for at most this often; what broke since then would be dialled by p2pd."""
 
@@ -50,9 +55,11 @@ class Dialer:
         failures: Why peers could not be reached when last tried, by PeerID.
     """
 
-    def __init__(self, link: Link, own: str) -> None:
+    def __init__(self, link: Link, own: str, policy: DialPolicy) -> None:
         self._link = link
         self._own = own
+        self._policy = policy
+        self._tries_ended = asyncio.Event()
         self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
         self._connected: frozenset[str] = frozenset()
         self._asked = float("-inf")
@@ -96,7 +103,11 @@ class Dialer:
         """
         self.paths = await self._link.connections()
         self._connected = frozenset(self.paths) - {self._own}
-        self._asked = asyncio.get_running_loop().time()
+        self._asked = now = self._now()
+        for peer, paths in self.paths.items():
+            for path in paths:
+                if not is_relayed(path):
+                    self._policy.meet(peer, path.split("/")[2], now)
         return self._connected
 
     async def reach(self, peer: str) -> None:
@@ -107,7 +118,7 @@ class Dialer:
             LinkError: p2pd does not answer.
         """
         async with self._asking:
-            if asyncio.get_running_loop().time() - self._asked > FRESH_SECONDS:
+            if self._now() - self._asked > FRESH_SECONDS:
                 await self.refresh()
         try:
             if peer not in self._connected:
@@ -131,7 +142,7 @@ class Dialer:
         return addresses
 
     async def _connect_any(self, addresses: Sequence[Address]) -> None:
-        attempts = [asyncio.create_task(self.connect(address)) for address in addresses]
+        attempts = [asyncio.create_task(self._try(address)) for address in addresses]
         failures: list[Unreached] = []
         try:
             for attempt in asyncio.as_completed(attempts):
@@ -145,15 +156,66 @@ class Dialer:
             await asyncio.wait(attempts)
         raise failures[0]
 
+    async def _try(self, address: Address) -> None:
+        """Connect to the peer at an address that somebody has told, if the policy allows.
+
+        Raises:
+            Unreached: It is not there, or is not to be tried now; says why.
+        """
+        place, failure = (address.host, address.port), "it was broken off"
+        while address.first not in self._connected:
+            refusal = self._policy.begin(address.first, place, self._now())
+            if refusal is None:
+                break
+            if not refusal.passing:
+                raise Unreached("failed", refusal.reason)
+            await self._tries_ended.wait()
+        else:
+            return await self._connect(address)  # No host is dialled, not even the relay's.
+        try:
+            await self._connect(await self._resolved(address), GREETING)
+        except Unreached as error:
+            failure = str(error)
+            if address.relayed:
+                await self.refresh()  # The circuit may have failed although the relay is where it should be.
+            raise
+        finally:
+            # Connected, maybe by another address of it that was tried at once: then nothing speaks against this one.
+            there = address.first in self._connected
+            self._policy.end(address.first, place, self._now(), "" if there else failure)
+            self._tries_ended.set()
+            self._tries_ended = asyncio.Event()
+
+    async def _resolved(self, address: Address) -> Address:
+        """Return `address` with an IP address in place of a name, so that what is checked is what is dialled."""
+        if address.text.startswith("/ip"):
+            return address
+        async with _told(address.host, address.port):
+            found = await asyncio.get_running_loop().getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM
+            )
+        for family, *_, (host, *_) in found:
+            if self._policy.permits(host):
+                version, rest = 6 if family == socket.AF_INET6 else 4, address.text.split("/", 3)[3]
+                return replace(address, text=f"/ip{version}/{host}/{rest}", host=host)
+        raise Unreached("failed", f"host name {address.host} stands for addresses of another private network")
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     async def connect(self, address: Address) -> None:
-        """Connect to the peer at `address`.
+        """Connect to the peer at `address`, which a person has given.
 
         Raises:
             Unreached: It is not there; says why.
         """
         if address.peer == self._own:
             raise Unreached("wrong peer", "that is this peer itself")
-        await probe(address.host, address.port)
+        await self._connect(address, b"")
+
+    async def _connect(self, address: Address, greeting: bytes | None = None) -> None:
+        if greeting is not None:
+            await probe(address.host, address.port, greeting)
         try:
             await self._link.connect(address.peer, address.encode_transport(), CONNECT_SECONDS)
         except LinkError as error:
@@ -180,15 +242,22 @@ async def probe(host: str, port: int, greeting: bytes = b"") -> None:
     Raises:
         Unreached: Nobody answers; says why.
     """
+    async with _told(host, port):
+        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            if await reader.readexactly(len(greeting)) != greeting:
+                raise Unreached("wrong peer", f"what answers at {host} port {port} is not a libp2p peer")
+        finally:
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def _told(host: str, port: int) -> AsyncIterator[None]:
+    """Bound what is done by `PROBE_SECONDS`, and say in words why it fails."""
     where = f"{host} port {port}"
     try:
         async with asyncio.timeout(PROBE_SECONDS):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                if await reader.readexactly(len(greeting)) != greeting:
-                    raise Unreached("wrong peer", f"what answers at {where} is not a libp2p peer")
-            finally:
-                writer.close()
+            yield
     except TimeoutError:
         raise Unreached("timeout", f"nobody answers at {where} within {PROBE_SECONDS:.0f} s") from None
     except asyncio.IncompleteReadError:

@@ -20,12 +20,13 @@ from equipoise.dht.address import (
 from equipoise.dht.bootstrap import Bootstrap, rejoin
 from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
+from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.direct.preface import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectOptions, DirectTransport
 from equipoise.dht.directory import OwnReach, RunDirectory
 from equipoise.dht.escaping import printable
 from equipoise.dht.identity import Identity, load_or_create
-from equipoise.dht.interfaces import behind_router
+from equipoise.dht.interfaces import behind_router, private_networks
 from equipoise.dht.ledger import Ledger
 from equipoise.dht.link import Link
 from equipoise.dht.memory import MAX_PEERS, Memory
@@ -127,7 +128,8 @@ class Swarm:
     def _build(self, dialable: bool) -> None:
         peer = self.identity.peer
         self._link = Link(self._runtime / "p2pd.sock")
-        self._dialer = Dialer(self._link, peer)
+        self._policy = DialPolicy(private_networks)
+        self._dialer = Dialer(self._link, peer, self._policy)
         self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, Ledger())
         self._node = Node(self._protocol)
         self._build_reach("" if dialable else "it was started in client mode")
@@ -160,7 +162,7 @@ class Swarm:
         else:
             listen = tuple(ListenAddress(host, host, 0) for host in dict.fromkeys(one.host for one in listen))
         self.direct = DirectTransport(
-            self.identity, DirectOptions(listen, options.channel), self._protocol.clock.now
+            self.identity, DirectOptions(listen, options.channel), self._protocol.clock.now, self._policy
         )
         self.directory.credential = lambda: self.direct.credential
         self.directory.on_credential = self.direct.learn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 
 from equipoise.dht.direct.listener import is_literal
 from equipoise.dht.direct.sockets import prepare
@@ -12,24 +13,35 @@ DIAL_SECONDS = 1.5
 """For one address, so that three are tried: packets to an address of another network vanish without an answer."""
 
 
-async def connect(host: str, port: int) -> socket.socket:
+def _any(host: str) -> bool:
+    return True
+
+
+async def connect(host: str, port: int, permits: Callable[[str], bool] = _any) -> socket.socket:
     """Connect to one address within `DIAL_SECONDS`.
+
+    Args:
+        host: IP address or name.
+        port: TCP port.
+        permits: Says whether the IP address that a name stands for may be dialled.
 
     Raises:
         OSError: Nobody answers, or the name is not known.
     """
     try:
         async with asyncio.timeout(DIAL_SECONDS):
-            return await _connect(host, port)
+            return await _connect(host, port, permits)
     except TimeoutError:
         raise ConnectionError(f"no answer within {DIAL_SECONDS:.1f} s") from None
     except UnicodeError:
         raise ConnectionError("it is no name of a host") from None
 
 
-async def _connect(host: str, port: int) -> socket.socket:
+async def _connect(host: str, port: int, permits: Callable[[str], bool]) -> socket.socket:
     loop = asyncio.get_running_loop()
     family, address = await _resolve(host, port)
+    if not permits(str(address[0])):
+        raise ConnectionError("it is a private address of another network than this machine's")
     connection = socket.socket(family, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from equipoise.dht.address import ListenAddress, is_loopback
+from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.direct import handshake, mirror
 from equipoise.dht.direct.admitted import Admitted, AdmittedPeers
 from equipoise.dht.direct.channel import DirectChannel, OpenChannels
@@ -22,6 +23,7 @@ from equipoise.dht.direct.refusals import CredentialError, Refusals, Refused, Wh
 from equipoise.dht.direct.sockets import tune
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
+from equipoise.dht.interfaces import private_networks
 from equipoise.dht.state import DirectStatus
 from equipoise.dht.transport import Handler, run_handler
 
@@ -56,9 +58,19 @@ class DirectTransport:
     """
 
     def __init__(
-        self, identity: Identity, options: DirectOptions, clock: Callable[[], float] = time.time
+        self,
+        identity: Identity,
+        options: DirectOptions,
+        clock: Callable[[], float] = time.time,
+        policy: DialPolicy | None = None,
     ) -> None:
-        """Make a certificate; `clock` tells the swarm's time, by which credentials expire.
+        """Make a certificate.
+
+        Args:
+            identity: This peer's key.
+            options: Where to listen, and how frames are carried.
+            clock: Tells the swarm's time, seconds since 1970, by which credentials expire.
+            policy: Which addresses of credentials are dialled, and how often.
 
         Raises:
             ValueError: Unencrypted channels are to be listened for where other machines reach them.
@@ -67,6 +79,7 @@ class DirectTransport:
             raise ValueError("channels without encryption are for measurements on loopback addresses only")
         self._peer = identity.peer
         self._layer = options.layer
+        self._policy = policy or DialPolicy(private_networks)
         self._presence = Presence(identity, clock)
         self._admitted = AdmittedPeers(clock)
         self._listener = Listener(options.listen, self._accept)
@@ -199,7 +212,7 @@ class DirectTransport:
             async with asyncio.timeout(OPEN_SECONDS):
                 for host, port in admitted.credential.addresses:
                     try:
-                        return self._channels.enter(peer, await self._dial(admitted, host, port))
+                        return self._channels.enter(peer, await self._try(admitted, host, port))
                     except OSError as error:
                         failures.append(f"{shown((host, port))}: {said(error)}")
         except TimeoutError:
@@ -212,8 +225,24 @@ class DirectTransport:
         self._channels.failed(peer, reason)
         raise ConnectionError(f"cannot open a direct channel to {peer}: {reason}")
 
-    async def _dial(self, admitted: Admitted, host: str, port: int) -> PlainStream:
-        return await self._claim(await connect(host, port), admitted, (host, port))
+    async def _try(self, admitted: Admitted, host: str, port: int) -> PlainStream:
+        peer, place, failure = admitted.credential.peer, (host, port), "it was broken off"
+        refusal = self._policy.begin(peer, place, self._now())
+        if refusal is not None:
+            raise ConnectionError(refusal.reason)
+        try:
+            connection = await connect(host, port, self._policy.permits)
+            stream = await self._claim(connection, admitted, place)
+            failure = ""
+            return stream
+        except OSError as error:
+            failure = said(error)
+            raise
+        finally:
+            self._policy.end(peer, place, self._now(), failure)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def punch(
         self, peer: str, connection: socket.socket, address: tuple[str, int], *, dialled: bool

@@ -1,0 +1,175 @@
+"""Which places a stranger's word may have this peer dial, and how often. Sans IO.
+
+Records, credentials and answers to look-ups tell where peers listen, and identities are free: whoever makes some can
+name a third party's machine in all of them. So what is counted is places, whatever the PeerID. A peer that was met at
+a host, with the key of its PeerID, stands for that host itself, and strangers that name it do not hinder the two.
+
+Addresses that a person gave (`--join`) are no business of this module. Times are seconds of one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from equipoise.dht.interfaces import Network
+
+Place = tuple[str, int]
+"""IP address or name, and TCP port."""
+
+WINDOW_SECONDS = 60.0
+MAX_NEW_HOSTS = 20
+"""Hosts tried in a minute at which nobody is found. A host where the peer is found does not count: a large swarm is
+met as fast as it answers."""
+MAX_TRIES_PER_HOST = 10
+"""Tries in a minute at one host, over all of its ports, that find nobody: each may take two connections."""
+FIRST_PAUSE_SECONDS = 1.0
+MAX_PAUSE_SECONDS = 60.0
+"""Between two tries of one place that find nobody; each pause is twice as long as the one before. So a peer that comes
+back is dialled again after at most as long as it was away."""
+MET_SECONDS = 3600.0
+"""A peer that was met at a host stands for it so long."""
+MAX_MET = 4096
+MAX_PLACES = 4096
+"""Places whose failures are remembered; more than `MAX_NEW_HOSTS` and `MAX_TRIES_PER_HOST` allow in ten minutes."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a place is not dialled now.
+
+    Attributes:
+        reason: One line.
+        passing: Whether it may be as soon as other tries that are under way have ended.
+    """
+
+    reason: str
+    passing: bool = False
+
+
+@dataclass
+class _Failure:
+    tries: int
+    until: float
+    reason: str
+
+
+@dataclass
+class _Host:
+    """What strangers have had tried at one host.
+
+    Attributes:
+        failed: When tries failed, within the last `WINDOW_SECONDS`.
+        pending: Tries under way.
+    """
+
+    failed: list[float] = field(default_factory=list)
+    pending: int = 0
+
+
+class DialPolicy:
+    """Decides before each try, and is told how it ended.
+
+    Args:
+        networks: Tells the private networks that this machine is in.
+    """
+
+    def __init__(self, networks: Callable[[], Iterable[Network]]) -> None:
+        self._networks = networks
+        self._met: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._failures: OrderedDict[tuple[str, Place], _Failure] = OrderedDict()
+        self._hosts: dict[str, _Host] = {}
+        self._trying: dict[Place, str] = {}
+
+    def meet(self, peer: str, host: str, now: float) -> None:
+        """Note that `peer` is at the IP address `host`: a connection with it, from either side, shows it."""
+        self._met[peer, host] = now
+        self._met.move_to_end((peer, host))
+        if len(self._met) > MAX_MET:
+            self._met.popitem(last=False)
+
+    def begin(self, peer: str, place: Place, now: float) -> Refusal | None:
+        """Begin to try whether `peer` is at `place`; None if that is fine, and then `end` is due.
+
+        A name is resolved after this, and what it stands for goes through `permits`.
+        """
+        host = place[0]
+        known = self._knows(peer, host, now)
+        failure = self._failures.get((peer if known else "", place))
+        if failure is not None and now < failure.until:
+            return Refusal(failure.reason)
+        if known:
+            return None
+        if not self.permits(host):
+            return Refusal(f"{host} is a private address of another network than this machine's")
+        if place in self._trying:
+            return Refusal(f"{host} port {place[1]} is being tried for another peer", passing=True)
+        refusal = self._crowded(host, now)
+        if refusal is None:
+            self._hosts.setdefault(host, _Host()).pending += 1
+            self._trying[place] = peer
+        return refusal
+
+    def end(self, peer: str, place: Place, now: float, failure: str = "") -> None:
+        """Note how a try ended; with why, if the peer was not found there."""
+        if self._trying.get(place) == peer:
+            del self._trying[place]
+            host = self._hosts[place[0]]
+            host.pending -= 1
+            if failure:
+                host.failed.append(now)
+        if failure:
+            self._fail((peer if self._knows(peer, place[0], now) else "", place), now, failure)
+        else:
+            self._failures.pop((peer, place), None)
+            self._failures.pop(("", place), None)
+
+    def permits(self, host: str) -> bool:
+        """Whether an IP address may be dialled at all on a stranger's word; names may, until they are resolved."""
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return True
+        address = getattr(address, "ipv4_mapped", None) or address
+        if (
+            address.is_multicast
+            or address.is_unspecified
+            or (address.is_reserved and not address.is_loopback)
+        ):
+            return False
+        if address.is_global or address.is_loopback:
+            return True
+        return any(address in network for network in self._networks())
+
+    def _knows(self, peer: str, host: str, now: float) -> bool:
+        return now - self._met.get((peer, host), float("-inf")) < MET_SECONDS
+
+    def _crowded(self, host: str, now: float) -> Refusal | None:
+        self._forget(now)
+        tried = self._hosts.get(host)
+        if tried is None and len(self._hosts) >= MAX_NEW_HOSTS:
+            pending = any(one.pending for one in self._hosts.values())
+            return Refusal(
+                f"nobody was found at {MAX_NEW_HOSTS} hosts within a minute; {host} is tried later", pending
+            )
+        if tried is not None and len(tried.failed) + tried.pending >= MAX_TRIES_PER_HOST:
+            return Refusal(
+                f"nobody was found at {host} at {len(tried.failed)} tries within a minute", tried.pending > 0
+            )
+        return None
+
+    def _forget(self, now: float) -> None:
+        for host, tried in list(self._hosts.items()):
+            tried.failed = [at for at in tried.failed if now - at < WINDOW_SECONDS]
+            if not tried.failed and not tried.pending:
+                del self._hosts[host]
+
+    def _fail(self, key: tuple[str, Place], now: float, reason: str) -> None:
+        before = self._failures.pop(key, None)
+        tries = before.tries + 1 if before is not None else 1
+        pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 10), MAX_PAUSE_SECONDS)
+        self._failures[key] = _Failure(tries, now + pause, reason)
+        if len(self._failures) > MAX_PLACES:
+            self._failures.popitem(last=False)
