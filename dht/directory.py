@@ -181,7 +181,10 @@ class RunDirectory:
         )
 
     def _enter(self, run: str) -> _Own:
-        outbox = Outbox(lambda peer, data: self._node.store(peer, [self._kept(run, data)]))
+        protocol = self._node.protocol
+        outbox = Outbox(
+            lambda peer, data: self._node.store(peer, [self._kept(run, data)]), lambda: protocol.connected
+        )
         own = self._own[run] = _Own(run, outbox)
         own.tasks = [
             asyncio.create_task(self._keep_published(own)),

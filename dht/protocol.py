@@ -94,6 +94,11 @@ class RecordProtocol:
         """PeerIDs in the routing table."""
         return [str(peer) for peer in self.routing_table.peer_id_to_uid]
 
+    @property
+    def connected(self) -> frozenset[str]:
+        """PeerIDs that libp2p has connections to, as last seen."""
+        return self._dialer.connected
+
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""
         return {
