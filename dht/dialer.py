@@ -194,7 +194,8 @@ class Dialer:
             found = await asyncio.get_running_loop().getaddrinfo(
                 address.host, address.port, type=socket.SOCK_STREAM
             )
-        for family, *_, (host, *_) in found:
+        for family, *_, where in found:
+            host = str(where[0])
             if self._policy.permits(host):
                 version, rest = 6 if family == socket.AF_INET6 else 4, address.text.split("/", 3)[3]
                 return replace(address, text=f"/ip{version}/{host}/{rest}", host=host)
