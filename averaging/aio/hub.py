@@ -159,7 +159,7 @@ class Hub:
         """Frames to or from a peer may have been lost."""
         for round in list(self._rounds.values()):
             if round.is_member(peer):
-                round.lost(peer, reason)
+                round.lost(peer, reason, connected)
         if connected:
             for transfer in [*self._transfers.values(), *self._leftovers.transfers]:
                 transfer.lost(peer, reason, connected)
@@ -232,7 +232,7 @@ class Hub:
             try:
                 self._round_frame(peer, header, memoryview(b""))
             except FrameRefused as error:
-                round.lost(peer, str(error))
+                round.lost(peer, str(error), connected=False)
 
     def _left(self, run: Averager) -> bool:
         name = run.spec.name

@@ -194,12 +194,13 @@ class Round:
             case _:
                 self._tell(MessageReceived(member, self._notary.check(member, message)))
 
-    def lost(self, peer: str, reason: str) -> None:
-        """Frames to or from a member may have been lost."""
+    def lost(self, peer: str, reason: str, connected: bool) -> None:
+        """Frames to or from a member may have been lost; `connected` says whether another channel to it is open."""
         member = self._members[peer]
-        self._liveness.lose(member)
-        self._waiting[member] = []
-        self._tell(PeerLost(member, reason))
+        if not connected:
+            self._liveness.lose(member)
+            self._waiting[member] = []
+        self._tell(PeerLost(member, reason, connected))
 
     @property
     def run(self) -> str:

@@ -38,6 +38,7 @@ class Attendance:
     Attributes:
         lost: Bitmask of the members that are out of reach now.
         gone: Bitmask of those that have left for good.
+        returned: Bitmask of those that were out of reach, and came back.
         late: Bitmask of those that are not waited for any more.
         level: Stalls since the last progress.
     """
@@ -46,6 +47,7 @@ class Attendance:
         self.group = group
         self.lost = 0
         self.gone = 0
+        self.returned = 0
         self.late = 0
         self.level = 0
         self._stall = stall
@@ -97,6 +99,7 @@ class Attendance:
         if not self.lost >> member & 1 or self.gone >> member & 1:
             return False
         self.lost &= ~(1 << member)
+        self.returned |= 1 << member
         return True
 
     def begin(self, step: Hashable, now: float) -> None:

@@ -91,10 +91,14 @@ class MessageReceived(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """The connection to a member broke, it is silent, or it broke the protocol."""
+    """A connection to a member broke, it is silent, or it broke the protocol.
+
+    Frames under way may be lost. If it is still `connected`, by another channel, no more is.
+    """
 
     member: int
     reason: str
+    connected: bool = False
 
 
 class PeerReturned(msgspec.Struct, frozen=True):

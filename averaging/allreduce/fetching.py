@@ -22,6 +22,9 @@ class Fetching:
     Args:
         me: This member's index; different members start with different sources.
         parts: Number of parts of the vector.
+
+    Attributes:
+        asked_of_us: By member, the contributors and the parts (a bitmap) of the means that it asked for last.
     """
 
     def __init__(self, me: int, parts: int) -> None:
@@ -32,6 +35,7 @@ class Fetching:
         self._over = 0
         self._expected: dict[int, frozenset[int]] = {}
         self._served: Counter[int] = Counter()
+        self.asked_of_us: dict[int, tuple[int, bytes]] = {}
 
     def due(
         self, agreement: Agreement, ledger: Ledger, attendance: Attendance, reachable: int
@@ -46,6 +50,9 @@ class Fetching:
         if not wanted:
             return None
         sources = agreement.sources(decision, reachable, desperate=stalled)
+        if attendance.level < 2:
+            # A member that was out of reach may have let go of the mean meanwhile, as this one was out of its reach.
+            sources = sources & ~attendance.returned or sources
         return self.ask(decision, wanted, list(members_of(sources)))
 
     def ask(self, decision: Decision, parts: frozenset[int], sources: list[int]) -> Send | None:

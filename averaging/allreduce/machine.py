@@ -167,8 +167,12 @@ class AllReduce:
                 self._on_message(sender, message, now)
             case BytesReceived(sender, count):
                 self._on_bytes(sender, count, now)
-            case PeerLost(member, reason):
-                self._on_lost(member, reason, now)
+            case PeerLost(member, reason, connected):
+                if connected and self._attendance.here >> member & 1:
+                    self._ledger.lose(member)
+                    self._remind(member)
+                else:
+                    self._on_lost(member, reason, now)
             case PeerReturned(member):
                 self._on_returned(member)
             case Withdrew(reason):
@@ -276,21 +280,21 @@ class AllReduce:
         if self._attendance.come_back(member):
             self._note(f"{self.group.names[member]} is back")
             self._remind(member)
-            self._ledger.look_again()
-            self._again = True
 
     def _remind(self, member: int) -> None:
-        """Say again what a member that was out of reach may have missed."""
+        """Say again what a member may have missed."""
+        self._ledger.look_again()
         if isinstance(self.ended, Finish):
             self._send_commit(1 << member)
             decision = self.ended.decision
             if not self._released and not self._agreement.holders(decision) >> member & 1:
-                self._ledger.look_again()
                 self._actions += self._ledger.work(decision.contributors, True, True, 1 << member)
         elif self.ended is None:
             for message in self._agreement.reminders(member):
                 self._send(member, message)
             self._vote(1 << member)
+        if asked := self._fetching.asked_of_us.get(member):
+            self._serve(member, *asked)
 
     def _on_woke(self, now: float) -> None:
         if now >= self._ends_at:
@@ -429,6 +433,8 @@ class AllReduce:
         if isinstance(self.ended, Finish):
             self._send_commit(1 << to)
         asked = [] if self._released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
+        if asked:
+            self._fetching.asked_of_us[to] = contributors, bits
         kept = [part for part in asked if self._ledger.has_mean(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
             self._actions += [SendMean(to, part, contributors) for part in kept]

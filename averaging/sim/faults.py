@@ -68,6 +68,19 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """One of two channels breaks: the values under way on links are lost, and only their senders are told.
+
+    Control frames go on, as the mesh sends them again by the other channel.
+
+    Attributes:
+        links: (sender, receiver) of each.
+    """
+
+    links: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Hold:
     """Links deliver nothing for a time, and lose nothing.
 
@@ -139,4 +152,4 @@ class Slow:
     transfer: float
 
 
-Fault = Kill | Stop | Cut | Hold | Leave | Corrupt | Poison | Forge | Slow
+Fault = Kill | Stop | Cut | Drop | Hold | Leave | Corrupt | Poison | Forge | Slow

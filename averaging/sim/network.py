@@ -40,7 +40,7 @@ class Link:
     """One direction between two members."""
 
     def __init__(self, weather: Weather, random: Random) -> None:
-        self.epoch = 0
+        self._epochs = [0, 0]
         self.held_until = 0.0
         self._cuts = 0
         self._weather = weather
@@ -84,10 +84,19 @@ class Link:
         """From now on a part takes so many seconds."""
         self._transfer = transfer
 
-    def lose(self) -> None:
-        """What is under way does not arrive."""
-        self.epoch += 1
+    def epoch(self, bulk: bool) -> int:
+        """Counts the losses so far: a frame sent in an earlier epoch does not arrive."""
+        return self._epochs[bulk]
+
+    def drop(self) -> None:
+        """The values under way do not arrive."""
+        self._epochs[True] += 1
         self._passing.clear()
+
+    def lose(self) -> None:
+        """Nothing that is under way arrives."""
+        self._epochs[False] += 1
+        self.drop()
 
     def cut(self) -> None:
         """Carry nothing until as many `heal`s as `cut`s."""

@@ -121,6 +121,12 @@ class Process:
             self._unheard[other] = []
         return self.tell(PeerLost(other, reason), now)
 
+    def drop(self, other: int, now: float) -> list[Output]:
+        """Values on their way to another member were lost, which is still connected."""
+        return (
+            self.tell(PeerLost(other, "one of its channels broke", connected=True), now) if self.begun else []
+        )
+
     def beat(self, received: dict[int, int], now: float) -> list[Output]:
         """Say that it lives, and see who else does.
 

@@ -15,7 +15,19 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Fail, Finish, Withdrew
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.sim.arithmetic import encode
-from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Forge, Hold, Kill, Leave, Poison, Slow, Stop
+from equipoise.averaging.sim.faults import (
+    Corrupt,
+    Cut,
+    Drop,
+    Fault,
+    Forge,
+    Hold,
+    Kill,
+    Leave,
+    Poison,
+    Slow,
+    Stop,
+)
 from equipoise.averaging.sim.member import Frame, Job, Output, Violation, check_agreement
 from equipoise.averaging.sim.network import Link
 from equipoise.averaging.sim.process import ROUNDING_SECONDS, Process
@@ -149,7 +161,7 @@ class World:
 
     def _arrive(self, link: Link, epoch: int, frame: Frame) -> None:
         process = self._processes[frame.to]
-        if link.epoch != epoch or process.member.closed:
+        if link.epoch(frame.bulk) != epoch or process.member.closed:
             return
         if link.held_until > self.now:
             self._later(link.held_until, self._arrive, link, epoch, frame)
@@ -210,7 +222,7 @@ class World:
         if isinstance(frame.message, wire.Mean) and self._corrupted[frame.sender] >> frame.to & 1:
             frame = Frame(frame.sender, frame.to, frame.message, frame.body[::-1])
         for at in link.arrivals(frame.bulk, self.now):
-            self._later(at, self._arrive, link, link.epoch, frame)
+            self._later(at, self._arrive, link, link.epoch(frame.bulk), frame)
 
     # ---- faults ----
 
@@ -225,6 +237,8 @@ class World:
                 self._stop(self._processes[member], seconds, timers_first)
             case Cut(links, seconds, noticed):
                 self._cut(links, seconds, noticed)
+            case Drop(links):
+                self._drop(links)
             case Hold(links, seconds):
                 for link in filter(None, map(self._links.get, links)):
                     link.held_until = self._calm(seconds)
@@ -277,6 +291,19 @@ class World:
                 for one, other in ((sender, to), (to, sender)):
                     at = self._calm(noticed * self._random.random())
                     self._later(at, self._lose, self._processes[one], other, "connection reset")
+
+    def _drop(self, links: tuple[tuple[int, int], ...]) -> None:
+        for sender, to in links:
+            link = self._links.get((sender, to))
+            if link is not None:
+                link.drop()
+                self._told_of_drop(self._processes[sender], to)
+
+    def _told_of_drop(self, process: Process, other: int) -> None:
+        if not process.member.closed and not self._is_away(
+            process, False, self._told_of_drop, process, other
+        ):
+            self._step(process, f"lost values on their way to p{other}", process.drop(other, self.now))
 
     def _poison(self, process: Process) -> None:
         group, over = self.scenario.group, self.scenario.group.contributors

@@ -8,7 +8,15 @@ import pytest
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.agreement import MAX_BALLOT_LEAP
 from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER
-from equipoise.averaging.allreduce.events import Close, Fail, PeerReturned, Reduce, Release
+from equipoise.averaging.allreduce.events import (
+    Close,
+    Fail,
+    PeerLost,
+    PeerReturned,
+    Reduce,
+    Release,
+    SendMean,
+)
 from equipoise.averaging.allreduce.messages import Decision
 from fakes.one_member import (
     ALL,
@@ -145,6 +153,34 @@ def test_who_returns_is_told_what_it_missed() -> None:
     table.reduced(ALL)
     actions = table.tell(PeerReturned(C))
     assert recipients(actions, wire.Plan) + recipients(actions, wire.Propose) == [C]
+
+
+def test_what_was_lost_with_one_of_two_channels_is_sent_again_and_nobody_is_taken_for_lost() -> None:
+    table = Table(B, owners=(A, B))
+    table.contributes(A, 1)
+    table.contributes(C, 1)
+    table.says(A, wire.Propose(0, Decision(ALL, ALL)))
+    assert SendMean(C, 1, ALL) in table.reduced(ALL, 1)
+    actions = table.tell(PeerLost(A, "one of its channels broke", connected=True))
+    assert SendMean(A, 1, ALL) in actions
+    assert SendMean(C, 1, ALL) not in actions
+    assert not sent(actions, wire.Prepare)
+    assert table.machine.notes == []
+
+
+def test_a_mean_that_was_asked_for_and_lost_on_its_way_is_sent_again() -> None:
+    table = finished(B)
+    assert table.says(C, wire.Fetch(ALL, b"\x01"))[-1] == SendMean(C, 0, ALL)
+    assert SendMean(C, 0, ALL) in table.tell(PeerLost(C, "one of its channels broke", connected=True))
+
+
+def test_a_member_that_was_never_out_of_reach_is_asked_for_the_mean_first() -> None:
+    for returned in (B, C):
+        table = Table(D, weights=(1, 1, 1, 1))
+        table.lose(A, returned)
+        table.tell(PeerReturned(A), PeerReturned(returned))
+        chosen = wire.Commit(1, Decision(0b0111, 0b0111), DIGEST, 0b0111)
+        assert recipients(table.says(B, chosen), wire.Fetch) == [B + C - returned]
 
 
 def test_a_mean_that_was_replaced_is_reduced_again_when_it_is_wanted_again() -> None:
