@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import Idle, Outcome
 from equipoise.peer import connect
 from equipoise.peer.demo.processes import Child, Family, daemon_command
 
@@ -94,7 +94,7 @@ class Bench:
             with connect(home=home) as peer:
                 values = self._values[index]
                 run = peer.join("bench", {"values": values}, group_size=self._group_size, codec="fp32")
-                wait_for(lambda: len(peer.peers()) >= self._peers, "the daemons to know each other")
+                wait_for(lambda: run.state == Idle(self._peers - 1), "the daemons to have met")
                 for number in range(self._rounds):
                     if number % MIXING_ROUNDS == 0:
                         values.fill_(float(index))

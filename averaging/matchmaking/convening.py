@@ -63,6 +63,7 @@ class Convening:
         self._elsewhere: str | None = None
         self._redirects = True
         self._seen_at = float("-inf")
+        self._changed_at = float("-inf")
         self._unknown: set[str] = set()
         self._looks_from = float("-inf")
 
@@ -139,12 +140,14 @@ class Convening:
 
     def settle(self, now: float) -> tuple[Manifest, str] | None:
         """Hand on, and close; returns the manifest of the group that this peer is in, if one closed, and why."""
-        self._standing.roster.lose_silent(now)
-        if self._standing.roster.seen_at != self._seen_at:
-            self._seen_at = self._standing.roster.seen_at
-            if self._unknown and not any(map(self._standing.roster.knows, self._unknown)):
-                self._looks_from = now + STRANGERS_SECONDS
+        roster = self._standing.roster
+        looked = roster.seen_at != self._seen_at
+        if looked and self._unknown and not any(map(roster.knows, self._unknown)):
+            self._looks_from = now + STRANGERS_SECONDS
+        if looked or roster.changed_at != self._changed_at:
+            self._seen_at, self._changed_at = roster.seen_at, roster.changed_at
             self._hand_on(now)
+        roster.lose_silent(now)
         own = None
         for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
             outlook = self._outlook(gathering, now)
@@ -153,7 +156,7 @@ class Convening:
             if closing is not None:
                 own = self._close(gathering, closing, now) or own
         joins = (peer for gathering in self._gatherings.values() for peer in gathering.parked)
-        self._unknown = {peer for peer in joins if not self._standing.roster.knows(peer)}
+        self._unknown = {peer for peer in joins if not roster.knows(peer)}
         return own
 
     def remember(self, formed: GroupFormed, began: float, awaited: Iterable[str] = ()) -> None:

@@ -135,6 +135,7 @@ class Matchmaking:
         match event:
             case CandidatesSeen(candidates):
                 self._standing.roster.see(candidates, now)
+                self._meet(now)
             case BecameReady():
                 self._seeking.begin(event, now)
                 self._exchanging = None
@@ -161,6 +162,13 @@ class Matchmaking:
             case Woke():
                 pass
 
+    def _meet(self, now: float) -> None:
+        """Ask those of whom only a record is known whether they are there."""
+        standing = self._standing
+        for peer in standing.roster.to_ask(now):
+            standing.roster.ask(peer, now)
+            standing.send(peer, standing.whereabouts(asks=True))
+
     def _lose(self, peer: str, now: float) -> None:
         """A channel that breaks says little of the peer; one that cannot be opened anew, by a word to it, says more."""
         standing = self._standing
@@ -168,7 +176,7 @@ class Matchmaking:
         if self._seeking.lost(peer, now):
             return
         if in_doubt:
-            standing.send(peer, Whereabouts(standing.run, standing.round))
+            standing.send(peer, standing.whereabouts(asks=True))
         else:
             standing.roster.lose(peer, now)
 
@@ -185,9 +193,11 @@ class Matchmaking:
             case GroupFormed():
                 self._take_manifest(peer, message, now)
             case Invitation():
-                self._standing.send(peer, Whereabouts(self._standing.run, self._standing.round))
+                self._standing.send(peer, self._standing.whereabouts())
                 self._seeking.invited(peer, message.round, now)
             case Whereabouts():
+                if message.asks:
+                    self._standing.send(peer, self._standing.whereabouts())
                 self._convening.remind(peer, message.round)
                 if self._standing.within_reach(message.round, now):
                     self._standing.roster.advance(peer, message.round)
@@ -281,4 +291,6 @@ class Matchmaking:
         strangers = self._standing.roster.strangers
         if strangers:
             return f"{strangers} peers of this name have another spec: schema or options of the run differ"
+        if self._standing.roster.known:
+            return "no other peer of this run has answered"
         return "no other peer of this run is known"

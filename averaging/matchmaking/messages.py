@@ -2,7 +2,8 @@
 
 A requester sends `JoinRequest` to the convener of its group, which answers `JoinAccepted` or `JoinRefused` and, in the
 end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm. Peers
-that a convener waits for get an `Invitation`, and answer with their `Whereabouts`. Peers whose specs differ ask each
+that a convener waits for get an `Invitation`, and answer with their `Whereabouts`; peers of whom only a record is known
+are asked theirs. Peers whose specs differ ask each
 other what theirs is: `SpecQuestion`, `SpecAnswer`.
 """
 
@@ -153,10 +154,17 @@ class Invitation(msgspec.Struct, frozen=True, tag=True):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag=True):
-    """The answer: I am here, and this is my next round."""
+    """I am here, and this is my next round: the answer to an `Invitation`, and to one of these that asks.
+
+    Attributes:
+        run: Name of the run.
+        round: The sender's next round.
+        asks: Whether the sender wants to know the same of the receiver, of whom it knows only the record.
+    """
 
     run: RunName
     round: RoundNumber
+    asks: bool = False
 
 
 class SpecQuestion(msgspec.Struct, frozen=True, tag=True):

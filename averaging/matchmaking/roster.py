@@ -1,4 +1,8 @@
-"""What a peer knows of the others in its run: who is alive, in which round, in which group, and who convenes it."""
+"""What a peer knows of the others in its run: who is alive, in which round, in which group, and who convenes it.
+
+A record in the directory costs nothing, so it counts for nothing: a peer is *met* once it has answered this one. Groups
+are planned, and numbers of rounds believed, of peers that were met. A record only says whom to ask.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,10 @@ SHUN_SECONDS = 30.0
 """A convener that has cost more time than most honest ones do is not asked first for so long. It is no verdict: one
 whose own trainer is slow looks the same."""
 
+MAX_ASKED = 16
+"""Peers asked at each look at the directory whether they are there, because only their records are known: forty peers
+that start together have met within two looks, and 4,000 records of nobody cost sixteen words each time."""
+
 MAX_SHUNNED = 64
 """Conveners shunned at once; the one shunned longest ago is given another chance."""
 
@@ -67,6 +75,16 @@ class _Other(msgspec.Struct):
     asked_at: float = float("inf")
     heard_at: float = float("-inf")
 
+    @property
+    def met(self) -> bool:
+        """Whether it has ever answered."""
+        return self.heard_at > float("-inf")
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has answered since it was last lost."""
+        return self.met and self.losses == 0
+
 
 class _Shun(msgspec.Struct):
     until: float
@@ -79,6 +97,7 @@ class Roster:
     def __init__(self, peer: str, spec: str, group_size: int) -> None:
         self.peer = peer
         self.dialable = True
+        self._client_mode = False
         self.strangers = 0
         self.own_misses = 0
         self.seen_at = float("-inf")
@@ -86,27 +105,58 @@ class Roster:
         self._spec = spec
         self._group_size = group_size
         self._others: dict[str, _Other] = {}
+        self._early: dict[str, float] = {}
         self._shunned: dict[str, _Shun] = {}
         self._plans: dict[int, Groups] = {}
         self._orders: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
         """Take over a view of the directory; what is known better from the peers themselves stays."""
+        candidates, met = list(candidates), self.met
+        self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
         others = [one for one in candidates if one.peer != self.peer]
         same = [one for one in others if one.spec == self._spec][:MAX_PEERS]
         known, self._others = self._others, {}
         for one in same:
-            self._others[one.peer] = _merge(known.get(one.peer), one)
+            heard_at = self._early.pop(one.peer, float("-inf"))
+            self._others[one.peer] = _merge(known.get(one.peer), one, heard_at)
         self.strangers = len(others) - len(same)
         self.seen_at = now
-        if known.keys() != self._others.keys():
-            self._forget_plans()
-            self.changed_at = now
+        if set(met) != set(self.met):
+            self._change(now)
 
     @property
     def count(self) -> int:
-        """How many others there are, dead or alive."""
+        """How many others answer; beside those, the records of peers that cannot."""
+        answering = sum(one.answers for one in self._others.values())
+        return answering and answering + sum(self._out_of_reach(one) for one in self._others.values())
+
+    @property
+    def known(self) -> int:
+        """How many others the directory tells of."""
         return len(self._others)
+
+    @property
+    def met(self) -> list[str]:
+        """The others that have ever answered, dead or alive, and those that cannot."""
+        return [peer for peer, other in self._others.items() if self._is_met(other)]
+
+    def answers(self, peer: str) -> bool:
+        """Whether the peer has answered this one, and has not been lost since."""
+        return peer in self._others and self._others[peer].answers
+
+    def to_ask(self, now: float) -> list[str]:
+        """Peers to ask now whether they are there, for they do not answer as far as is known."""
+        unknown = (
+            peer
+            for peer, other in self._others.items()
+            if not other.answers
+            and other.dialable
+            and other.suspect_until <= now
+            and other.asked_at == float("inf")
+        )
+        # Each peer asks others first, and is asked by others: so all have met after half the questions.
+        return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
 
     def knows(self, peer: str) -> bool:
         """Whether the peer is in the run as far as this one can see."""
@@ -124,15 +174,24 @@ class Roster:
         """Note that the peer could not be reached."""
         other = self._others.get(peer)
         if other is not None and other.suspect_until <= now:
+            other.asked_at = float("inf")
             other.suspect_until = now + min(SUSPECT_SECONDS * 2.0**other.losses, MAX_SUSPECT_SECONDS)
             other.losses += 1
 
     def hear(self, peer: str, now: float) -> None:
         """Note that the peer is alive."""
         other = self._others.get(peer)
-        if other is not None:
-            other.suspect_until, other.losses, other.doubted_at = float("-inf"), 0, float("-inf")
-            other.asked_at, other.heard_at = float("inf"), now
+        if other is None:
+            # Its record may be on the way: by that it will have been met.
+            self._early[peer] = now
+            if len(self._early) > MAX_PEERS:
+                del self._early[next(iter(self._early))]
+            return
+        first, other.heard_at = not other.met, now
+        other.suspect_until, other.losses, other.doubted_at = float("-inf"), 0, float("-inf")
+        other.asked_at = float("inf")
+        if first:
+            self._change(now)
 
     def ask(self, peer: str, now: float) -> None:
         """Note that the peer is asked whether it is there."""
@@ -198,19 +257,25 @@ class Roster:
                 self._others[peer].misses += 1
 
     def alive(self, peer: str, now: float) -> bool:
-        """Whether the peer is in the run and not suspected dead."""
-        return peer == self.peer or (peer in self._others and self._others[peer].suspect_until <= now)
+        """Whether the peer is in the run, was met, and is not suspected dead."""
+        other = self._others.get(peer)
+        return peer == self.peer or (other is not None and self._is_met(other) and other.suspect_until <= now)
+
+    def suspects(self, peer: str, now: float) -> bool:
+        """Whether the peer could not be reached, a short time ago."""
+        return peer in self._others and self._others[peer].suspect_until > now
 
     def others(self, now: float) -> list[str]:
         """The live peers but this one."""
         return [peer for peer in self._others if self.alive(peer, now)]
 
     def plan(self, round: int) -> Groups:
-        """All groups of the round; dead peers keep their places until their records expire, as others see them."""
+        """All groups of the round, of the peers that were met; the dead keep their places until their records expire,
+        as others see them."""
         if round not in self._plans:
             if len(self._plans) >= MAX_PLANS:
                 self._forget_plans()
-            self._plans[round] = plan([self.peer, *self._others], round, self._group_size)
+            self._plans[round] = plan([self.peer, *self.met], round, self._group_size)
         return self._plans[round]
 
     def group(self, peer: str, round: int) -> tuple[str, ...]:
@@ -277,6 +342,13 @@ class Roster:
         group = [one for one in self.group(self.peer, round) if one != self.peer and self.alive(one, now)]
         return bool(group) and all(self._others[one].round > round for one in group)
 
+    def _is_met(self, other: _Other) -> bool:
+        return other.met or self._out_of_reach(other)
+
+    def _out_of_reach(self, other: _Other) -> bool:
+        """Of two peers that cannot be dialled neither can ask the other: there the record has to do."""
+        return self._client_mode and not other.dialable and not other.met
+
     def _able(self, peer: str, now: float) -> bool:
         dialable = (
             self.dialable if peer == self.peer else peer in self._others and self._others[peer].dialable
@@ -307,14 +379,19 @@ class Roster:
             self._orders[key] = sorted(pool, key=lambda one: rank(str(round), one))
         return self._orders[key]
 
+    def _change(self, now: float) -> None:
+        """Those who were met are others than before."""
+        self._forget_plans()
+        self.changed_at = now
+
     def _forget_plans(self) -> None:
         self._plans.clear()
         self._orders.clear()
 
 
-def _merge(known: _Other | None, seen: Candidate) -> _Other:
+def _merge(known: _Other | None, seen: Candidate, heard_at: float) -> _Other:
     if known is None:
-        return _Other(seen.ready, seen.round, seen.dialable)
+        return _Other(seen.ready, seen.round, seen.dialable, heard_at=heard_at)
     return msgspec.structs.replace(
         known,
         ready=seen.ready,

@@ -17,7 +17,6 @@ from equipoise.averaging.matchmaking.messages import (
     JoinRefused,
     JoinRequest,
     LeaveRequest,
-    Whereabouts,
     Why,
 )
 from equipoise.averaging.matchmaking.roster import LEAP
@@ -206,7 +205,7 @@ class Seeking:
             self._leave()
         for peer in [peer for peer, at in self._missed.items() if now >= at]:
             self._missed[peer] = float("inf")
-            self._standing.send(peer, Whereabouts(self._standing.run, self._standing.round))
+            self._standing.send(peer, self._standing.whereabouts())
         target = self._target(now)
         if target is None and self._asked is None:
             self._alone = True
@@ -267,7 +266,7 @@ class Seeking:
         self._anywhere = long_alone and not self._mate_ready(now)
         asked = self._asked
         was_sent = self._hops > 0 and not self._anywhere
-        if asked is not None and was_sent and not self._dead(asked, now):
+        if asked is not None and was_sent and not roster.suspects(asked, now):
             return asked
         return roster.convener(standing.peer, standing.round, now, anywhere=self._anywhere)
 
@@ -275,14 +274,10 @@ class Seeking:
         roster = self._standing.roster
         self._hops = min(self._hops + 1, MAX_HOPS)
         to_itself = redirect == self._standing.peer
-        refused = redirect == peer or self._dead(redirect, now) or (to_itself and not roster.dialable)
+        refused = redirect == peer or roster.suspects(redirect, now) or (to_itself and not roster.dialable)
         if refused or roster.shuns(redirect, now):  # One that is shunned may call itself.
             self._hops, redirect = MAX_HOPS, peer
         self._ask(redirect, now)
-
-    def _dead(self, convener: str, now: float) -> bool:
-        roster = self._standing.roster
-        return roster.knows(convener) and not roster.alive(convener, now)
 
     def _mate_ready(self, now: float, but: str | None = None) -> bool:
         return self._standing.roster.mate_ready(self._standing.round, now, but)

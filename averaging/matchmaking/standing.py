@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
 from equipoise.averaging.matchmaking.events import Action, BecameReady, Send
 from equipoise.averaging.matchmaking.lateness import Lateness
-from equipoise.averaging.matchmaking.messages import GroupFormed, MatchmakingMessage
+from equipoise.averaging.matchmaking.messages import GroupFormed, MatchmakingMessage, Whereabouts
 from equipoise.averaging.matchmaking.roster import LEAP, Roster
 
 
@@ -47,6 +47,10 @@ class Standing:
     def send(self, peer: str, message: MatchmakingMessage) -> None:
         """Ask for a message to be sent."""
         self.out.append(Send(peer, message))
+
+    def whereabouts(self, asks: bool = False) -> Whereabouts:
+        """Where this peer is; `asks` to be told the same."""
+        return Whereabouts(self.run, self.round, asks)
 
     def join(self, ready: BecameReady) -> Join:
         """This peer's signed join of its next round."""

@@ -89,6 +89,7 @@ class Peer:
     held: list[Event] = field(default_factory=list)
     became_ready: int = 0
     formed: list[tuple[float, Manifest]] = field(default_factory=list)
+    rounds: set[bytes] = field(default_factory=set)
     on_idle: Callable[[float], None] | None = None
     woken_at: float = float("inf")
 
@@ -207,9 +208,10 @@ class World:
                 self._send(name, peer, encode(message))
             case Form(manifest, _):
                 self.peers[name].formed.append((self.now, manifest))
+                self.peers[name].rounds.add(manifest.id)
                 for member in manifest.peers:
                     self._later(
-                        self._draw(self.weather.latency), partial(self._greet, name, member, manifest)
+                        self._draw(self.weather.latency), partial(self._greet, name, member, manifest.id)
                     )
                 self._later(self._draw(self.weather.exchange), lambda: self._end_round(name, manifest.round))
             case Announce(ready, round, _):
@@ -252,10 +254,10 @@ class World:
         if channel in self._channels:
             self.tell(receiver, MessageReceived(sender, decode(data)))
 
-    def _greet(self, name: str, other: str, manifest: Manifest) -> None:
+    def _greet(self, name: str, other: str, round_id: bytes) -> None:
         """The first word of a round, to each member of it."""
         both = all(self.peers[one].alive for one in (name, other))
-        if both and all(one.id != manifest.id for _, one in self.peers[other].formed):
+        if both and round_id not in self.peers[other].rounds:
             self.tell(other, RoundHeard(name))
 
     def _end_round(self, name: str, round: int) -> None:

@@ -27,7 +27,7 @@ from equipoise.averaging.matchmaking.messages import (
     decode,
     encode,
 )
-from equipoise.averaging.matchmaking.roster import DIAL_SECONDS, LEAP, MISSES, SILENT_SECONDS
+from equipoise.averaging.matchmaking.roster import DIAL_SECONDS, LEAP, MISSES, SILENT_SECONDS, WARM_SECONDS
 from equipoise.averaging.sim.matchmaking import RUN
 from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
 
@@ -122,7 +122,8 @@ def test_the_worse_convener_hands_on_what_is_parked_with_it() -> None:
     convener, second, rest = roles(3)
     one = machine(second, *rest)
     assert sent(one.handle(asks(rest[0]), 1.0), JoinAccepted)
-    actions = one.handle(seen(convener, *rest), 1.1)
+    assert not sent(one.handle(seen(convener, *rest), 1.1), JoinRefused), "its record is nobody"
+    actions = one.handle(MessageReceived(convener, Whereabouts(RUN, 0)), 1.2)
     [(peer, refusal)] = sent(actions, JoinRefused)
     assert (peer, refusal.why, refusal.redirect) == (rest[0], Why.ELSEWHERE, convener)
 
@@ -204,15 +205,16 @@ def test_one_that_says_nothing_when_asked_is_not_waited_for() -> None:
     assert rest[1] not in manifest.peers
 
 
-def test_one_never_heard_from_has_the_time_that_a_dial_takes() -> None:
+def test_one_not_heard_from_for_long_has_the_time_that_a_dial_takes() -> None:
     convener, second, rest = roles(3)
     one = machine(convener, second, *rest)
     for _ in range(8):
         one._standing.lateness.learn(9.0)
-    one.handle(ready(), 1.0)
-    one.handle(asks(second), 1.0)
-    found_out = 1.0 + INVITE_SECONDS + DIAL_SECONDS + SILENT_SECONDS
-    assert formed(elapse(one, 1.0, found_out - 0.1)) is None
+    began = WARM_SECONDS + 1.0
+    one.handle(ready(), began)
+    one.handle(asks(second), began)
+    found_out = began + INVITE_SECONDS + DIAL_SECONDS + SILENT_SECONDS
+    assert formed(elapse(one, began, found_out - 0.1)) is None
     assert formed(elapse(one, found_out - 0.1, found_out)) is not None
 
 

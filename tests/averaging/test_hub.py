@@ -19,6 +19,7 @@ from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Ou
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from fakes.cluster import company
 from fakes.memory import FakeIdentity, Net
 
 
@@ -65,7 +66,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Hub, Round, Manifest]]
 
 async def joined(cluster: Cluster, spec: RunSpec, names: Sequence[str]) -> list[Averager]:
     runs = [await cluster.hubs[name].join(spec) for name in names]
-    await cluster.net.acquainted(spec.name, names)
+    await company(runs)
     return runs
 
 
@@ -85,7 +86,7 @@ async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], ti
     }
     results = {name: torch.zeros(size) for name in weights}
     runs = {name: await cluster.hubs[name].join(spec) for name in weights}
-    await cluster.net.acquainted(spec.name, list(weights))
+    await company(runs.values())
     outcomes = await asyncio.gather(
         *(runs[name].average(values[name], results[name], weights[name], timeout) for name in weights)
     )
@@ -183,7 +184,7 @@ async def test_states_are_told_to_the_group_and_signed(cluster: Cluster) -> None
     for name in held:
         cluster.add(name)
         runs[name] = await cluster.hubs[name].join(spec)
-    await cluster.net.acquainted(spec.name, list(held))
+    await company(runs.values())
     outcomes = await asyncio.gather(
         *(
             runs[name].average(torch.ones(1000), torch.zeros(1000), 1.0 if state else 0.0, 20.0, state)
@@ -308,7 +309,7 @@ async def test_one_run_is_averaged_round_after_round(cluster: Cluster) -> None:
         cluster.add(name)
     spec = spec_of(1000)
     runs = [await cluster.hubs[name].join(spec) for name in names]
-    await cluster.net.acquainted(spec.name, names)
+    await company(runs)
     for number in range(5):
         vectors = [torch.full((1000,), float(index + number)) for index in range(3)]
         results = [torch.zeros(1000) for _ in names]
@@ -368,7 +369,7 @@ async def test_state_follows_the_round(cluster: Cluster) -> None:
         cluster.add(name)
     spec = spec_of(200_000, part_values=256)
     runs = [await cluster.hubs[name].join(spec) for name in ("a", "b")]
-    await cluster.net.acquainted(spec.name, ["a", "b"])
+    await company(runs)
     seen = set()
     work = []
     for run in runs:
@@ -410,7 +411,7 @@ async def test_values_that_are_not_finite_fail_the_round_of_who_has_them_only(cl
         cluster.add(name)
     spec = spec_of(2000)
     runs = {name: await cluster.hubs[name].join(spec) for name in names}
-    await cluster.net.acquainted(spec.name, names)
+    await company(runs.values())
     values = {name: torch.ones(2000) for name in names}
     values["poisoned"][1300] = float("nan")
     outcomes = dict(

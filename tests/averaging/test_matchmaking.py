@@ -32,7 +32,7 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, SUSPECT_SECONDS
+from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, MAX_ASKED, SUSPECT_SECONDS
 from equipoise.averaging.matchmaking.seeking import REPLY_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.sim.matchmaking import RUN, Record, verify
@@ -44,6 +44,7 @@ from fakes.matchmaking import (
     formed,
     join,
     machine,
+    meet,
     others_of,
     ready,
     roles,
@@ -164,7 +165,9 @@ def test_a_suspect_is_tried_again_after_a_while() -> None:
 def test_a_peer_whose_channel_broke_is_tried_with_a_word_and_trusted_unless_that_fails() -> None:
     convener, second, rest = roles(3)
     one = machine(rest[0], convener, second)
-    assert sent(one.handle(PeerLost(convener), 1.0), Whereabouts) == [(convener, Whereabouts(RUN, 0))]
+    assert sent(one.handle(PeerLost(convener), 1.0), Whereabouts) == [
+        (convener, Whereabouts(RUN, 0, asks=True))
+    ]
     assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == convener
 
     other = machine(rest[0], convener, second)
@@ -176,6 +179,7 @@ def test_a_peer_whose_channel_broke_is_tried_with_a_word_and_trusted_unless_that
 def test_a_peer_that_cannot_be_dialled_is_lost_with_its_channel() -> None:
     one = machine("alice")
     one.handle(CandidatesSeen([Record("bob", dialable=False), Record("carol")]), 0.5)
+    meet(one, "bob", "carol")
     assert not sent(one.handle(PeerLost("bob"), 1.0), Whereabouts)
     one.handle(ready(), 1.1)
     assert isinstance(one.state, Gathering)
@@ -267,6 +271,7 @@ def test_one_peer_alone_cannot_make_it_skip_far() -> None:
 def test_who_restarts_finds_the_round_in_the_directory() -> None:
     one = machine("alice")
     one.handle(seen("bob", "carol", "dave", round=57), 1.0)
+    meet(one, "bob", "carol", "dave")
     one.handle(ready(), 1.1)
     assert one.round == 57
 
@@ -351,6 +356,8 @@ def test_states() -> None:
     one = machine(convener)
     assert isinstance(one.state, NoPeers)
     one.handle(seen(second, *rest), 1.0)
+    assert isinstance(one.state, NoPeers), "records are nobody"
+    meet(one, second, *rest)
     assert one.state == Idle(2)
     one.handle(ready(), 1.1)
     one.handle(asks(second), 1.2)
@@ -393,3 +400,69 @@ def test_it_looks_often_while_it_waits() -> None:
     while one.deadline < 11.0:
         looks += sum(isinstance(each, LookUp) for each in one.handle(Woke(), one.deadline))
     assert 8 <= looks <= 1 + 10 / LOOK_OFTEN
+
+
+# ---- records are nobody ----
+
+
+def test_a_peer_of_whom_only_a_record_is_known_is_asked_whether_it_is_there() -> None:
+    one = machine("alice")
+    question = Whereabouts(RUN, 0, asks=True)
+    assert sent(one.handle(seen("bob", "carol"), 1.0), Whereabouts) == [
+        ("bob", question),
+        ("carol", question),
+    ]
+    assert not sent(one.handle(seen("bob", "carol"), 1.1), Whereabouts), "once, for now"
+    one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.2)
+    assert one.state == Idle(1)
+    again = sent(elapse(one, 1.2, 60.0) + one.handle(seen("bob", "carol"), 60.0), Whereabouts)
+    assert again == [("carol", question)]
+
+
+def test_one_that_is_asked_answers_and_an_answer_is_not_answered() -> None:
+    one = machine("alice")
+    actions = one.handle(MessageReceived("bob", Whereabouts(RUN, 0, asks=True)), 1.0)
+    assert sent(actions, Whereabouts) == [("bob", Whereabouts(RUN, 0))]
+    assert not sent(one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.1), Whereabouts)
+    one.handle(seen("bob"), 1.2)
+    assert one.state == Idle(1), "its word came before its record"
+
+
+def test_a_flood_of_records_is_asked_in_turn() -> None:
+    one = machine("alice")
+    ghosts = [f"ghost{index:03}" for index in range(100)]
+    asked = sent(one.handle(seen(*ghosts), 1.0), Whereabouts)
+    asked += sent(one.handle(seen(*ghosts), 1.5), Whereabouts)
+    assert len({peer for peer, _ in asked}) == len(asked) == 2 * MAX_ASKED
+
+
+def test_records_of_nobody_are_in_no_group_and_convene_none() -> None:
+    convener, second, rest = roles(4)
+    one = machine(second)
+    one.handle(seen(convener, *rest), 1.0)
+    one.handle(ready(), 1.1)
+    assert one._standing.roster.expected(0, 1.1) == {second}
+    assert isinstance(one.state, NoPeers)
+    assert not sent(elapse(one, 1.1, 5.0), JoinRequest)
+    actions = one.handle(MessageReceived(convener, Whereabouts(RUN, 0)), 5.1)
+    assert [peer for peer, _ in sent(actions, JoinRequest)] == [convener]
+
+
+def test_a_peer_that_is_lost_is_no_company_until_it_answers() -> None:
+    one = machine("alice", "bob")
+    one.handle(PeerLost("bob"), 1.0)
+    assert one.state == Idle(1), "a channel that breaks says little"
+    one.handle(PeerLost("bob"), 1.1)
+    assert isinstance(one.state, NoPeers)
+    assert sent(one.handle(seen("bob"), 1.2 + SUSPECT_SECONDS), Whereabouts)
+    one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.3 + SUSPECT_SECONDS)
+    assert one.state == Idle(1)
+
+
+def test_of_two_that_cannot_be_dialled_the_record_has_to_do_beside_one_that_answers() -> None:
+    one = machine("alice")
+    view = CandidatesSeen([Record(name, dialable=name == "bob") for name in ("alice", "bob", "carol")])
+    assert [peer for peer, _ in sent(one.handle(view, 1.0), Whereabouts)] == ["bob"]
+    assert isinstance(one.state, NoPeers)
+    meet(one, "bob", now=1.1)
+    assert one.state == Idle(2)

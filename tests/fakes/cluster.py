@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from random import Random
 
 import torch
 
+from equipoise.averaging.aio.averager import Averager
 from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.outcome import Idle
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -38,6 +41,13 @@ class Cluster:
 
     async def stop(self) -> None:
         await asyncio.gather(*(hub.stop() for hub in self.hubs.values()))
+
+
+async def company(runs: Collection[Averager]) -> None:
+    """Wait until all of these, of one run, have met, if any of them can be dialled."""
+    can_meet = any(run._mesh.dialable for run in runs)
+    while can_meet and any(run.state != Idle(len(runs) - 1) for run in runs):  # noqa: ASYNC110
+        await asyncio.sleep(0)
 
 
 class Memory:

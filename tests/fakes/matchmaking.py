@@ -42,7 +42,14 @@ def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Mat
     one = Matchmaking(Standing(RUN, SPEC, name, group_size, signer(name), verify, round=round))
     one.handle(Woke(), 0.0)
     one.handle(seen(*others, round=round), 0.0)
+    meet(one, *others)
     return one
+
+
+def meet(one: Matchmaking, *others: str, now: float = 0.0) -> None:
+    """Have these others answer: what they tell is believed from then."""
+    for other in others:
+        one._standing.roster.hear(other, now)
 
 
 def ready(weight: float = 1.0, nonce: bytes = b"n" * NONCE_BYTES, **fields: Any) -> BecameReady:
