@@ -165,13 +165,23 @@ def _encode_value(protocol: str, value: str) -> bytes:
 
 def _split(text: str, example: str) -> list[str]:
     if not text.startswith("/"):
-        raise _error(text, "expected it to start with /", example)
+        raise _error(text, f"expected it to start with /{_as_multiaddr(text, example)}", example)
     if len(text) > MAX_ADDRESS_CHARACTERS:
         raise _error(text, f"expected at most {MAX_ADDRESS_CHARACTERS} characters, got {len(text)}", example)
     parts = text[1:].split("/")
     if len(parts) < 4:
         raise _error(text, "expected /ip4/ADDRESS/tcp/PORT", example)
     return parts
+
+
+def _as_multiaddr(text: str, example: str) -> str:
+    """How `text` is written if it is the usual HOST:PORT; empty if it is not."""
+    found = re.fullmatch(r"(?P<host>[\w.-]{1,253}):(?P<port>\d{1,5})", text)
+    if found is None:
+        return ""
+    protocol = "ip4" if re.fullmatch(r"[\d.]+", found["host"]) else "dns"
+    peer = "/p2p/PEERID" if "/p2p/" in example else ""
+    return f", as in /{protocol}/{found['host']}/tcp/{found['port']}{peer}"
 
 
 def _first_hop(text: str, parts: list[str], example: str) -> tuple[str, int]:

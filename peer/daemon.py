@@ -16,7 +16,9 @@ import psutil
 
 from equipoise.compression import kernels
 from equipoise.dht.state import BootstrapStatus, SwarmStatus
+from equipoise.peer.advice import advised, failure
 from equipoise.peer.config import Config, Loaded
+from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.history import History
 from equipoise.peer.home import Home
 from equipoise.peer.logs import close_log, escaped, open_log
@@ -79,6 +81,7 @@ class Daemon:
         self._history: History | None = None
         self._log: logging.Handler | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._met = False
 
     async def start(self) -> None:
         """Take the home, start everything, listen to clients; whatever fails is undone.
@@ -104,6 +107,12 @@ class Daemon:
             log.info("stopping: %s", reason)
             self._say(f"stopping: {reason}")
             self._stopping.set()
+
+    def failure(self) -> EquipoiseError | None:
+        """Why this daemon has met no other peer though it was told whom to join; None if it has, or was not told."""
+        assert self._swarm is not None, "not started"
+        standing = self._standing(self._swarm)
+        return None if self._met else failure(standing.reason, standing.bootstrap)
 
     def adopt(self, connected: socket.socket) -> None:
         """Serve a client of this process through a connected socket."""
@@ -179,16 +188,15 @@ class Daemon:
         self._watching = asyncio.create_task(self._watch())
 
     def _standing(self, swarm: Swarm) -> SwarmStatus:
-        """The swarm's status, and what became of the addresses that it was not given."""
+        """The swarm's status, with the addresses that it was not given, and with what a person does next."""
         status = swarm.status()
-        if not self._loaded.malformed:
-            return status
-        rows = tuple(
+        malformed = tuple(
             BootstrapStatus(one.address, "malformed", one.reason, 0) for one in self._loaded.malformed
         )
-        alone = status.state == "searching" and not status.bootstrap
-        reason = rows[0].reason if alone else status.reason
-        return msgspec.structs.replace(status, reason=reason, bootstrap=status.bootstrap + rows)
+        self._met |= status.state in ("joined", "ready")
+        alone = status.state == "searching" and not status.bootstrap and bool(malformed)
+        reason = malformed[0].reason if alone else advised(status.reason, status.bootstrap)
+        return msgspec.structs.replace(status, reason=reason, bootstrap=status.bootstrap + malformed)
 
     async def _watch(self) -> None:
         addresses: tuple[str, ...] = ()

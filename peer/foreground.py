@@ -36,7 +36,7 @@ def run_daemon(loaded: Loaded) -> int:
         The exit status.
 
     Raises:
-        EquipoiseError: It cannot start.
+        EquipoiseError: It cannot start, or has met no other peer though it was told whom to join.
     """
     home = Home.take(Path(loaded.config.home))  # Before libraries load: who connects meanwhile waits.
     return _run(_serve(_load(loaded, sys.stdout, home)))
@@ -96,8 +96,11 @@ async def _serve(daemon: Daemon) -> int:
         await _start(daemon)
         try:
             await daemon.serve()
+            failure = daemon.failure()
         finally:
             await daemon.stop()
+    if failure is not None:
+        raise failure
     return 0
 
 

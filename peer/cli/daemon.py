@@ -20,7 +20,8 @@ def daemon(show_config: bool, as_json: bool, **flags: Any) -> None:
     """Run one daemon in the foreground.
 
     It prints its addresses, one a line, in the form that --join takes, then each change of its state. One daemon runs
-    per home. Ctrl-C stops it after an open round; a second Ctrl-C at once.
+    per home. Ctrl-C stops it after an open round; a second Ctrl-C at once. A daemon that was told whom to join and ends
+    without having met another peer exits with 6, or 7 if the others are of another version.
 
     \b
     The first of a swarm:   equipoise daemon

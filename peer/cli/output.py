@@ -178,11 +178,16 @@ def _details(status: Status) -> Iterator[RenderableType]:
 
 def _fate(row: BootstrapStatus) -> str:
     """What became of an address, first of all why it leads nowhere; the reason names its host and port."""
-    return row.address if row.state == "connected" else f"{row.state}: {row.reason}"
+    return row.address if row.state == "connected" else _why(row)
 
 
 def _entry(row: BootstrapStatus) -> str:
-    return f"{row.address} ({row.state}: {row.reason})"
+    return f"{row.address} ({_why(row)})"
+
+
+def _why(row: BootstrapStatus) -> str:
+    when = "" if row.next_attempt is None else f"next attempt in {row.next_attempt:.0f} s: "
+    return f"{row.state}: {when}{row.reason}"
 
 
 def _reach(reach: ReachStatus | None) -> Iterable[str]:

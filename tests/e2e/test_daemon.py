@@ -91,15 +91,6 @@ def test_no_daemon_running(daemon: DaemonProcess) -> None:
         assert f"no daemon is running on {daemon.home}; start one with: equipoise daemon" in done.stderr
 
 
-def test_a_second_daemon_on_one_home(swarm: Swarm, shared: DaemonProcess) -> None:
-    done = shared.cli("daemon", *LOCAL)
-
-    assert done.returncode == 1
-    assert one_line(done.stderr)
-    assert f"a daemon (pid {shared.pid}) is already running" in done.stderr
-    assert shared.json("status")["pid"] == shared.pid
-
-
 def test_what_a_killed_daemon_leaves_is_in_nobodys_way(daemon: DaemonProcess) -> None:
     before = daemon.json("status")["peer_id"]
     daemon.kill()
@@ -109,28 +100,6 @@ def test_what_a_killed_daemon_leaves_is_in_nobodys_way(daemon: DaemonProcess) ->
     daemon.start()
 
     assert daemon.json("status")["peer_id"] == before
-
-
-def test_a_port_in_use(swarm: Swarm, shared: DaemonProcess) -> None:
-    port = shared.address.split("/")[4]
-    second = swarm.command(
-        "daemon", "--home", str(swarm.folder / "second"), "--listen", f"/ip4/127.0.0.1/tcp/{port}"
-    )
-
-    assert second.wait() == 1
-    assert one_line(second.errors)
-    assert port in second.errors
-
-
-def test_a_mistake_in_the_configuration_file(swarm: Swarm, daemon: DaemonProcess) -> None:
-    daemon.stop()
-    (daemon.home / "config.toml").write_text("jion = []")
-
-    done = daemon.cli("daemon", *LOCAL)
-
-    assert done.returncode == 5
-    assert one_line(done.stderr)
-    assert "config.toml: unknown key 'jion'; did you mean join?" in done.stderr
 
 
 def test_a_malformed_address_in_the_file_is_a_state_and_no_exit(daemon: DaemonProcess) -> None:
