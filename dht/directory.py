@@ -73,6 +73,7 @@ class RunDirectory:
     """Announces this peer in its runs, and knows the others (`averaging.ports.Directory`).
 
     Attributes:
+        name: What people call this daemon; goes into its records.
         credential: Returns what this peer's records tell of its direct channels.
         on_credential: Called with the PeerID and the unverified credential of every record that is news and has one.
     """
@@ -80,6 +81,7 @@ class RunDirectory:
     def __init__(
         self, identity: Identity, node: Node, reach: Callable[[], OwnReach], first_sequence: int
     ) -> None:
+        self.name = ""
         self.credential: Callable[[], bytes] = bytes
         self.on_credential: Callable[[str, bytes], None] = lambda peer, credential: None
         self._identity = identity
@@ -176,6 +178,7 @@ class RunDirectory:
             why=reach.reason[:MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
             program=self._program,
+            name=self.name,
             credential=self.credential(),
             **{"dialable": reach.dialable, **values},  # type: ignore[arg-type]
         )

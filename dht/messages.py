@@ -17,6 +17,7 @@ MAX_RECORDS = 512
 """In one message; `PAGE_BYTES` is reached at about 140 usual ones."""
 MAX_PEER_CHARACTERS = 64
 """An Ed25519 PeerID has 52."""
+MAX_INSTANCE_BYTES = 16
 MAX_NEAREST = 20
 """Kademlia's k."""
 MAX_MESSAGE_BYTES = 128 * 1024
@@ -60,12 +61,16 @@ class Hello(Versioned, frozen=True, kw_only=True):
         time: The author's clock, seconds since 1970.
         addresses: Where it listens.
         relays: Whether it relays for peers that cannot be dialled.
+        instance: Drawn at the author's start; see `instances`.
+        doubled: Whether the author has heard two daemons that speak as the recipient.
     """
 
     serves: bool
     time: float
     addresses: Addresses = ()
     relays: bool = False
+    instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""
+    doubled: bool = False
 
 
 class Neighbour(msgspec.Struct, frozen=True):

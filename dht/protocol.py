@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import logging
 import random
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from equipoise.dht.clock import SwarmClock
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.escaping import printable
 from equipoise.dht.identity import public_key_of
+from equipoise.dht.instances import DOUBLED_SECONDS, Instances
 from equipoise.dht.ledger import Entry, Ledger
 from equipoise.dht.limits import RateLimit
 from equipoise.dht.link import CallHandler, Link
@@ -66,6 +68,7 @@ class RecordProtocol:
         on_hello: Called with the PeerID of every peer that answers look-ups, and whether it relays for others.
         serves: Whether this peer answers look-ups, which one that cannot be dialled does not.
         relays: Whether it relays for others.
+        doubled_until: How long another daemon counts as speaking with this one's identity, on the monotonic clock.
     """
 
     bucket_size = messages.MAX_NEAREST
@@ -85,6 +88,9 @@ class RecordProtocol:
         self.on_hello: Callable[[str, bool], None] = lambda peer, relays: None
         self.serves = serves
         self.relays = False
+        self.doubled_until = float("-inf")
+        self._instance = secrets.token_bytes(messages.MAX_INSTANCE_BYTES)
+        self._instances = Instances()
         self._link = link
         self._dialer = dialer
         self._limit = RateLimit()
@@ -113,7 +119,7 @@ class RecordProtocol:
         Raises:
             CallError: It does not answer, or not as an equipoise daemon of this version.
         """
-        answer = await self._call(peer, messages.PING, self._hello(), messages.Hello)
+        answer = await self._call(peer, messages.PING, self._hello(peer), messages.Hello)
         self._meet(peer, answer)
 
     async def store(self, peer: str, records: Sequence[Kept]) -> int:
@@ -123,7 +129,10 @@ class RecordProtocol:
             CallError: It does not answer.
         """
         answer = await self._call(
-            peer, messages.STORE, messages.Store(hello=self._hello(), records=tuple(records)), messages.Stored
+            peer,
+            messages.STORE,
+            messages.Store(hello=self._hello(peer), records=tuple(records)),
+            messages.Stored,
         )
         self._meet(peer, answer.hello)
         return answer.accepted
@@ -136,7 +145,7 @@ class RecordProtocol:
         The records go to the ledger, not to hivemind. None if there is no usable answer.
         """
         keys = tuple(keys)
-        request = messages.Find(hello=self._hello(), keys=tuple(key.to_bytes() for key in keys))
+        request = messages.Find(hello=self._hello(str(peer)), keys=tuple(key.to_bytes() for key in keys))
         try:
             answer = await self._call(str(peer), messages.FIND, request, messages.Found)
         except CallError as error:
@@ -180,7 +189,7 @@ class RecordProtocol:
             raise OtherVersion(f"connected, but {error}") from error
         except (ConnectionError, messages.MessageError) as error:
             self._lose(peer)
-            raise CallError(f"{peer}: {error}") from error
+            raise CallError(f"{peer}: {str(error).removeprefix(f'call {peer}: ')}") from error
         hello = answer if isinstance(answer, messages.Hello) else getattr(answer, "hello", None)
         if isinstance(hello, messages.Hello):
             self.clock.learn(peer, hello.time, asked, time.time())
@@ -202,22 +211,27 @@ class RecordProtocol:
 
     def _on_ping(self, peer: str, hello: messages.Hello) -> messages.Hello:
         self._meet(peer, hello)
-        return self._hello()
+        return self._hello(peer)
 
     def _on_find(self, peer: str, request: messages.Find) -> messages.Found:
         self._meet(peer, request.hello)
         now = time.monotonic()
         records = [kept for key in dict.fromkeys(request.keys) for kept in self.ledger.under(key, now)]
         nearest = tuple(self._nearest(key, peer) for key in request.keys)
-        return messages.Found(hello=self._hello(), records=_page(records), nearest=nearest)
+        return messages.Found(hello=self._hello(peer), records=_page(records), nearest=nearest)
 
     def _on_store(self, peer: str, request: messages.Store) -> messages.Stored:
         self._meet(peer, request.hello)
-        return messages.Stored(hello=self._hello(), accepted=self.take(request.records))
+        return messages.Stored(hello=self._hello(peer), accepted=self.take(request.records))
 
-    def _hello(self) -> messages.Hello:
+    def _hello(self, peer: str) -> messages.Hello:
         return messages.Hello(
-            serves=self.serves, time=time.time(), addresses=self.addresses, relays=self.relays
+            serves=self.serves,
+            time=time.time(),
+            addresses=self.addresses,
+            relays=self.relays,
+            instance=self._instance,
+            doubled=self._instances.doubled(peer, time.monotonic()),
         )
 
     def _nearest(self, key: bytes, asker: str) -> tuple[messages.Neighbour, ...]:
@@ -240,7 +254,11 @@ class RecordProtocol:
         return found
 
     def _meet(self, peer: str, hello: messages.Hello) -> None:
+        now = time.monotonic()
         self.on_heard(peer)
+        self._instances.hear(peer, hello.instance, now)
+        if hello.doubled:
+            self.doubled_until = now + DOUBLED_SECONDS
         self._dialer.learn(peer, hello.addresses)
         if len(self.acquainted) < MAX_ACQUAINTED:
             self.acquainted.add(peer)

@@ -101,6 +101,7 @@ class Reachability:
         """Ask everybody again: this peer's addresses are others now, or its network is."""
         self._heard.clear()
         self._asked.clear()
+        self.addresses = ()
 
 
 def _peers(count: int) -> str:

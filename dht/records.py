@@ -27,6 +27,7 @@ MAX_RUN_BYTES = 128
 MAX_REASON_CHARACTERS = 200
 MAX_WHY_CHARACTERS = 160
 MAX_PROGRAM_CHARACTERS = 64
+MAX_NAME_CHARACTERS = 64
 MAX_SPEC_CHARACTERS = 128
 """Hex of a hash of at most 512 bits."""
 MAX_ADDRESSES = 4
@@ -67,6 +68,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         ttl: Seconds after its arrival until it is void.
         issued: The author's idea of the swarm's clock, seconds since 1970.
         program: Name and version of the program.
+        name: What people call it.
         credential: What others need to open direct channels with it (`direct.credential`); verified when it is used.
     """
 
@@ -87,6 +89,7 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     why: str = ""
     addresses: tuple[str, ...] = ()
     program: str = ""
+    name: str = ""
     credential: bytes = b""
 
     @property
@@ -197,6 +200,7 @@ def _check(record: Readiness) -> None:
         ("reason", MAX_REASON_CHARACTERS),
         ("why", MAX_WHY_CHARACTERS),
         ("program", MAX_PROGRAM_CHARACTERS),
+        ("name", MAX_NAME_CHARACTERS),
         ("spec", MAX_SPEC_CHARACTERS),
     ):
         if len(getattr(record, name)) > limit:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from equipoise.dht.address import (
+    Address,
     ListenAddress,
     is_loopback,
     is_relayed,
@@ -36,7 +37,7 @@ from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.reach import Reach, ReachOptions
-from equipoise.dht.records import MAX_ADDRESSES, Readiness
+from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
 from equipoise.dht.state import ReachStatus, State, SwarmStatus
@@ -56,6 +57,7 @@ class SwarmOptions:
     """How to take part in a swarm.
 
     Attributes:
+        name: What people call this daemon; others show it.
         listen: Multiaddrs to accept connections on; by default `DEFAULT_LISTEN`. Port 0 is any free one, and then kept.
         join: Multiaddrs, with PeerID, of daemons that are in the swarm.
         announce: Multiaddrs, without PeerID, to tell others instead of those listened on (port forwarding).
@@ -67,6 +69,7 @@ class SwarmOptions:
         guard: How p2pd is kept from outliving this process; see `guardian`.
     """
 
+    name: str = ""
     listen: Sequence[str] = ()
     join: Sequence[str] = ()
     announce: Sequence[str] = ()
@@ -137,6 +140,7 @@ class Swarm:
             peer, lambda: self._reach.dialable, self._link, self._dialer, self._runtime
         )
         self.directory = RunDirectory(self.identity, self._node, self._own_reach, self._memory.first_sequence)
+        self.directory.name = self._options.name[:MAX_NAME_CHARACTERS]
         self._protocol.on_peer = self._on_peer
         self._contacts = Contacts(self._link, self._dialer, self._protocol)
         self._contacts.on_lost = lambda lost: self._protocol.ledger.bury(lost, time.monotonic())
@@ -190,6 +194,13 @@ class Swarm:
         addresses = self._supervisor.addresses
         far = [text for text in addresses if not is_loopback(text.split("/")[2])]
         return [f"{address}/p2p/{self.peer}" for address in far or addresses]
+
+    def name(self, peer: str) -> str:
+        """Return what people call `peer`, by its own word, fit for a terminal; empty if it has not said."""
+        if peer == self.peer:
+            return self._options.name
+        said = self._protocol.ledger.newest(peer)
+        return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
     def reach(self, peer: str) -> ReachStatus:
         """Return how this member reaches `peer`: by what is open, or came of trying, and else by what it says."""
@@ -307,7 +318,7 @@ class Swarm:
             streams=self.transport.streams,
             direct=self.direct.status(),
             reach=self._reach.status(),
-            warnings=tuple(filter(None, [*self._moved, self._protocol.clock.warning])),
+            warnings=tuple(filter(None, [*self._moved, *self._twins(), self._protocol.clock.warning])),
         )
 
     def _standing(self) -> tuple[State, str]:
@@ -322,6 +333,25 @@ class Swarm:
         if waiting:
             return "ready", f"waits for a group in {', '.join(waiting)}; {met}"
         return "joined", met
+
+    def _twins(self) -> list[str]:
+        """Return warnings of other daemons that have this one's identity."""
+        found = [
+            f"--join {address.text} names this daemon's own identity, but not one of its addresses: if another machine "
+            "runs there, it has a copy of this home; start one of the two with another --home"
+            for address in self._join
+            if address.peer == self.peer and self._supervisor.addresses and not self._is_own(address)
+        ]
+        if self._protocol.doubled_until > time.monotonic():
+            found.append(
+                "another daemon runs with this one's identity, other peers say: it has a copy of this home; "
+                "stop one of the two, and start it with another --home"
+            )
+        return found
+
+    def _is_own(self, address: Address) -> bool:
+        ports = {text.split("/")[4] for text in self._listening}
+        return address.text in self.addresses or (is_loopback(address.host) and str(address.port) in ports)
 
     def _own_reach(self) -> OwnReach:
         found = self._reach.status()

@@ -41,6 +41,7 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
         EquipoiseError: Something else of this machine prevents it: a port in use.
     """
     options = SwarmOptions(
+        name=config.name,
         listen=config.listen,
         join=config.join,
         announce=config.announce,

@@ -155,6 +155,9 @@ class Swarm(Protocol):
     def status(self) -> SwarmStatus:
         """Where it stands, and why."""
 
+    def name(self, peer: str) -> str:
+        """What people call `peer`, by its own word; empty if it has not said."""
+
     def reach(self, peer: str) -> ReachStatus:
         """How this daemon reaches `peer`, and why."""
 

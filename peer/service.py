@@ -113,4 +113,5 @@ class Service:
             reach=reach.state,
             why=reach.reason,
             differs=averager.difference(found.peer),
+            name=self._swarm.name(found.peer),
         )

@@ -217,7 +217,7 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
     second = await members.start("second", join=first.addresses)
     await announce(first)
     await until(lambda: first.peer in second.status().connected)
-    hello = second._protocol._hello()
+    hello = second._protocol._hello(first.peer)
     record = Readiness(
         version=1, peer=stranger.peer, run="digits", sequence=1, state="ready", ttl=15, issued=time.time()
     )
@@ -251,7 +251,7 @@ async def test_too_many_calls_are_refused(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.peer in second.status().connected)
-    ping = messages.encode(second._protocol._hello())
+    ping = messages.encode(second._protocol._hello(first.peer))
 
     async def flood() -> None:
         for _ in range(2000):

@@ -155,6 +155,9 @@ class FakeSwarm:
             streams=0,
         )
 
+    def name(self, peer: str) -> str:
+        return f"the machine of {peer}"
+
     def reach(self, peer: str) -> ReachStatus:
         return ReachStatus("direct", "as the test says")
 
