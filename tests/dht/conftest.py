@@ -34,7 +34,7 @@ class Members:
     def home(self, name: str) -> Path:
         return self._path / name
 
-    async def start(self, name: str, join: list[str] | tuple[str, ...] = (), **options) -> Swarm:
+    async def start(self, name: str, /, join: list[str] | tuple[str, ...] = (), **options) -> Swarm:
         options = {"listen": LOOPBACK} | options
         member = Swarm(self.home(name), SwarmOptions(join=join, **options))
         self.all.append(member)
