@@ -169,7 +169,8 @@ def _mark(tensor: TensorSpec) -> bytes:
 
 
 def _note(tensor: TensorSpec) -> str:
-    shape = f"{tensor.dtype} {list(tensor.shape)}"[: MAX_NOTE_CHARS // 2]
+    kind = " buffer" if tensor.buffer else ""
+    shape = f"{tensor.dtype} {list(tensor.shape)}"[: MAX_NOTE_CHARS // 2 - len(kind)] + kind
     name = ascii(tensor.name)
     room = MAX_NOTE_CHARS - len(shape) - 1
     return f"{name if len(name) <= room else name[: room - 3] + '...'} {shape}"

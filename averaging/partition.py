@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 GRANULE = 256
-"""Shares are cut at multiples of this many values, so that a default int8 block never straddles two owners."""
+"""Shares are cut at multiples of this many values at least: finer cuts gain nothing."""
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -24,21 +24,24 @@ class Part(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
 
-def partition(size: int, fractions: Sequence[float], part_values: int) -> tuple[Part, ...]:
+def partition(
+    size: int, fractions: Sequence[float], part_values: int, granule: int = GRANULE
+) -> tuple[Part, ...]:
     """Cut a vector of `size` values into shares proportional to `fractions`, and those into parts.
 
     Shares are whole granules; what rounding leaves goes to the largest remainders, ties to the lower index, so that
     every member computes the same cut. A share may be empty.
 
     Args:
-        size: D, number of values, > 0.
+        size: Number of values, >= 0.
         fractions: One per member, >= 0, with a positive sum; 0 for members that own nothing.
-        part_values: Most values of a part, a multiple of `GRANULE`.
+        part_values: Most values of a part.
+        granule: Shares begin at multiples of this many values; so do parts where `part_values` is a multiple of it.
 
     Returns:
         The parts in order; together they cover 0 to `size` exactly once.
     """
-    granules = -(-size // GRANULE)
+    granules = -(-size // granule)
     total = math.fsum(fractions)  # `sum` rounds otherwise from Python 3.12 on, and members' cuts must agree
     exact = [granules * fraction / total for fraction in fractions]
     counts = [int(value) for value in exact]
@@ -49,7 +52,7 @@ def partition(size: int, fractions: Sequence[float], part_values: int) -> tuple[
     parts = []
     start = 0
     for owner, count in enumerate(counts):
-        end = min(start + count * GRANULE, size)
+        end = min(start + count * granule, size)
         while start < end:
             stop = min(start + part_values, end)
             parts.append(Part(start, stop, owner))

@@ -1,20 +1,15 @@
-"""The schema of a run: names, shapes and dtypes of its tensors, seen as one flat fp32 vector `[D]`."""
+"""The schema of a run: names, shapes and dtypes of its tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 import torch
 
-from equipoise.compression import first_non_finite
-
 MAX_TENSORS = 100_000
 """Far above any model of today; bounds what a hostile schema can make us allocate."""
-
-CHECKED_VALUES = 512 * 1024
-"""Values looked at together for being finite: few enough to be in the cache still, many enough for small tensors."""
 
 MAX_NAME_CHARS = 512
 """Module paths of deep models reach about 150 characters."""
@@ -35,11 +30,20 @@ class SchemaError(ValueError):
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor of a schema: its name, shape, and dtype as torch names it (`float32`)."""
+    """One tensor of a schema.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape.
+        dtype: As torch names it (`float32`).
+        buffer: Whether it is a module's buffer, which travels in fp32: a statistic moves by small steps, and a coarse
+            codec rounds them away every time.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    buffer: bool = False
 
     @property
     def size(self) -> int:
@@ -48,13 +52,13 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Schema(msgspec.Struct, frozen=True):
-    """The tensors of a run in their order in the flat vector."""
+    """The tensors of a run; `layout` says where they lie in the flat vector."""
 
     tensors: tuple[TensorSpec, ...]
 
     @classmethod
-    def of(cls, tensors: Mapping[str, torch.Tensor]) -> Schema:
-        """Describe named tensors, in the order given.
+    def of(cls, tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()) -> Schema:
+        """Describe named tensors, in the order given; those named in `buffers` are a module's buffers.
 
         Raises:
             SchemaError: There are none, or too many, or one is not a dense floating-point tensor.
@@ -63,19 +67,12 @@ class Schema(msgspec.Struct, frozen=True):
             raise SchemaError("expected at least one tensor to average, got none")
         if len(tensors) > MAX_TENSORS:
             raise SchemaError(f"expected at most {MAX_TENSORS} tensors, got {len(tensors)}")
-        return cls(tuple(_describe(name, tensor) for name, tensor in tensors.items()))
+        return cls(tuple(_describe(name, tensor, name in buffers) for name, tensor in tensors.items()))
 
     @property
     def size(self) -> int:
-        """D, the number of values of the flat vector."""
+        """Number of values."""
         return sum(spec.size for spec in self.tensors)
-
-    def slices(self) -> Iterator[tuple[TensorSpec, slice]]:
-        """Each tensor with its slice of the flat vector."""
-        start = 0
-        for spec in self.tensors:
-            yield spec, slice(start, start + spec.size)
-            start += spec.size
 
     def check(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Refuse tensors that differ from this schema in name, count, shape or dtype.
@@ -104,43 +101,6 @@ class Schema(msgspec.Struct, frozen=True):
                 f"tensor {extra!r} is not part of the run: it has {len(self.tensors)} tensors, got {len(tensors)}"
             )
 
-    def flatten(self, tensors: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
-        """Copy checked tensors, converted to fp32, into the flat vector `out`, f32 [D].
-
-        Raises:
-            SchemaError: A tensor holds NaN or Inf (also one that overflows fp32); `out` is then undefined.
-        """
-        checked = 0
-        for spec, where in self.slices():
-            flat = tensors[spec.name].detach().reshape(-1)
-            # Checked while it is in the cache, a piece or several tensors at a time.
-            for start in range(0, spec.size, CHECKED_VALUES):
-                stop = min(start + CHECKED_VALUES, spec.size)
-                out[where.start + start : where.start + stop].copy_(flat[start:stop])
-                if where.start + stop - checked >= CHECKED_VALUES:
-                    self._require_finite(out, checked, where.start + stop)
-                    checked = where.start + stop
-        self._require_finite(out, checked, self.size)
-
-    def unflatten(self, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy the flat vector, f32 [D], into checked tensors in place."""
-        with torch.no_grad():
-            for spec, where in self.slices():
-                tensors[spec.name].copy_(flat[where].view(spec.shape))
-
-    def locate(self, index: int) -> tuple[str, int]:
-        """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""
-        return next((spec.name, index - where.start) for spec, where in self.slices() if index < where.stop)
-
-    def _require_finite(self, flat: torch.Tensor, start: int, stop: int) -> None:
-        bad = first_non_finite(flat[start:stop])
-        if bad is not None:
-            name, at = self.locate(start + bad)
-            raise SchemaError(
-                f"tensor {name!r} holds {float(flat[start + bad])} at flat index {at}: "
-                f"expected finite values within fp32's range"
-            )
-
 
 def tensors_by_name(tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """A mapping as it is, or a sequence named by its indices `0`, `1`, ..."""
@@ -149,7 +109,7 @@ def tensors_by_name(tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
     return {str(index): tensor for index, tensor in enumerate(tensors)}
 
 
-def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:
+def _describe(name: str, tensor: torch.Tensor, buffer: bool) -> TensorSpec:
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise SchemaError(
             f"expected a tensor name of 1 to {MAX_NAME_CHARS} characters, got {str(name)[:64]!r}"
@@ -162,7 +122,7 @@ def _describe(name: str, tensor: torch.Tensor) -> TensorSpec:
         raise SchemaError(
             f"tensor {name!r}: expected dtype {' or '.join(DTYPES)}, got {_short(tensor.dtype)}; leave it out"
         )
-    return TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype])
+    return TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], buffer)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
+from functools import cached_property
 
 import msgspec
 
+from equipoise.averaging.layout import Layout
 from equipoise.averaging.schema import Schema
 from equipoise.compression import parse_codec
 
@@ -45,7 +48,7 @@ class SpecError(ValueError):
     """An option of a run is not valid; the message says what was expected and what came."""
 
 
-class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What the peers of a run agree on; only peers with equal hashes meet.
 
     Attributes:
@@ -54,7 +57,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         strategy: How the run averages; one of `STRATEGIES`.
         codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
-        part_values: Values per part of a share (512 Ki measured best), a multiple of 256.
+        part_values: Values per part of a share (512 Ki measured best), a multiple of 256 and of the codec's block.
         terms: What else the peers must have alike, as ("target batch size", "4096"); nothing here acts on it.
     """
 
@@ -92,23 +95,31 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
             raise SpecError(f"unknown strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
         if not isinstance(group_size, int) or not 2 <= group_size <= MAX_GROUP_SIZE:
             raise SpecError(f"expected a group size of 2 to {MAX_GROUP_SIZE}, got {group_size!r}")
-        if not MIN_PART_VALUES <= part_values <= MAX_PART_VALUES or part_values % MIN_PART_VALUES:
+        parsed = parse_codec(codec)
+        unit = math.lcm(MIN_PART_VALUES, parsed.granule)
+        if not unit <= part_values <= MAX_PART_VALUES or part_values % unit:
             raise SpecError(
-                f"expected part_values to be a multiple of {MIN_PART_VALUES} up to {MAX_PART_VALUES}, got {part_values}"
+                f"expected part_values to be a multiple of {unit} up to {MAX_PART_VALUES}, got {part_values}"
             )
-        if not 0 < schema.size <= part_values * MAX_PARTS:
-            raise SpecError(
-                f"expected 1 to {part_values * MAX_PARTS} values, got {schema.size}; raise part_values"
-            )
-        return cls(
+        spec = cls(
             name=name,
             schema=schema,
             strategy=strategy,
-            codec=parse_codec(codec).spec,
+            codec=parsed.spec,
             group_size=group_size,
             part_values=part_values,
             terms=check_terms(terms or {}),
         )
+        if not 0 < spec.layout.size <= part_values * MAX_PARTS:
+            raise SpecError(
+                f"expected 1 to {part_values * MAX_PARTS} values, got {spec.layout.size}; raise part_values"
+            )
+        return spec
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where the tensors lie in the flat vector; follows from what is hashed."""
+        return Layout(self.schema, parse_codec(self.codec))
 
     @property
     def hash(self) -> str:

@@ -49,10 +49,13 @@ class Codec(ABC):
     Attributes:
         spec: The canonical spec string, all options spelled out: `parse_codec(codec.spec) == codec`.
         alignment: Bytes to which `_encode`, `_decode`, ... need their payload's first byte aligned.
+        granule: Values that are encoded together: cut at multiples of it, a vector is encoded to the same scales and
+            codes whatever the cut.
     """
 
     spec: str
     alignment: int = 4
+    granule: int = 1
 
     @abstractmethod
     def encoded_size(self, count: int) -> int:

@@ -46,7 +46,7 @@ class Int8Codec(Codec):
         if not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
             raise CodecError(f"int8: block is a power of two from {MIN_BLOCK} to {MAX_BLOCK}, not {block}")
         self.spec = f"int8:block={block}"
-        self.block = block
+        self.block = self.granule = block
 
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""

@@ -6,32 +6,48 @@ from collections.abc import Mapping
 
 import torch
 
+from equipoise.averaging.layout import Layout
 from equipoise.averaging.schema import Schema, SchemaError
+from equipoise.compression import Codec
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.tensors import (
     Tensors,
+    buffer_schema,
     gradient_schema,
     named_tensors,
     persistent_buffers,
     sparse_gradients,
     stepped_tensors,
+    tensor_schema,
 )
 
 
 class Binding:
-    """The user's tensors, looked at afresh for each round, against what was joined with."""
+    """The user's tensors, looked at afresh for each round, against what was joined with.
 
-    def __init__(self, tensors: Tensors) -> None:
+    Attributes:
+        source: The tensors.
+        schema: What `average` exchanges.
+        gradients: What `step` exchanges gradients of.
+        buffers: What travels behind them.
+        averaged: The flat vector of `average`.
+        stepping: The flat vector of `step`.
+        sparse: Names of the parameters whose `.grad` is sparse.
+    """
+
+    def __init__(self, tensors: Tensors, codec: Codec) -> None:
         self.source = tensors
-        self.schema = Schema.of(named_tensors(tensors))
+        self.schema = tensor_schema(tensors)
         self.gradients = gradient_schema(stepped_tensors(tensors))
         self.buffers = Schema(())
+        self.averaged = Layout(self.schema, codec)
+        self.stepping = Layout(self.gradients, codec)
         self.sparse = sparse_gradients(tensors) if isinstance(tensors, torch.nn.Module) else frozenset()
 
     @property
     def values(self) -> int:
         """Length of the longer of the two flat vectors."""
-        return max(self.schema.size, self.gradients.size)
+        return max(self.averaged.size, self.stepping.size)
 
     def buffer_schema(self) -> Schema:
         """What `carry` would have travel behind the gradients, in fp32 whatever the buffers are.
@@ -44,11 +60,13 @@ class Binding:
             raise SchemaError(
                 f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
             )
-        return gradient_schema(persistent_buffers(self.source))
+        return buffer_schema(self.source)
 
     def carry(self, buffers: Schema) -> None:
         """From now on these buffers travel behind the gradients."""
         self.buffers = buffers
+        both = Schema((*self.gradients.tensors, *buffers.tensors))
+        self.stepping = Layout(both, self.stepping.codec)
 
     def carried(self) -> dict[str, torch.Tensor]:
         """The buffers that travel behind the gradients, as they are now.
@@ -58,9 +76,8 @@ class Binding:
         """
         if not self.buffers.tensors or not isinstance(self.source, torch.nn.Module):
             return {}
-        named = persistent_buffers(self.source)
-        _require_unchanged("buffers", self.buffers, gradient_schema(named))
-        return named
+        _require_unchanged("buffers", self.buffers, buffer_schema(self.source))
+        return persistent_buffers(self.source)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors as they are now.
@@ -94,13 +111,11 @@ class Binding:
         Raises:
             SchemaError: A buffer has changed since join, or is not finite.
         """
-        size = self.gradients.size
         if accumulated is None or accumulated.weight == 0:
-            contribution[: size + self.buffers.size].zero_()
+            contribution[: self.stepping.size].zero_()
             return
-        if self.buffers.tensors:
-            self.buffers.flatten(self.carried(), contribution[size : size + self.buffers.size])
-        accumulated.mean_into(_views(self.gradients, contribution[:size]))
+        self.stepping.flatten(self.carried(), contribution)
+        accumulated.mean_into(self._gradients_in(contribution))
 
     def read_step(
         self,
@@ -120,22 +135,23 @@ class Binding:
         Raises:
             SchemaError: A buffer has changed since join; nothing was written.
         """
-        carried, size = self.carried(), self.gradients.size
-        for name, value in _views(self.gradients, result[:size]).items():
+        carried = self.carried()
+        for name, value in self._gradients_in(result).items():
             tensor = stepped[name]
             if name not in mean or mean[name].device != tensor.device:
                 mean[name] = torch.empty(value.shape, dtype=torch.float32, device=tensor.device)
             mean[name].copy_(value)
             if hand_back and isinstance(self.source, torch.nn.Module):
                 _hand_back(tensor, mean[name], name in self.sparse)
-        self.buffers.unflatten(result[size : size + self.buffers.size], carried)
+        self.stepping.unflatten(result, carried)
 
     def named(self, result: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The flat vector of a step, f32, as gradients and buffers by name, sharing its memory."""
-        size = self.gradients.size
-        return _views(self.gradients, result[:size]), _views(
-            self.buffers, result[size : size + self.buffers.size]
-        )
+        carried = {tensor.name for tensor in self.buffers.tensors}
+        return self._gradients_in(result), self.stepping.views(result, carried)
+
+    def _gradients_in(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        return self.stepping.views(flat, {tensor.name for tensor in self.gradients.tensors})
 
 
 def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
@@ -146,11 +162,6 @@ def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
     if tensor.grad is None or tensor.grad.layout is not torch.strided:
         tensor.grad = torch.empty_like(tensor)
     tensor.grad.copy_(mean)
-
-
-def _views(schema: Schema, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The flat vector, f32 [D], as the schema's tensors, sharing its memory."""
-    return {spec.name: flat[where].view(spec.shape) for spec, where in schema.slices()}
 
 
 def _require_unchanged(what: str, before: Schema, now: Schema) -> None:

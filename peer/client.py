@@ -13,6 +13,7 @@ from typing import Self
 
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.spec import RunSpec
+from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
 from equipoise.peer.errors import DaemonLost, EquipoiseError
@@ -102,8 +103,9 @@ class Client:
                 the parameters that require them; buffers have none and are left alone by `step`.
             strategy: How the run averages: `allreduce`.
             group_size: Most peers that average together in one round, 2 to 64.
-            codec: How values travel: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`.
-            part_values: Values per part of a share, a multiple of 256.
+            codec: How values travel: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors of
+                fewer than 256 values, and a module's buffers, travel in fp32 whatever it is.
+            part_values: Values per part of a share, a multiple of 256 and of the codec's block.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
@@ -112,7 +114,7 @@ class Client:
             Refused: The daemon takes part in the run already, or in too many.
             DaemonLost: The daemon has gone.
         """
-        binding = Binding(tensors)
+        binding = Binding(tensors, parse_codec(codec))
         spec = RunSpec.create(
             swarm_name(name, AVERAGE),
             binding.schema,

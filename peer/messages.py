@@ -19,7 +19,7 @@ from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 3
+CONTROL_VERSION = 4
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -66,6 +66,7 @@ class TensorRow(msgspec.Struct, frozen=True, array_like=True):
     name: str
     shape: tuple[int, ...]
     dtype: str
+    buffer: bool = False
 
 
 class JoinRun(msgspec.Struct, frozen=True, tag=True):

@@ -54,7 +54,10 @@ class Averager(Protocol):
         timeout: float,
         state: StateId | None = None,
     ) -> Outcome:
-        """Take part in one round; both tensors are f32 [D], `result` holds the mean if and only if it is ok."""
+        """Take part in one round; both tensors are f32 [D] by the layout of the run's spec.
+
+        `result` holds the mean if and only if the outcome is ok.
+        """
 
     def stop_search(self, why: str) -> None:
         """End the search for a group, if one goes on; its outcome is not ok, and says `why`."""

@@ -129,12 +129,12 @@ class Run:
             terms: What must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to
                 64 and 256 characters of printable ASCII. Nothing acts on them.
             buffers: Whether the module's persistent floating-point buffers, as the statistics of BatchNorm, travel
-                behind the gradients, as they are when `step` is called, and are overwritten by their weighted mean when
-                its outcome is collected. Integer ones, as counters, never do.
+                behind the gradients, in fp32 whatever the codec. They travel as they are when `step` is called, and are
+                overwritten by their weighted mean when its outcome is collected. Integer ones, as counters, never do.
 
         Raises:
             Refused: Those who are there have something else; says which thing, here and there. Or the run has
-                accumulated or stepped already. Or its codec is int8, which would ruin buffers.
+                accumulated or stepped already.
             SpecError: A term is too long or not printable.
             SchemaError: There are no buffers to speak of, since the run was not joined with a module.
             DaemonLost: The daemon has gone.
@@ -179,9 +179,8 @@ class Run:
         with self._lock:
             self._require_idle()
             tensors = self._binding.tensors()
-            schema, size = self._binding.schema, self._binding.schema.size
             if weight > 0:
-                schema.flatten(tensors, self._region.contribution[:size])
+                self._binding.averaged.flatten(tensors, self._region.contribution)
             else:
                 self._region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
             region = self._region
@@ -359,7 +358,7 @@ class Run:
             ValueError: The timeout is out of range.
             Refused: So much memory cannot be set aside.
         """
-        size = VALUE_BYTES * self.schema.size
+        size = VALUE_BYTES * self._binding.stepping.size
         request = FetchMean(self.name, after, size, check_timeout(timeout), proved, patient)
         return PendingMean(self._link, request, self._binding.named)
 
@@ -421,7 +420,7 @@ class Run:
     @property
     def schema(self) -> Schema:
         """What `step` exchanges: gradients, and the buffers that travel with them."""
-        return Schema((*self._binding.gradients.tensors, *self._binding.buffers.tensors))
+        return self._binding.stepping.schema
 
     @property
     def home(self) -> str:
@@ -544,9 +543,9 @@ class Run:
             self.pending = None
             self._count(outcome)
             if outcome is not None and outcome.ok:
-                schema = self._binding.schema
-                schema.check(tensors)  # They may have been reshaped; half of them must not be written.
-                schema.unflatten(region.result[: schema.size], tensors)
+                # They may have been reshaped; half of them must not be written.
+                self._binding.schema.check(tensors)
+                self._binding.averaged.unflatten(region.result, tensors)
 
     def _stepped(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region) -> None:
         with self._lock:

@@ -48,7 +48,7 @@ class Service:
         region = Region.attach(fd, request.values)
         region.close_fd()
         specs = run_specs(request)
-        if any(spec.schema.size > request.values for spec in specs.values()):
+        if any(spec.layout.size > request.values for spec in specs.values()):
             raise Refused(
                 f"the shared memory holds {request.values} values, which is less than the schema has"
             )

@@ -92,9 +92,9 @@ class Session:
         if self._joined is None:
             raise _nothing_to(STEP, self.name)
         agreed = agreed_spec(self._joined, terms, buffers)
-        if self._region is not None and agreed.schema.size > self._region.values:
+        if self._region is not None and agreed.layout.size > self._region.values:
             raise Refused(
-                f"expected shared memory of {agreed.schema.size} values for gradients and buffers, "
+                f"expected shared memory of {agreed.layout.size} values for gradients and buffers, "
                 f"it holds {self._region.values}"
             )
         async with self._joining:
@@ -267,7 +267,7 @@ class Session:
 
     async def _exchange(self, purpose: str, weight: float, timeout: float, state: StateId | None) -> Outcome:
         averager = await self._averager(purpose)
-        region, values = self._region, self._specs[purpose].schema.size
+        region, values = self._region, self._specs[purpose].layout.size
         if region is None:
             return Outcome(ok=False, reason="the run was left before the round began", run=self.name)
         contribution, result = region.contribution[:values], region.result[:values]

@@ -10,11 +10,6 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.messages import JoinRun, TensorRow
 from equipoise.peer.purposes import AVERAGE, STEP, swarm_name
 
-BUFFER_CODECS = ("fp32", "fp16", "bf16")
-"""How buffers may travel. A statistic moves by small steps beside much larger ones, which int8 rounds away every time:
-a running variance over four decades, 300 steps, is then off by 2.5 times its value at the median, and by 2 % at most
-with bf16."""
-
 MAX_DIMENSIONS = 64
 """torch itself stops at 64 dimensions."""
 
@@ -47,14 +42,8 @@ def agreed_spec(spec: RunSpec, terms: Terms, buffers: Sequence[TensorRow]) -> Ru
 
     Raises:
         SpecError: A term, or the number of values, is out of its range.
-        Refused: A buffer's description is not valid, or the codec is too coarse for buffers.
+        Refused: A buffer's description is not valid.
     """
-    kind = spec.codec.partition(":")[0]
-    if buffers and kind not in BUFFER_CODECS:
-        raise Refused(
-            f"buffers do not travel as {kind}, which rounds the small steps of statistics away",
-            f"join with codec {' or '.join(BUFFER_CODECS)}, or leave the buffers out",
-        )
     return RunSpec.create(
         spec.name,
         _schema([*tensor_rows(spec.schema), *buffers]),
@@ -74,9 +63,9 @@ def _schema(rows: Sequence[TensorRow]) -> Schema:
             raise Refused(f"tensor {row.name[:64]!r} of dtype {row.dtype[:64]!r} cannot be averaged")
         if len(row.shape) > MAX_DIMENSIONS or any(size < 0 for size in row.shape):
             raise Refused(f"tensor {row.name[:64]!r} has a shape that is none: {str(row.shape)[:64]}")
-    return Schema(tuple(TensorSpec(row.name, row.shape, row.dtype) for row in rows))
+    return Schema(tuple(TensorSpec(row.name, row.shape, row.dtype, row.buffer) for row in rows))
 
 
 def tensor_rows(schema: Schema) -> tuple[TensorRow, ...]:
     """A schema in the form in which a client sends it to its daemon."""
-    return tuple(TensorRow(spec.name, spec.shape, spec.dtype) for spec in schema.tensors)
+    return tuple(TensorRow(spec.name, spec.shape, spec.dtype, spec.buffer) for spec in schema.tensors)

@@ -87,6 +87,24 @@ def gradient_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
     return Schema(tuple(TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()))
 
 
+def buffer_schema(module: torch.nn.Module) -> Schema:
+    """The schema of a module's buffers as `step` averages them: in fp32, whatever they are."""
+    named = persistent_buffers(module)
+    return Schema(
+        tuple(TensorSpec(name, tuple(tensor.shape), "float32", True) for name, tensor in named.items())
+    )
+
+
+def tensor_schema(tensors: Tensors) -> Schema:
+    """The schema of what `average` exchanges.
+
+    Raises:
+        SchemaError: There are no tensors, or one cannot be averaged; names it.
+    """
+    buffers = persistent_buffers(tensors) if isinstance(tensors, torch.nn.Module) else ()
+    return Schema.of(named_tensors(tensors), buffers)
+
+
 def _module_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **persistent_buffers(module)}
 

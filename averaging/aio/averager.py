@@ -43,7 +43,6 @@ from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState, 
 from equipoise.averaging.ports import Candidate, Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.compression import parse_codec
 
 MATCHMAKING_FRAME = b"M"
 """First byte of the header of every matchmaking frame; a message follows."""
@@ -121,7 +120,6 @@ class Averager:
         self._surroundings = surroundings
         self._mesh = surroundings.mesh
         self._directory = surroundings.directory
-        self._codec = parse_codec(spec.codec)
         self._loop = asyncio.get_running_loop()
         identity = surroundings.identity
         self._keys = Keys(identity.sign, identity.verify)
@@ -174,7 +172,7 @@ class Averager:
             outcome = manifest
         else:
             left = max(timeout - matched, 0.0)
-            task = Task(self.spec, manifest, self._codec, contribution, result, left, self._keys)
+            task = Task(self.spec, manifest, contribution, result, left, self._keys)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
         outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started)
@@ -362,7 +360,7 @@ class Averager:
         return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round)
 
     def _check(self, contribution: torch.Tensor, result: torch.Tensor) -> None:
-        size = self.spec.schema.size
+        size = self.spec.layout.size
         for name, tensor in (("contribution", contribution), ("result", result)):
             if tensor.shape != (size,) or tensor.dtype != torch.float32:
                 raise ValueError(

@@ -21,7 +21,7 @@ from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import ManifestError, Verify
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.spec import MAX_GROUP_SIZE, RunSpec
+from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.image import ImageId, digests_of
 from equipoise.averaging.transfer.mean import (
@@ -32,11 +32,7 @@ from equipoise.averaging.transfer.mean import (
     read_head,
 )
 from equipoise.averaging.transfer.votes import Circle, VotesError, voters
-from equipoise.compression import CodecError, parse_codec
-
-PART_SLACK_BYTES = 64
-"""What a part's encoding takes beyond its share of the whole vector's, rounded up: the scale of a block cut short."""
-
+from equipoise.compression import CodecError
 
 Room = Callable[[], torch.Tensor]
 """Makes room for a mean, f32 [D]. Raises ValueError where there is none."""
@@ -81,10 +77,7 @@ class Wanted:
 
 def most_bytes(spec: RunSpec) -> int:
     """The largest image of a mean of this run."""
-    parts = -(-spec.schema.size // spec.part_values) + MAX_GROUP_SIZE
-    return (
-        parse_codec(spec.codec).encoded_size(spec.schema.size) + parts * PART_SLACK_BYTES + MAX_MANIFEST_BYTES
-    )
+    return spec.layout.encoded_size + MAX_MANIFEST_BYTES
 
 
 async def room(size: int) -> memoryview:
@@ -116,8 +109,9 @@ def decode(
     try:
         manifest.check(verify, spec=spec.hash, group_size=spec.group_size, own=None)
         group = group_of(spec, manifest)
-        codec = parse_codec(spec.codec)
-        parts = cut(payload, [codec.encoded_size(part.size) for part in group.parts])
+        codecs = [spec.layout.codec_of(part) for part in group.parts]
+        sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]
+        parts = cut(payload, sizes)
         mean = EncodedMean(manifest, contributors, parts)
         if mean.before != wanted.after:
             raise MeanError(
@@ -128,7 +122,7 @@ def decode(
         if wanted.circle is not None:
             wanted.circle.check(manifest, wanted.after, voted)
         result = _made(room)
-        for part, encoded in zip(group.parts, parts, strict=True):
+        for codec, part, encoded in zip(codecs, group.parts, parts, strict=True):
             codec.decode(encoded, result[part.start : part.stop])
     except (ManifestError, VotesError, CodecError) as error:
         raise MeanError(str(error)) from error
@@ -153,6 +147,6 @@ def _outcome(mean: EncodedMean, group: Group, digest: bytes, spec: RunSpec) -> O
         contributors={manifest.peers[member]: group.weights[member] for member in counted},
         digest=digest.hex(),
         bytes_received=mean.size,
-        compression_ratio=4 * spec.schema.size / parse_codec(spec.codec).encoded_size(spec.schema.size),
+        compression_ratio=spec.layout.compression_ratio,
         states={join.peer: join.state for join in manifest.members if join.state is not None},
     )

@@ -44,12 +44,11 @@ from equipoise.averaging.allreduce.notary import Keys, Notary
 from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.partition import partition
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.transfer.mean import EncodedMean
 from equipoise.averaging.transfer.votes import Prove
-from equipoise.compression import Codec, CodecError, NonFiniteError
+from equipoise.compression import CodecError, NonFiniteError
 
 WITH_BODY = (wire.Contribution, wire.Mean)
 """The messages that come with values."""
@@ -70,7 +69,6 @@ class Task:
     Attributes:
         spec: The run.
         manifest: The group, already checked.
-        codec: How values travel.
         contribution: f32 [D]; read only.
         result: f32 [D]; holds the mean if the outcome is ok, else undefined.
         timeout: Seconds.
@@ -79,7 +77,6 @@ class Task:
 
     spec: RunSpec
     manifest: Manifest
-    codec: Codec
     contribution: torch.Tensor
     result: torch.Tensor
     timeout: float
@@ -98,7 +95,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> Group:
         names=tuple(join.peer[-SHORT_NAME_CHARS:] for join in members),
         weights=tuple(join.weight for join in members),
         dialable=sum(1 << index for index in leaders),
-        parts=partition(spec.schema.size, fractions, spec.part_values),
+        parts=spec.layout.cut(fractions, spec.part_values),
         first_leader=(convening or leaders)[0],
     )
 
@@ -122,6 +119,7 @@ class Round:
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
+        self._layout = task.spec.layout
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task = task
         self._mesh = mesh
@@ -131,7 +129,7 @@ class Round:
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.index(mesh.peer)
         self._header = ROUND_FRAME + self.id
-        self._store = Store(self.group, self._me, task.codec, task.contribution, task.result, mesh.pool)
+        self._store = Store(self.group, self._me, self._layout, task.contribution, task.result, mesh.pool)
         self._began = self._loop.time()
         self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
         self._notary = Notary(self.id, self._me, self._peers, task.keys)
@@ -325,7 +323,7 @@ class Round:
 
     def _own_fault(self, error: CodecError) -> str:
         if isinstance(error, NonFiniteError):
-            name, index = self._task.spec.schema.locate(error.index)
+            name, index = self._layout.locate(error.index)
             return f"our own tensor {name!r} is not finite at flat index {index}: {error.value}"
         return f"our own values: {error}"
 
@@ -360,9 +358,8 @@ class Round:
         notes = list(self._machine.notes)
         if self._store.clamped:
             notes.append(
-                f"{self._store.clamped} values beyond the range of {self._task.codec.spec} were clamped"
+                f"{self._store.clamped} values beyond the range of {self._task.spec.codec} were clamped"
             )
-        size = self._task.spec.schema.size
         return Outcome(
             ok=ok,
             reason=reason,
@@ -372,7 +369,7 @@ class Round:
             bytes_sent=self._sent,
             bytes_received=self._received,
             seconds={**self._phases, "exchange": self._loop.time() - self._began},
-            compression_ratio=4 * size / self._task.codec.encoded_size(size),
+            compression_ratio=self._layout.compression_ratio,
             states={join.peer: join.state for join in self._task.manifest.members if join.state is not None},
             events=tuple(notes),
         )

@@ -10,7 +10,8 @@ from blake3 import blake3
 from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
-from equipoise.compression import Codec, CodecError, NonFiniteError, unwrapped
+from equipoise.averaging.layout import Layout
+from equipoise.compression import CodecError, NonFiniteError, unwrapped
 
 
 class Store:
@@ -21,7 +22,7 @@ class Store:
     Args:
         group: The round.
         me: This member's index.
-        codec: How values travel.
+        layout: Which codec carries which part.
         contribution: f32 [D], this member's values; read only.
         result: f32 [D], takes the mean, part by part as it comes: undefined until the round has succeeded.
         pool: Lends the memory.
@@ -31,7 +32,7 @@ class Store:
         self,
         group: Group,
         me: int,
-        codec: Codec,
+        layout: Layout,
         contribution: torch.Tensor,
         result: torch.Tensor,
         pool: BufferPool,
@@ -40,12 +41,13 @@ class Store:
         self._pool = pool
         self._group = group
         self._me = me
-        self._codec = codec
         self._contribution = unwrapped(contribution)
         self._result = unwrapped(result)
         self._counts = [part.stop - part.start for part in group.parts]
-        sizes = {count: codec.encoded_size(count) for count in set(self._counts)}
-        self._sizes = [sizes[count] for count in self._counts]
+        self._codecs = [layout.codec_of(part) for part in group.parts]
+        self._sizes = [
+            codec.encoded_size(count) for codec, count in zip(self._codecs, self._counts, strict=True)
+        ]
         self._kept: list[dict[int, memoryview]] = [{} for _ in group.parts]
         self._shares: tuple[int, list[float]] = (0, [])
         self._means: dict[int, tuple[int, memoryview]] = {}
@@ -67,7 +69,7 @@ class Store:
         where = self._group.parts[part]
         payload = self._pool.take(self._sizes[part])
         try:
-            report = self._codec.encode(self._contribution[where.start : where.stop], payload)
+            report = self._codecs[part].encode(self._contribution[where.start : where.stop], payload)
         except NonFiniteError as error:
             raise self._located(part, error) from None
         self.clamped += report.clamped
@@ -79,7 +81,7 @@ class Store:
         Raises:
             CodecError: It does not decode to finite values.
         """
-        self._codec.check(payload, self._counts[part])
+        self._codecs[part].check(payload, self._counts[part])
         self._kept[part][member] = payload
 
     def keep_mean(self, part: int, contributors: int, payload: memoryview) -> bytes:
@@ -91,10 +93,10 @@ class Store:
         where = self._group.parts[part]
         out = self._result[where.start : where.stop]
         try:
-            self._codec.decode(payload, out)
+            self._codecs[part].decode(payload, out)
         except CodecError:
             if part in self._means:  # A later decision may return to it.
-                self._codec.decode(self._means[part][1], out)
+                self._codecs[part].decode(self._means[part][1], out)
             raise
         self._means[part] = (contributors, payload)
         return blake3(payload).digest()
@@ -125,7 +127,7 @@ class Store:
         mean = self._pool.take(self._sizes[part])
         own, out = self._contribution[where.start : where.stop], self._result[where.start : where.stop]
         try:
-            report = self._codec.reduce(payloads, weights, own, mean, out)
+            report = self._codecs[part].reduce(payloads, weights, own, mean, out)
         except NonFiniteError as error:
             raise self._located(part, error) from None
         self.clamped += report.clamped

@@ -141,8 +141,8 @@ class Transfer:
 
     @property
     def values(self) -> int:
-        """Of a mean of this run."""
-        return self._spec.schema.size
+        """Of a mean of this run, padding included."""
+        return self._spec.layout.size
 
     @property
     def standing(self) -> str:

@@ -219,6 +219,8 @@ class Keeper:
 def subject_of(run: TrainingRun) -> Subject:
     """Whose state the run's checkpoints hold: its terms, and its model."""
     schema = run.schema
-    layout = blake3(msgspec.json.encode(schema)).hexdigest()
+    # Of what a checkpoint holds; how tensors travel is no concern of it.
+    described = [{"name": one.name, "shape": one.shape, "dtype": one.dtype} for one in schema.tensors]
+    layout = blake3(msgspec.json.encode({"tensors": described})).hexdigest()
     model = f"{len(schema.tensors)} tensors, {schema.size} values, layout {layout[:16]}"
     return Subject(run.name, {"model": model, **run.terms})

@@ -72,7 +72,7 @@ async def joined(cluster: Cluster, spec: RunSpec, names: Sequence[str]) -> list[
 
 async def together(runs: Sequence[Averager]) -> list[Outcome]:
     """One round, the contents of which do not matter."""
-    size = runs[0].spec.schema.size
+    size = runs[0].spec.layout.size
     return await asyncio.gather(
         *(run.average(torch.ones(size), torch.zeros(size), 1.0, 20.0) for run in runs)
     )
@@ -80,7 +80,7 @@ async def together(runs: Sequence[Averager]) -> list[Outcome]:
 
 async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], timeout: float = 20.0):
     """One round of all named peers; returns (contributions, results, outcomes) by name."""
-    size = spec.schema.size
+    size = spec.layout.size
     values = {
         name: torch.randn(size, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(weights)
     }

@@ -281,7 +281,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
 def test_who_receives_one_checks_its_votes_whatever_the_donor_did() -> None:
     mean, proof = mean_of("ab", BEFORE, votes="a")
     wanted = Wanted(SPEC, BEFORE, Circle().begun(mean.manifest, "b"))
-    image, room = memoryview(mean.image()), lambda: torch.empty(SPEC.schema.size)
+    image, room = memoryview(mean.image()), lambda: torch.empty(SPEC.layout.size)
     with pytest.raises(MeanError, match="more than half of its round's 2 members, 1 signed"):
         keeping.decode(image, wanted, [proof], FakeIdentity("b").verify, room)
     _, both = mean_of("ab", BEFORE)

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from equipoise.averaging.schema import Schema, SchemaError, tensors_by_name
 
@@ -14,27 +12,6 @@ def tensors() -> dict[str, torch.Tensor]:
         "bias": torch.tensor([7.0, 8.0], dtype=torch.float64),
         "half": torch.tensor(0.5, dtype=torch.bfloat16),
     }
-
-
-def test_flatten_and_unflatten_are_inverse() -> None:
-    schema = Schema.of(tensors())
-    flat = torch.empty(schema.size)
-    schema.flatten(tensors(), flat)
-    assert flat.tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 0.5]
-    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
-    schema.unflatten(flat, targets)
-    for name, tensor in tensors().items():
-        assert torch.equal(targets[name], tensor)
-
-
-def test_flatten_reads_strided_tensors_and_unflatten_writes_them_in_place() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    schema = Schema.of({"columns": base.t()})
-    flat = torch.empty(12)
-    schema.flatten({"columns": base.t()}, flat)
-    assert torch.equal(flat, base.t().reshape(-1))
-    schema.unflatten(torch.zeros(12), {"columns": base.t()})
-    assert not base.any()
 
 
 @pytest.mark.parametrize(
@@ -57,14 +34,6 @@ def test_check_names_a_missing_tensor() -> None:
         Schema.of(tensors()).check(partial)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e300])
-def test_what_fp32_cannot_hold_is_refused_by_name(value: float) -> None:
-    poisoned = tensors()
-    poisoned["bias"][1] = value
-    with pytest.raises(SchemaError, match=r"tensor 'bias' holds .* at flat index 1: "):
-        Schema.of(tensors()).flatten(poisoned, torch.empty(9))
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -82,12 +51,3 @@ def test_what_cannot_be_averaged_is_refused(bad: dict, message: str) -> None:
 
 def test_a_list_is_named_by_its_indices() -> None:
     assert list(tensors_by_name([torch.zeros(1), torch.ones(1)])) == ["0", "1"]
-
-
-@given(st.lists(st.lists(st.integers(0, 4), max_size=3), min_size=1, max_size=6))
-def test_slices_cover_the_vector_in_order(shapes: list[list[int]]) -> None:
-    schema = Schema.of({str(i): torch.zeros(shape) for i, shape in enumerate(shapes)})
-    ends = [where.stop for _, where in schema.slices()]
-    starts = [where.start for _, where in schema.slices()]
-    assert starts == [0, *ends[:-1]]
-    assert ends[-1] == schema.size

@@ -9,7 +9,8 @@ from blake3 import blake3
 from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.aio.store import Store
 from equipoise.averaging.allreduce.events import Group
-from equipoise.averaging.partition import partition
+from equipoise.averaging.layout import Layout
+from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.compression import Codec, CodecError, NonFiniteError, parse_codec
 
 SIZE, MEMBERS, ME, EVERYBODY = 5000, 3, 1, 0b111
@@ -19,8 +20,12 @@ codecs = pytest.mark.parametrize("codec", [parse_codec(spec) for spec in ("fp32"
 
 
 def group() -> Group:
-    parts = partition(SIZE, [1.0] * MEMBERS, 1024)
+    parts = layout(parse_codec("fp32")).cut([1.0] * MEMBERS, 1024)
     return Group(b"r" * 16, ("a", "b", "c"), WEIGHTS, EVERYBODY, parts, 0)
+
+
+def layout(codec: Codec) -> Layout:
+    return Layout(Schema((TensorSpec("w", (SIZE,), "float32"),)), codec)
 
 
 def values_of(member: int) -> torch.Tensor:
@@ -29,7 +34,7 @@ def values_of(member: int) -> torch.Tensor:
 
 def store_of(codec: Codec, member: int, pool: BufferPool | None = None) -> tuple[Store, torch.Tensor]:
     result = torch.zeros(SIZE)
-    return Store(group(), member, codec, values_of(member), result, pool or BufferPool()), result
+    return Store(group(), member, layout(codec), values_of(member), result, pool or BufferPool()), result
 
 
 def received(store: Store, part: int, payload: memoryview) -> memoryview:
@@ -110,7 +115,7 @@ def test_our_own_fault_is_named_by_its_place_in_the_whole_vector(codec: Codec) -
     part = len(group().parts) - 1
     index = group().parts[part].start + 17
     contribution[index] = torch.nan
-    store = Store(group(), ME, codec, contribution, torch.zeros(SIZE), BufferPool())
+    store = Store(group(), ME, layout(codec), contribution, torch.zeros(SIZE), BufferPool())
     for call in (lambda: store.encode(part), lambda: store.reduce(part, 1 << ME)):
         with pytest.raises(NonFiniteError, match=f"value {index} of {SIZE} is nan") as caught:
             call()

@@ -35,9 +35,9 @@ def together(*calls: Callable[[], T]) -> list[T]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-def join_all(peers: list[Client], tensors: list[Any], name: str = "digits") -> list[Any]:
+def join_all(peers: list[Client], tensors: list[Any], name: str = "digits", **options: Any) -> list[Any]:
     """One run per peer, once each knows of all the others."""
-    runs = [peer.join(name, own, **OPTIONS) for peer, own in zip(peers, tensors, strict=True)]
+    runs = [peer.join(name, own, **{**OPTIONS, **options}) for peer, own in zip(peers, tensors, strict=True)]
     others = len(peers) - 1
     for run in runs:
         eventually(lambda run=run: run.state == Idle(peers=others), f"{others} other peers", 60.0)
@@ -79,6 +79,23 @@ class RunContract:
             torch.testing.assert_close(model[0].weight.detach(), weight.detach())
             torch.testing.assert_close(model[1].running_mean, expected)
         assert [float(half[0][0]) for half in halves] == [0.5, 0.5]
+
+    def test_small_tensors_are_exact_beside_large_values_in_int8(self, peers: Peers) -> None:
+        tensors = []
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            large = [torch.randn(1000, generator=generator) for _ in range(2)]
+            tensors.append([large[0], torch.tensor(1e-3), torch.full((10,), 1e-3 * (1 + seed)), large[1]])
+        sums = [(one + other) / 2 for one, other in zip(*tensors, strict=True)]
+        runs = join_all(peers(2), tensors, codec="int8")
+
+        outcomes = together(*(lambda run=run: run.average(timeout=SOON) for run in runs))
+
+        assert all(outcome.ok for outcome in outcomes), outcomes
+        for own in tensors:
+            torch.testing.assert_close(own[1:3], sums[1:3], rtol=1e-6, atol=0.0)
+            for at in (0, 3):
+                assert float((own[at] - sums[at]).abs().max()) < 0.05
 
     def test_alone_a_round_fails_in_time_and_changes_nothing(self, peers: Peers) -> None:
         (peer,) = peers(1)

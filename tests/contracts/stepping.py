@@ -120,14 +120,23 @@ class SteppingContract:
         with pytest.raises(Refused, match="was left"):
             run.agree({})
 
-    def test_buffers_do_not_travel_in_a_codec_that_would_ruin_them(self, peers: Peers) -> None:
-        (peer,) = peers(1)
-        run = peer.join("digits", torch.nn.BatchNorm1d(2), **{**OPTIONS, "codec": "int8"})
-        with pytest.raises(
-            Refused, match=r"buffers do not travel as int8, .*; join with codec fp32 or fp16 or bf16"
-        ):
-            run.agree({}, buffers=True)
-        run.agree({})
+    def test_buffers_travel_in_fp32_whatever_the_codec(self, peers: Peers) -> None:
+        means, clients = [], peers(2)
+        for codec in ("fp32", "int8"):
+            models: list[Any] = [torch.nn.BatchNorm1d(400) for _ in range(2)]
+            runs = join_all(clients, models, f"norms in {codec}", codec=codec)
+            for index, (run, model) in enumerate(zip(runs, models, strict=True)):
+                run.agree({}, buffers=True)
+                generator = torch.Generator().manual_seed(index)
+                decades = torch.linspace(-3, 1, 400) + torch.randn(400, generator=generator) / 100
+                model.running_var.copy_(10**decades)
+                run.accumulate({"weight": torch.ones(400), "bias": None}, weight=1 + index)
+            eventually(lambda runs=runs: all(run.progress().swarm == 3.0 for run in runs), "each other")
+            outcomes = together(*(lambda run=run: run.step(SOON) for run in runs))
+            assert all(outcome.ok for outcome in outcomes), outcomes
+            assert torch.equal(models[0].running_var, models[1].running_var)
+            means.append(models[0].running_var)
+        torch.testing.assert_close(means[1], means[0], rtol=1e-6, atol=1e-6)
 
     def test_whoever_comes_with_other_terms_hears_which_and_turns_nobody_away(self, peers: Peers) -> None:
         clients = peers(2)

@@ -44,7 +44,7 @@ from equipoise.dht.swarm import Swarm as Membership
 from equipoise.dht.swarm import SwarmOptions
 from equipoise.peer import Run, connect
 from equipoise.peer.assembly import Signer
-from equipoise.peer.binding import Binding
+from equipoise.peer.tensors import tensor_schema
 from fakes.alterations import ALTERATIONS
 
 pytestmark = pytest.mark.timeout(120)
@@ -104,7 +104,7 @@ async def _attack(victim: DaemonProcess, run: Run, tensor: torch.Tensor, layer: 
     await member.start()
     try:
         hub = Hub(member.transport, member.directory, Signer(member.identity), direct=member.direct)
-        spec = RunSpec.create("digits", Binding([tensor]).schema, **OPTIONS)
+        spec = RunSpec.create("digits", tensor_schema([tensor]), **OPTIONS)
         averager = await hub.join(spec)
         pending = run.average(timeout=60, wait=False)
         outcome = await averager.average(torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)

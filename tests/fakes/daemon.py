@@ -230,7 +230,7 @@ class FakeTransfer:
 
     @property
     def values(self) -> int:
-        return self._spec.schema.size
+        return self._spec.layout.size
 
     async def recover(
         self,

@@ -16,7 +16,6 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.mean import EncodedMean
-from equipoise.compression import parse_codec
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 
@@ -25,7 +24,7 @@ async def rounds(
     cluster: Cluster, names: str, state: StateId, spec: RunSpec = SPEC
 ) -> list[tuple[Outcome, torch.Tensor]]:
     """One round of these peers, who hold that state; what each has of it."""
-    size = spec.schema.size
+    size = spec.layout.size
 
     async def one(name: str) -> tuple[Outcome, torch.Tensor]:
         result = torch.empty(size)
@@ -76,8 +75,9 @@ def round_of(
 def mean_of(names: str, state: StateId, votes: str = "", spec: RunSpec = SPEC) -> tuple[EncodedMean, Commit]:
     """What these peers came to by themselves in such a round, and the votes of all of them, or of some."""
     manifest = round_of(names, state, spec)
-    codec, parts = parse_codec(spec.codec), []
+    parts = []
     for part in group_of(spec, manifest).parts:
+        codec = spec.layout.codec_of(part)
         parts.append(memoryview(bytearray(codec.encoded_size(part.size))))
         codec.encode(torch.full((part.size,), float(len(names))), parts[-1])
     everyone = (1 << len(names)) - 1

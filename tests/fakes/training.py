@@ -190,15 +190,17 @@ class FakeSwarm:
     def _exchange(self, group: Mapping[str, FakeRun]) -> tuple[Outcome, torch.Tensor]:
         """The weighted mean, as the codec has it: the same bytes for all."""
         weights = {peer: run.weight for peer, run in group.items() if run.weight > 0}
-        size = next(iter(group.values())).size
-        total = torch.zeros(size)
-        payload = torch.empty(self.codec.encoded_size(size), dtype=torch.uint8)
-        for peer, weight in weights.items():
-            self.codec.encode(group[peer].contribution, payload)
-            self.codec.accumulate(payload, weight, total)
-        self.codec.encode(total / torch.tensor(sum(weights.values()), dtype=torch.float32), payload)
-        mean = torch.empty(size)
-        self.codec.decode(payload, mean)
+        layout = next(iter(group.values()))._binding.stepping
+        mean, payloads = torch.zeros(layout.size), []
+        for part in layout.cut([1.0], max(layout.size, 1)):
+            codec, out = layout.codec_of(part), mean[part.start : part.stop]
+            payloads.append(torch.empty(codec.encoded_size(part.size), dtype=torch.uint8))
+            for peer, weight in weights.items():
+                codec.encode(group[peer].contribution[part.start : part.stop], payloads[-1])
+                codec.accumulate(payloads[-1], weight, out)
+            codec.encode(out / torch.tensor(sum(weights.values()), dtype=torch.float32), payloads[-1])
+            codec.decode(payloads[-1], out)
+        payload = torch.cat(payloads)
         if self.spoils(self.rounds):
             mean[0] = torch.inf
         sent = 2 * len(payload) * (len(group) - 1) // len(group)
@@ -224,7 +226,7 @@ class FakeRun(Run):
 
     def __init__(self, swarm: FakeSwarm, peer: str, name: str, tensors: Tensors) -> None:
         self.swarm, self.peer_name = swarm, peer
-        binding = Binding(tensors)
+        binding = Binding(tensors, swarm.codec)
         link: Any = SimpleNamespace(
             welcome=SimpleNamespace(peer_id=peer, home=""), start=self._start_request, ask=self._ask_request
         )
@@ -257,7 +259,7 @@ class FakeRun(Run):
 
     @property
     def size(self) -> int:
-        return self._binding.gradients.size + self._binding.buffers.size
+        return self._binding.stepping.size
 
     def others(self) -> list[FakeRun]:
         members = self.swarm.runs.get(self.key, {})

@@ -27,6 +27,44 @@ def test_all_peers_end_alike_under_every_codec(codec: str) -> None:
     assert difference(trainers[0].named(), dict(network().named_parameters())) > 0.01
 
 
+class Tempered(nn.Module):
+    """A classifier whose temperature is learnt: a scalar with a gradient far smaller than those of the weights."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.classes = nn.Linear(12, 30)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.classes(rows) * (1 + 1e-3 * self.temperature)
+
+
+class TemperedTrainer(Trainer):
+    def __init__(self, swarm: FakeSwarm, index: int, epochs: int, seed: int) -> None:
+        super().__init__(swarm, index, epochs, target_batch_size=2 * SAMPLES)
+        self.model, self.seed = Tempered(seed), seed
+
+    def backward(self) -> None:
+        generator = torch.Generator().manual_seed(1000 * self.seed + 100 * self.index + self.calls)
+        rows = 10 * torch.randn(SAMPLES, 12, generator=generator)
+        nn.functional.cross_entropy(self.model(rows), rows[:, :10].argmax(1)).backward()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_learnt_temperature_trains_in_int8_as_in_fp32(seed: int) -> None:
+    temperatures = []
+    for codec in ("fp32", "int8"):
+        swarm = FakeSwarm(codec)
+        trainers = [TemperedTrainer(swarm, index, 30, seed).begin() for index in range(2)]
+        swarm.run()
+        assert_alike(trainers)
+        temperatures.append(float(trainers[0].model.temperature.detach()))
+    moved = [temperature - 1.0 for temperature in temperatures]
+    assert abs(moved[0]) > 0.05
+    assert moved[1] == pytest.approx(moved[0], rel=0.1)
+
+
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_peers_together_come_to_what_one_process_does_with_the_whole_batch(
     fake: FakeSwarm, clip: float | None
