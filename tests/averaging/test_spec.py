@@ -55,6 +55,7 @@ def test_terms_have_no_order() -> None:
         ({"strategy": "ring"}, "unknown strategy 'ring': expected one of allreduce"),
         ({"group_size": 1}, "a group size of 2 to 64, got 1"),
         ({"part_values": 1000}, "a multiple of 256"),
+        ({"part_values": 1024, "codec": "int8:block=4096"}, "a multiple of 4096"),
         ({"terms": {"": "1"}}, "a term of 1 to 64 characters of printable ASCII, got ''"),
         ({"terms": {"x" * 65: "1"}}, "a term of 1 to 64"),
         ({"terms": {"clip": "\x1b[2J"}}, "term 'clip': expected at most 256 characters of printable ASCII"),
