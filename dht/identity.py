@@ -150,10 +150,11 @@ def _read_private(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise IdentityError(f"identity file {path}: expected a regular file")
+            raise IdentityError(f"identity file {path}: expected a regular file; look at it and remove it")
         if status.st_uid != os.geteuid():
             raise IdentityError(
-                f"identity file {path}: owned by uid {status.st_uid}, expected {os.geteuid()}"
+                f"identity file {path}: owned by uid {status.st_uid}, expected {os.geteuid()}; "
+                f"run chown {os.geteuid()} {path}"
             )
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
