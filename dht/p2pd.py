@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import importlib.util
 import os
 import signal
@@ -200,10 +201,16 @@ def check_free(address: ListenAddress) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ListenError(
-            f"cannot listen on {address.text}: {reason}; choose another with --listen"
-        ) from None
+        raise listen_error(address, error, "--listen") from None
+
+
+def listen_error(address: ListenAddress, error: OSError, option: str) -> ListenError:
+    """The error that says why `address` cannot be listened on, and what to give with `option`."""
+    hint = {
+        errno.EADDRNOTAVAIL: f"give an address of this machine with {option}, or all of them as /ip4/0.0.0.0/tcp/0",
+        errno.EACCES: f"ports below 1024 need root: choose a higher one with {option}",
+    }.get(error.errno or 0, f"choose another with {option}")
+    return ListenError(f"cannot listen on {address.text}: {error.strerror or error}; {hint}")
 
 
 def _binary() -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.direct.sockets import prepare
-from equipoise.dht.p2pd import ListenError
+from equipoise.dht.p2pd import ListenError, listen_error
 from equipoise.dht.ports import with_port
 
 BACKLOG = 128
@@ -102,10 +102,7 @@ def _listen(address: ListenAddress) -> socket.socket:
         listening.listen(BACKLOG)
     except OSError as error:
         listening.close()
-        reason = error.strerror or str(error)
-        raise ListenError(
-            f"cannot listen on {address.text} for direct channels: {reason}; choose another with --direct-listen"
-        ) from None
+        raise listen_error(address, error, "--direct-listen") from None
     return listening
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -13,8 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from equipoise.dht.address import ListenAddress
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from equipoise.dht.p2pd import ListenError, P2pd, P2pdError, P2pdOptions, check_free
 from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
 
 DAEMON = textwrap.dedent(
@@ -123,3 +125,17 @@ def test_runtime_directories_of_the_dead_are_swept(
     assert not dead.exists()
     assert alive.exists()
     assert made.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("host", "hint"),
+    [
+        ("192.0.2.7", "give an address of this machine with --listen"),
+        ("127.0.0.1", "choose another with --listen"),
+    ],
+)
+def test_an_address_that_cannot_be_listened_on_says_what_to_give(host: str, hint: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ListenError, match=f"cannot listen on /ip4/{host}/tcp/{port}: .*; {hint}"):
+            check_free(ListenAddress(f"/ip4/{host}/tcp/{port}", host, port))
