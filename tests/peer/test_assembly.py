@@ -45,7 +45,7 @@ async def test_a_key_that_cannot_be_written_names_the_path_and_the_next_step(
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(identity.os, "fsync", full)
+    monkeypatch.setattr("equipoise.dht.identity.os.fsync", full)
 
     error = await refusal(tmp_path)
 
