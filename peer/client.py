@@ -191,7 +191,7 @@ class Client:
         if self._reopen is None:
             log.warning("%s; this script goes on without", reason)
             return
-        log.warning("%s; this script goes on without, and connects when one is back: %s", reason, hint)
+        log.warning("%s; this script goes on without, and connects when one is back; %s", reason, hint)
         threading.Thread(target=self._reconnect, name="equipoise-reconnect", daemon=True).start()
 
     def _reconnect(self) -> None:

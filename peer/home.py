@@ -32,11 +32,16 @@ POLL_SECONDS = 0.05
 
 
 class Home:
-    """A locked home: only one exists per directory, in all processes, until `release`."""
+    """A locked home: only one exists per directory, in all processes, until `release`.
+
+    Attributes:
+        path: The directory.
+        descriptor: Holds the lock, which a process that is started with it inherits.
+    """
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
-        self._lock = lock
+        self.descriptor = lock
 
     @classmethod
     def take(cls, path: Path) -> Self:
@@ -48,6 +53,18 @@ class Home:
         """
         _prepare(path)
         return cls(path, _lock(path))
+
+    @classmethod
+    def inherit(cls, path: Path, lock: int) -> Self:
+        """Take over a home that the process which started this one has locked, by its descriptor."""
+        os.set_inheritable(lock, False)
+        _write_pid(lock)
+        return cls(path, lock)
+
+    def hand_over(self) -> None:
+        """Let go of a home that another process has inherited."""
+        os.close(self.descriptor)
+        self.descriptor = -1
 
     @property
     def log(self) -> Path:
@@ -76,12 +93,12 @@ class Home:
 
     def release(self) -> None:
         """Remove socket and pid file and unlock; idempotent."""
-        if self._lock < 0:
+        if self.descriptor < 0:
             return
         (self.path / SOCKET_FILE).unlink(missing_ok=True)
         (self.path / PID_FILE).unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = -1
+        os.close(self.descriptor)
+        self.descriptor = -1
 
 
 def wait_until_free(path: Path, seconds: float) -> bool:
@@ -214,8 +231,7 @@ def _open_and_lock(path: Path) -> int:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still(path / PID_FILE, lock):
-                os.ftruncate(lock, 0)
-                os.write(lock, f"{os.getpid()}\n".encode())
+                _write_pid(lock)
                 return lock
             os.close(lock)  # Its former owner removed it between our open and our lock.
         except BlockingIOError:
@@ -233,6 +249,11 @@ def _open_and_lock(path: Path) -> int:
         except OSError:
             os.close(lock)
             raise
+
+
+def _write_pid(lock: int) -> None:
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
 
 
 def _is_free(path: Path) -> bool:

@@ -19,8 +19,9 @@ from equipoise.peer.config import load
 def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
     """Run a daemon and your training script together.
 
-    The script finds the daemon by itself: `connect()` in it needs no argument. The daemon stops when the script ends;
-    the script's exit status is passed on, and signals reach it.
+    The script finds the daemon by itself: `connect()` in it needs no argument. The daemon stops when the script ends,
+    and is started again if it ends before, unless by `equipoise stop`. The script's exit status is passed on, and
+    signals reach it.
 
     \b
     equipoise launch --join ADDRESS -- python train.py --epochs 3
@@ -32,6 +33,6 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
     if shutil.which(command[0]) is None:
         raise click.UsageError(f"cannot find the command {command[0]!r}")
     loaded = load(flags)
-    from equipoise.peer.foreground import launch as run
+    from equipoise.peer.launching import launch as run
 
     sys.exit(run(loaded, command, resume))

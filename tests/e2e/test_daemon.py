@@ -378,6 +378,48 @@ def test_launch_passes_signals_on(swarm: Swarm) -> None:
     assert "Traceback" not in launched.errors
 
 
+def test_launch_starts_a_daemon_again_that_was_killed(swarm: Swarm) -> None:
+    code = (
+        "import torch; from equipoise.peer import connect\n"
+        "with connect() as peer, peer.join('digits', [torch.ones(1)]) as run:\n"
+        "    first = peer.status().pid; print(first, flush=True)\n"
+        "    while peer.lost or peer.status().pid == first:\n"
+        "        run.average(timeout=0.2)\n"
+        "    print(peer.status().runs[0].name)"
+    )
+    home = str(swarm.folder / "home")
+    launched = swarm.command("launch", "--home", home, *LOCAL, "--", sys.executable, "-c", code)
+    eventually(lambda: launched.output.endswith("\n"), "the daemon", 60.0)
+
+    os.kill(int(launched.output), signal.SIGKILL)
+
+    assert launched.wait() == 0, launched.errors
+    assert launched.output.splitlines()[1] == "digits"
+    assert "was ended by SIGKILL; it is started again in 1 s" in launched.errors
+    (said,) = [line for line in launched.errors.splitlines() if "this script goes on without" in line]
+    assert f"the daemon on {home} (process {launched.output.split()[0]}) has ended without a word" in said
+    assert "Traceback" not in launched.errors
+    assert not (swarm.folder / "home" / "daemon.pid").exists()
+
+
+def test_launch_leaves_a_daemon_alone_that_was_stopped(swarm: Swarm) -> None:
+    code = (
+        "import time; from equipoise.peer import connect\n"
+        "with connect() as peer:\n"
+        "    print('up', flush=True)\n"
+        "    while not peer.lost: time.sleep(0.05)\n"
+        "    print(peer.lost)"
+    )
+    home = str(swarm.folder / "home")
+    launched = swarm.command("launch", "--home", home, *LOCAL, "--", sys.executable, "-c", code)
+    eventually(lambda: launched.output, "the daemon", 60.0)
+
+    assert swarm.command("stop", "--home", home).wait() == 0
+    assert launched.wait() == 0, launched.errors
+    assert "it was stopped (asked by " in launched.output
+    assert "the daemon was stopped; the script goes on without" in launched.errors
+
+
 def test_launch_ends_the_script_whose_daemon_cannot_start(swarm: Swarm) -> None:
     code = "from equipoise.peer import connect\nprint('up', flush=True)\nconnect()"
     with socket.socket() as taken:

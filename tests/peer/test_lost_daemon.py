@@ -101,7 +101,7 @@ def test_rounds_fail_with_the_cause_and_succeed_when_a_daemon_is_back(
     torch.testing.assert_close(runs[0].mean["0"], torch.full((2,), 3.0))
     assert machines[0].client.status().clients == 1
     assert warnings(caplog) == [
-        f"{reason.partition(';')[0]}; this script goes on without, and connects when one is back: "
+        f"{reason.partition(';')[0]}; this script goes on without, and connects when one is back; "
         f"start it with: equipoise daemon --home {machines[0].home}"
     ]
 

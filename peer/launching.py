@@ -1,0 +1,241 @@
+"""A training script and its daemon side by side, each a process of its own: `equipoise launch`.
+
+The daemon is started again where it ends before the script: the script goes on meanwhile and connects by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
+from equipoise.peer.errors import EquipoiseError, HomeBusy
+from equipoise.peer.foreground import exit_at_once, load_daemon, on_signals, run_loop, start_daemon
+from equipoise.peer.home import Home
+
+if TYPE_CHECKING:
+    from equipoise.peer.daemon import Daemon
+
+END_SECONDS = 5.0
+"""What a script has to clean up in, where its daemon cannot start."""
+
+STOP_SECONDS = 30.0
+"""More than all parts of a daemon may take to stop; then it is killed."""
+
+FIRST_PAUSE = 1.0
+"""Seconds until a daemon that has ended is started again; twice as many after each end in a row."""
+
+MAX_PAUSE = 60.0
+"""Longest of them. A daemon that has served for so long has not ended in a row with the one before."""
+
+MAX_RESTARTS = 10
+"""Restarts in a row of a daemon that ends again and again; then the script goes on without."""
+
+CODE = "from equipoise.peer.launching import serve_launched; serve_launched()"
+
+
+class Given(msgspec.Struct, frozen=True):
+    """What a launched daemon is told on its standard input, which stays open as long as the launch lives.
+
+    Attributes:
+        loaded: Its configuration.
+        lock: Descriptor of its home's lock.
+    """
+
+    loaded: Loaded
+    lock: int
+
+
+def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
+    """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
+
+    The command is started first, so that both load their libraries at the same time; its `connect` waits for the daemon
+    that has taken the home.
+
+    Args:
+        loaded: The daemon's configuration.
+        command: What to run.
+        resume: Whether the script is told, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
+
+    Returns:
+        The command's exit status; 128 and the number of the signal that ended it; or the daemon's, if that cannot
+        start.
+
+    Raises:
+        EquipoiseError: The home cannot be used, or the command cannot start.
+    """
+    environment = {**os.environ, HOME_ENV: loaded.config.home}
+    if resume:
+        environment[RESUME_ENV] = "1"
+    return run_loop(_launch(loaded, command, environment))
+
+
+def serve_launched() -> None:
+    """Run a launched daemon until it is asked to stop, or the launch has gone; exits."""
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Given)
+    home = Home.inherit(Path(given.loaded.config.home), given.lock)
+    try:
+        run_loop(_serve(load_daemon(given.loaded, sys.stderr, home)))
+    except EquipoiseError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_status)
+
+
+async def _serve(daemon: Daemon) -> int:
+    def asked(number: signal.Signals) -> None:
+        daemon.request_stop("its script has ended")
+
+    def heard() -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            loop.remove_reader(sys.stdin.fileno())
+            daemon.request_stop("its launch has ended")
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), heard)
+    with on_signals(asked, forced=exit_at_once):
+        await start_daemon(daemon)
+        try:
+            await daemon.serve()
+        finally:
+            await daemon.stop()
+    return 0
+
+
+class Keeper:
+    """Keeps a daemon running on a home for as long as the script runs."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self._loaded = loaded
+        self._process: asyncio.subprocess.Process | None = None
+        self._home = Path(loaded.config.home)
+
+    async def start(self, home: Home) -> None:
+        """Start a daemon on a home that is locked, and hand it over."""
+        # In a session of its own, since Ctrl-C would reach it before the script is through.
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", CODE),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.stderr,
+            pass_fds=(home.descriptor,),
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None, "a pipe"
+        self._process.stdin.write(msgspec.json.encode(Given(self._loaded, home.descriptor)) + b"\n")
+        home.hand_over()
+
+    async def keep(self) -> int:
+        """Start the daemon again whenever it ends; returns its exit status when it shall not be."""
+        pause, restarts = FIRST_PAUSE, 0
+        while True:
+            assert self._process is not None, "started"
+            began = time.monotonic()
+            status = await self._process.wait()
+            if time.monotonic() - began >= MAX_PAUSE:
+                pause, restarts = FIRST_PAUSE, 0
+            if status == 0:
+                _say("the daemon was stopped; the script goes on without")
+                return status
+            if status > 0 and restarts == 0 and time.monotonic() - began < MAX_PAUSE:
+                return status  # It could not start, and has said why.
+            if restarts == MAX_RESTARTS:
+                _say(f"the daemon has ended {restarts} times in a row; the script goes on without")
+                return 0
+            _say(
+                f"the daemon (process {self._process.pid}) {_how(status)}; it is started again in {pause:g} s"
+            )
+            await asyncio.sleep(pause)
+            pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1
+            try:
+                await self.start(Home.take(self._home))
+            except EquipoiseError as error:
+                _say(f"it is not started again: {error}")
+                return 0
+
+    async def stop(self) -> None:
+        """Stop the daemon, and leave its home as it does itself where it had no time to."""
+        assert self._process is not None, "started"
+        if self._process.returncode is None:
+            _send(self._process, signal.SIGTERM)
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
+            except TimeoutError:
+                _send(self._process, signal.SIGKILL)
+                await self._process.wait()
+        with contextlib.suppress(HomeBusy):  # Somebody else has started one there.
+            Home.take(self._home).release()
+
+
+async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    home = Home.take(Path(loaded.config.home))
+    try:
+        script = await asyncio.create_subprocess_exec(*command, env=environment)
+    except OSError as error:
+        home.release()
+        raise EquipoiseError(
+            f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
+        ) from error
+    keeper = Keeper(loaded)
+    with on_signals(partial(_forward, script), forced=partial(_kill, script)):
+        await keeper.start(home)
+        ended = asyncio.create_task(script.wait())
+        keeping = asyncio.create_task(keeper.keep())
+        await asyncio.wait({ended, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        failed = keeping.result() if keeping.done() else 0
+        if failed:
+            await _end(script)
+        status = await ended
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    await keeper.stop()
+    return failed or (status if status >= 0 else 128 - status)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # The terminal may have gone.
+        print(f"launch: {line}", file=sys.stderr, flush=True)
+
+
+def _how(status: int) -> str:
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+
+
+async def _end(child: asyncio.subprocess.Process) -> None:
+    """End a script whose daemon could not start."""
+    _send(child, signal.SIGTERM)
+    try:
+        await asyncio.wait_for(child.wait(), END_SECONDS)
+    except TimeoutError:
+        _send(child, signal.SIGKILL)
+
+
+def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    # Ctrl-C reaches every process of the terminal's foreground group; twice would interrupt the script's clean-up.
+    if number == signal.SIGINT and _in_foreground():
+        return
+    _send(child, number)
+
+
+def _kill(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    _send(child, signal.SIGKILL)
+
+
+def _send(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(number)
+
+
+def _in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False
