@@ -22,7 +22,8 @@ MAX_PEER_CHARS = 64
 """A PeerID in base58 is 46 to 52 characters."""
 
 MAX_ROUND = 2**53
-"""At a thousand rounds a second a run gets there in 285,000 years; every msgpack reader holds it."""
+"""Every msgpack reader holds it, and no run gets there: `matchmaking.roster.MAX_JUMP` bounds where others can put it,
+and from there a thousand skipped rounds a second take 285 years."""
 
 MAX_WEIGHT = 1e12
 """Samples in one contribution; 64 times this, times any sane value, is far from overflow in fp32."""

@@ -7,6 +7,7 @@ are planned, and numbers of rounds believed, of peers that were met. A record on
 from __future__ import annotations
 
 import heapq
+import statistics
 from collections.abc import Iterable
 
 import msgspec
@@ -55,8 +56,12 @@ MISSES = 2
 directory costs nothing."""
 
 LEAP = 1000
-"""Rounds that one peer alone can make another skip: more than the directory is ever behind fast rounds. Who restarts
-at 0 sees the others in the directory, where two of them must agree."""
+"""Rounds that a peer skips at a time, and all that the word of one other can make it skip: more than the directory is
+ever behind fast rounds."""
+
+MAX_JUMP = 2**40
+"""The highest number at which a newcomer begins because others say so. From there numbers grow by rounds, and by
+`LEAP`: none of those that follow, up to `MAX_ROUND`, is the last in any lifetime, whatever others say."""
 
 MAX_PLANS = 8
 """Plans kept: this round's, the next ones', and some for peers that are behind."""
@@ -68,6 +73,7 @@ class _Other(msgspec.Struct):
     ready: bool
     round: int
     dialable: bool
+    mate: bool = False
     misses: int = 0
     losses: int = 0
     doubted_at: float = float("-inf")
@@ -120,6 +126,8 @@ class Roster:
         for one in same:
             heard_at = self._early.pop(one.peer, float("-inf"))
             self._others[one.peer] = _merge(known.get(one.peer), one, heard_at)
+            if one.peer in known and one.round > known[one.peer].round + LEAP:
+                self._forget_plans()
         self.strangers = len(others) - len(same)
         self.seen_at = now
         if set(met) != set(self.met):
@@ -236,12 +244,21 @@ class Roster:
         other = self._others.get(peer)
         if other is not None:
             other.misses = 0
-            other.round = max(other.round, round)
+            self.advance(peer, round)
+
+    def shared(self, peers: Iterable[str]) -> None:
+        """Note that this peer has been in a round with these: their word on its number comes before that of others."""
+        for peer in peers:
+            if peer in self._others:
+                self._others[peer].mate = True
 
     def advance(self, peer: str, round: int) -> None:
         """Note that the peer's next round is no earlier than `round`."""
-        if peer in self._others:
-            self._others[peer].round = max(self._others[peer].round, round)
+        other = self._others.get(peer)
+        if other is not None and round > other.round:
+            if round > other.round + LEAP:
+                self._forget_plans()
+            other.round = round
 
     def note_ready(self, peer: str, ready: bool) -> None:
         """Note what a peer shows before its next record does: that it wants a group, or has found one."""
@@ -270,12 +287,13 @@ class Roster:
         return [peer for peer in self._others if self.alive(peer, now)]
 
     def plan(self, round: int) -> Groups:
-        """All groups of the round, of the peers that were met; the dead keep their places until their records expire,
-        as others see them."""
+        """All groups of the round, of the peers that were met and are not further than `LEAP` from it: those cannot
+        come. The dead keep their places until their records expire, as others see them."""
         if round not in self._plans:
             if len(self._plans) >= MAX_PLANS:
                 self._forget_plans()
-            self._plans[round] = plan([self.peer, *self.met], round, self._group_size)
+            near = [peer for peer in self.met if abs(self._others[peer].round - round) <= LEAP]
+            self._plans[round] = plan([self.peer, *near], round, self._group_size)
         return self._plans[round]
 
     def group(self, peer: str, round: int) -> tuple[str, ...]:
@@ -324,11 +342,17 @@ class Roster:
         return any(self.alive(one, now) and self._others[one].ready for one in mates)
 
     def believed_round(self, now: float) -> int | None:
-        """The highest round that more than one peer vouches for, or the one of two; None if nobody is there."""
-        rounds = [self._others[peer].round for peer in self.others(now)]
-        if len(rounds) <= 2:
-            return max(rounds, default=None)
-        return heapq.nlargest(2, rounds)[1]
+        """The median of the rounds that peers which answer say they are in; None if nobody does.
+
+        Peers that this one has shared a round with count alone, where there are any: they have been where it is, and
+        of two of them the one that is behind is believed. A newcomer believes the one that is ahead: who has just
+        restarted, as it has, says 0.
+        """
+        mates = [one.round for one in self._others.values() if one.mate]
+        if mates:  # Even silent ones: a moment without them is not the moment to believe strangers.
+            return statistics.median_low(mates)
+        there = [self._others[peer].round for peer in self.others(now) if self._others[peer].answers]
+        return statistics.median_high(there) if there else None
 
     def highest_round(self, limit: int, now: float) -> int | None:
         """The highest round up to `limit` that any live peer is in."""

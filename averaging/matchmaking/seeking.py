@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
+from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.convening import Convening
 from equipoise.averaging.matchmaking.events import BecameReady
 from equipoise.averaging.matchmaking.gathering import KEEPALIVE, OVERDUE_SECONDS
@@ -233,9 +233,9 @@ class Seeking:
         standing = self._standing
         while self._convening.has_closed(standing.round):
             standing.round += 1
-        believed = standing.roster.believed_round(now)
+        believed = standing.believed_round(now)
         if believed is not None and believed >= standing.round + 2:
-            standing.round = min(believed, MAX_ROUND - 1)
+            standing.round = believed
         elif standing.roster.left_behind(standing.round, now) and (self._alone or not self._parked):
             # Whoever is parked with a convener hears from it: its mates may be ahead because its group has formed.
             standing.round += 1
@@ -245,7 +245,7 @@ class Seeking:
 
     def _step_down(self, now: float) -> None:
         # Who was talked into a round that nobody else is in comes back, but never to one it has had.
-        believed = self._standing.roster.believed_round(now)
+        believed = self._standing.believed_round(now)
         if believed is not None and believed <= self._standing.round - 2:
             self._standing.round = max(self._standing.floor, believed)
 

@@ -8,7 +8,7 @@ from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
 from equipoise.averaging.matchmaking.events import Action, BecameReady, Send
 from equipoise.averaging.matchmaking.lateness import Lateness
 from equipoise.averaging.matchmaking.messages import GroupFormed, MatchmakingMessage, Whereabouts
-from equipoise.averaging.matchmaking.roster import LEAP, Roster
+from equipoise.averaging.matchmaking.roster import LEAP, MAX_JUMP, Roster
 
 
 @dataclass(slots=True)
@@ -67,9 +67,17 @@ class Standing:
             state=ready.state,
         )
 
+    def believed_round(self, now: float) -> int | None:
+        """The round of the others, as far as this peer follows them at a time; None if nobody is there."""
+        believed = self.roster.believed_round(now)
+        if believed is None:
+            return None
+        # One that has had no round yet has nothing to lose by a jump.
+        return min(believed, max(self.round + LEAP, MAX_JUMP if self.floor == 0 else 0))
+
     def within_reach(self, round: int, now: float) -> bool:
         """Whether one peer's word is enough for a round of this number."""
-        return round <= min(max(self.round, self.roster.believed_round(now) or 0) + LEAP, MAX_ROUND - 1)
+        return round <= min(max(self.round, self.believed_round(now) or 0) + LEAP, MAX_ROUND - 1)
 
     def learn(self, formed: GroupFormed) -> None:
         """Take from a checked manifest which peers are beyond its round, and how late they were."""
@@ -86,5 +94,6 @@ class Standing:
 
     def advance(self, manifest: Manifest) -> None:
         """This peer takes part in a round: its next is a later one."""
+        self.roster.shared(manifest.peers)
         self.floor = manifest.round + 1
         self.round = max(self.round, self.floor)

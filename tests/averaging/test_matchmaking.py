@@ -20,7 +20,7 @@ from equipoise.averaging.matchmaking.events import (
 )
 from equipoise.averaging.matchmaking.gathering import KEEPALIVE, OVERDUE_SECONDS
 from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
-from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN
+from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN, Matchmaking
 from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
     GroupFormed,
@@ -32,7 +32,7 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, MAX_ASKED, SUSPECT_SECONDS
+from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, MAX_ASKED, MAX_JUMP, SUSPECT_SECONDS
 from equipoise.averaging.matchmaking.seeking import REPLY_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.sim.matchmaking import RUN, Record, verify
@@ -466,3 +466,80 @@ def test_of_two_that_cannot_be_dialled_the_record_has_to_do_beside_one_that_answ
     assert isinstance(one.state, NoPeers)
     meet(one, "bob", now=1.1)
     assert one.state == Idle(2)
+
+
+# ---- the number of a round ----
+
+FAR = 2**53
+"""What a liar says."""
+
+
+def share_round(one: Matchmaking, *others: str) -> None:
+    """Have the machine take part in its next round with these."""
+    now = one._now
+    [(convener, request), *_] = sent(one.handle(ready(), now), JoinRequest) or [(one._standing.peer, None)]
+    own = request.join if request else one._seeking._join
+    joins = [join(name, one.round) for name in others]
+    manifest = Manifest.of(convener, [*joins, own])
+    actions = one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), now)
+    assert formed(actions) == manifest
+    one.handle(RoundEnded(manifest.round), now)
+
+
+@pytest.mark.parametrize("liars", [1, 2, 20])
+@pytest.mark.parametrize("answer", [False, True], ids=["records", "peers that answer"])
+def test_what_liars_say_moves_nobody_who_has_company(liars: int, answer: bool) -> None:
+    one = machine("alice", "bob", "carol")
+    share_round(one, "bob", "carol")
+    ghosts = [f"ghost{index}" for index in range(liars)]
+    view = [Record("bob", round=1), Record("carol", round=1), *(Record(ghost, round=FAR) for ghost in ghosts)]
+    one.handle(CandidatesSeen(view), 1.0)
+    if answer:
+        meet(one, *ghosts, now=1.0)
+    one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.1)
+    elapse(one, 1.1, 10.0)
+    assert one.round == 1
+
+
+@pytest.mark.parametrize("round", [57, 1_000_000])
+def test_a_newcomer_is_where_the_others_are_at_once(round: int) -> None:
+    one = machine("alice")
+    view = [Record("bob", round=round), Record("carol", round=round), Record("dave", round=FAR)]
+    one.handle(CandidatesSeen([*view, Record("erin", round=FAR)]), 1.0)
+    meet(one, "bob", "carol", "dave", now=1.0)
+    one.handle(ready(), 1.1)
+    assert one.round == round
+
+
+def test_where_most_have_restarted_they_go_to_the_one_that_has_not() -> None:
+    one = machine("alice")
+    one.handle(CandidatesSeen([Record("bob", round=1_000_000), Record("carol", round=0)]), 1.0)
+    meet(one, "bob", "carol", now=1.0)
+    one.handle(ready(), 1.1)
+    assert one.round == 1_000_000
+
+
+def test_who_was_away_for_long_comes_after_the_others_by_leaps() -> None:
+    one = machine("alice", "bob", "carol")
+    share_round(one, "bob", "carol")
+    one.handle(seen("bob", "carol", round=10 * LEAP), 1.0)
+    one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.0)
+    assert one.round == 1 + LEAP
+    for moment in range(20):
+        one.handle(Woke(), 1.0 + 0.01 * moment)
+    assert one.round == 10 * LEAP
+
+
+def test_no_number_is_the_last() -> None:
+    one = machine("alice")
+    one.handle(seen("bob", "carol", round=FAR), 1.0)
+    meet(one, "bob", "carol", now=1.0)
+    one.handle(ready(), 1.1)
+    assert one.round <= MAX_JUMP + LEAP
+    other = machine("dave")
+    other.handle(seen("erin", "frank", round=MAX_JUMP + 3 * LEAP), 1.0)
+    meet(other, "erin", "frank", now=1.0)
+    other.handle(ready(), 1.1)
+    for moment in range(10):
+        other.handle(Woke(), 1.1 + 0.01 * moment)
+    assert other.round == MAX_JUMP + 3 * LEAP, "who was put there can be joined"
