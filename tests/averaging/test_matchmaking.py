@@ -479,6 +479,7 @@ def share_round(one: Matchmaking, *others: str) -> None:
     now = one._now
     [(convener, request), *_] = sent(one.handle(ready(), now), JoinRequest) or [(one._standing.peer, None)]
     own = request.join if request else one._seeking._join
+    assert own is not None, "it seeks"
     joins = [join(name, one.round) for name in others]
     manifest = Manifest.of(convener, [*joins, own])
     actions = one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), now)
