@@ -112,7 +112,7 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
         )
         for outcome in rounds
     ]
-    titles = ("when", "run", "round", "", "peers", "weights", "took", "moved", "why")
+    titles = ("when", "run", "round", "result", "peers", "weights", "took", "moved", "why")
     _print([_table(titles, rows, prose="why")])
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -18,6 +19,7 @@ import pytest
 
 from e2e.swarm import CLI, ChildProcess, DaemonProcess, Swarm, eventually
 from equipoise.dht.address import EXAMPLE
+from equipoise.dht.identity import IDENTITY_FILE
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.peer.cli import asking, program
 from equipoise.peer.home import Home
@@ -135,6 +137,16 @@ def other_version(place: Place) -> tuple[int, str]:
     return place.joining(there.address, (sys.executable, "-c", OTHER_VERSION))
 
 
+def cloned_identity(place: Place) -> tuple[int, str]:
+    there = place.swarm.daemon("there", args=LOCAL)
+    shutil.copy(there.home / IDENTITY_FILE, place.home)
+    process = place.process("--join", there.address, *LOCAL)
+    eventually(lambda: "warning: " in process.output or not process.running, "the warning", 60.0)
+    (warning,) = [line for line in process.output.splitlines() if line.startswith("warning: ")]
+    status = process.stop()
+    return status, f"{warning}\n{process.errors}"
+
+
 def second_daemon(place: Place) -> tuple[int, str]:
     home = Home.take(place.home)
     try:
@@ -212,6 +224,12 @@ GOLDEN: list[tuple[Wrong, int, str]] = [
         "this machine version 1000000): have it upgraded with pip install --upgrade equipoise",
     ),
     (
+        cloned_identity,
+        0,  # It goes on: one of the two may be meant to.
+        "--join /ip4/127.0.0.1/tcp/{port}/p2p/{there} names this daemon's own identity, but not one of its addresses: "
+        "if another machine runs there, it has a copy of this home; start one of the two with another --home",
+    ),
+    (
         second_daemon,
         1,
         "a daemon (pid {pid}) is already running on {home}; "
@@ -231,6 +249,7 @@ MARKS = {
     dns: (pytest.mark.slow,),
     wrong_identity: (pytest.mark.slow,),
     other_version: (pytest.mark.slow,),
+    cloned_identity: (pytest.mark.slow,),
 }
 
 
@@ -263,7 +282,7 @@ def test_a_wrong_start_is_one_line_with_cause_and_next_step(
         "there": there[6] if there else "",
         "version": PROTOCOL_VERSION,
     }
-    assert said == f"error: {golden.format(**known)}\n"
+    assert said == f"{'error' if status else 'warning'}: {golden.format(**known)}\n"
     assert ended == status
 
 

@@ -3,11 +3,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.peer import history
+from equipoise.peer import connect, history
+from equipoise.peer.cli import program
+from equipoise.peer.config import load
+from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.history import MAX_KEPT, ROUNDS_FILE, History, last_of_each_run, read_history
+from fakes.daemon import FakeNetwork
 
 
 def outcome(number: int, run: str = "digits") -> Outcome:
@@ -66,3 +72,21 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / f"{ROUNDS_FILE}.1")
 
     assert read_history(tmp_path) == []
+
+
+def test_rounds_are_listed_after_their_script_and_their_daemon(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = DaemonThread(load({"home": tmp_path}, {}), FakeNetwork().assemble)
+    with connect(tmp_path) as client:
+        client.join("digits", [torch.zeros(2)]).average(timeout=0.05)
+    with connect(tmp_path) as client:
+        (outcome,) = client.rounds()
+        assert outcome.started > 0
+    daemon.stop()
+
+    assert program.run(["rounds", "--json", "--home", str(tmp_path)]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out, type=list[Outcome]) == [outcome]
+    assert program.run(["rounds", "--home", str(tmp_path)]) == 0
+    assert "no group formed within" in capsys.readouterr().out
+    assert program.run(["status", "--home", str(tmp_path)]) == 3

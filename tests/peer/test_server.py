@@ -11,6 +11,7 @@ import pytest
 
 from e2e.swarm import eventually
 from equipoise.peer import connect
+from equipoise.peer.cli import program
 from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Unwelcome
@@ -63,3 +64,15 @@ def test_what_cannot_be_understood_is_answered(home: Path, body: bytes) -> None:
         assert b"Failed" in control.recv(4096)
         control.sendall(encode(2, AskStatus()))
         assert b"StatusIs" in control.recv(65536)
+
+
+def test_without_a_command_it_says_what_runs_here(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("EQUIPOISE_HOME", str(home))
+
+    assert program.run([]) == 0
+
+    first, where, _ = capsys.readouterr().out.splitlines()
+    assert first.endswith(": searching: as the test says")
+    assert where == f"home: {home} (environment EQUIPOISE_HOME)"
