@@ -42,6 +42,7 @@ class Home:
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path
         self.descriptor = lock
+        self._is_shared = False
 
     @classmethod
     def take(cls, path: Path) -> Self:
@@ -56,15 +57,12 @@ class Home:
 
     @classmethod
     def inherit(cls, path: Path, lock: int) -> Self:
-        """Take over a home that the process which started this one has locked, by its descriptor."""
+        """Share a home that the process which started this one has locked, by its descriptor; that one unlocks it."""
         os.set_inheritable(lock, False)
         _write_pid(lock)
-        return cls(path, lock)
-
-    def hand_over(self) -> None:
-        """Let go of a home that another process has inherited."""
-        os.close(self.descriptor)
-        self.descriptor = -1
+        inherited = cls(path, lock)
+        inherited._is_shared = True
+        return inherited
 
     @property
     def log(self) -> Path:
@@ -96,7 +94,8 @@ class Home:
         if self.descriptor < 0:
             return
         (self.path / SOCKET_FILE).unlink(missing_ok=True)
-        (self.path / PID_FILE).unlink(missing_ok=True)
+        if not self._is_shared:
+            (self.path / PID_FILE).unlink(missing_ok=True)
         os.close(self.descriptor)
         self.descriptor = -1
 

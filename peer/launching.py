@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
-from equipoise.peer.errors import EquipoiseError, HomeBusy
+from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.foreground import exit_at_once, load_daemon, on_signals, run_loop, start_daemon
 from equipoise.peer.home import Home
 
@@ -114,24 +114,24 @@ async def _serve(daemon: Daemon) -> int:
 class Keeper:
     """Keeps a daemon running on a home for as long as the script runs."""
 
-    def __init__(self, loaded: Loaded) -> None:
+    def __init__(self, loaded: Loaded, home: Home) -> None:
+        """`home` is taken over."""
         self._loaded = loaded
+        self._home = home
         self._process: asyncio.subprocess.Process | None = None
-        self._home = Path(loaded.config.home)
 
-    async def start(self, home: Home) -> None:
-        """Start a daemon on a home that is locked, and hand it over."""
+    async def start(self) -> None:
+        """Start a daemon on the home, which both hold from now on."""
         # In a session of its own, since Ctrl-C would reach it before the script is through.
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-c", CODE),
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr,
-            pass_fds=(home.descriptor,),
+            pass_fds=(self._home.descriptor,),
             start_new_session=True,
         )
         assert self._process.stdin is not None, "a pipe"
-        self._process.stdin.write(msgspec.json.encode(Given(self._loaded, home.descriptor)) + b"\n")
-        home.hand_over()
+        self._process.stdin.write(msgspec.json.encode(Given(self._loaded, self._home.descriptor)) + b"\n")
 
     async def keep(self) -> int:
         """Start the daemon again whenever it ends; returns its exit status when it shall not be."""
@@ -142,11 +142,12 @@ class Keeper:
             status = await self._process.wait()
             if time.monotonic() - began >= MAX_PAUSE:
                 pause, restarts = FIRST_PAUSE, 0
+            if status > 0 and restarts == 0 and time.monotonic() - began < MAX_PAUSE:
+                return status  # It could not start, and has said why. The script need not find out itself.
+            self._home.release()
             if status == 0:
                 _say("the daemon was stopped; the script goes on without")
                 return status
-            if status > 0 and restarts == 0 and time.monotonic() - began < MAX_PAUSE:
-                return status  # It could not start, and has said why.
             if restarts == MAX_RESTARTS:
                 _say(f"the daemon has ended {restarts} times in a row; the script goes on without")
                 return 0
@@ -156,13 +157,14 @@ class Keeper:
             await asyncio.sleep(pause)
             pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1
             try:
-                await self.start(Home.take(self._home))
+                self._home = Home.take(self._home.path)
+                await self.start()
             except EquipoiseError as error:
                 _say(f"it is not started again: {error}")
                 return 0
 
     async def stop(self) -> None:
-        """Stop the daemon, and leave its home as it does itself where it had no time to."""
+        """Stop the daemon, and leave its home."""
         assert self._process is not None, "started"
         if self._process.returncode is None:
             _send(self._process, signal.SIGTERM)
@@ -171,8 +173,7 @@ class Keeper:
             except TimeoutError:
                 _send(self._process, signal.SIGKILL)
                 await self._process.wait()
-        with contextlib.suppress(HomeBusy):  # Somebody else has started one there.
-            Home.take(self._home).release()
+        self._home.release()
 
 
 async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -184,9 +185,9 @@ async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[s
         raise EquipoiseError(
             f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
         ) from error
-    keeper = Keeper(loaded)
+    keeper = Keeper(loaded, home)
     with on_signals(partial(_forward, script), forced=partial(_kill, script)):
-        await keeper.start(home)
+        await keeper.start()
         ended = asyncio.create_task(script.wait())
         keeping = asyncio.create_task(keeper.keep())
         await asyncio.wait({ended, keeping}, return_when=asyncio.FIRST_COMPLETED)
