@@ -232,7 +232,7 @@ class Fragment:
         model = AgreedPart(self._agreed, self._follow_agreed)
         parts: dict[str, Part] = {"outer": UserPart(outer), "model": model}
         subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
-        policy = Policy(options.alone, options.patience, options.timeout, options.clock, attends_always=True)
+        policy = Policy(options.alone, options.patience, options.timeout, options.clock, True, options.trust)
         self.member = Member(run, subject, policy)
 
     def agree(self, kind: str, outer: Outer) -> None:

@@ -337,7 +337,8 @@ class Member:
         policy, subject = self._policy, self._subject
         values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
         held = affordable(values * MEAN_BYTES, psutil.virtual_memory().available)
-        return Replica(self._run.peer, state, policy.clock(), policy.alone, policy.patience, held)
+        now = policy.clock()
+        return Replica(self._run.peer, state, now, policy.alone, policy.patience, held, policy.trust)
 
     @property
     def _stays_away(self) -> bool:

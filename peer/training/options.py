@@ -13,6 +13,7 @@ import torch
 
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.replica import Alone
+from equipoise.peer.training.trust import Trust
 
 MAX_FRAGMENTS = 12
 """Most fragments of one `DiLoCo`: each is a run, and a daemon takes 16 of one script."""
@@ -36,6 +37,7 @@ class OptionKeywords(TypedDict, total=False):
     alone: Alone
     patience: float
     timeout: float
+    trust: Trust
     clock: Callable[[], float]
 
 
@@ -63,6 +65,9 @@ class Options:
             says so.
         patience: Seconds without company before it trains alone.
         timeout: Seconds for one round.
+        trust: Whose word for the group's state this peer takes. `known`: of those it has trained with; it leaves their
+            state for none that only strangers hold, as long as one of them is there. `heads`: of all, each counting
+            alike, for swarms whose members are known.
         clock: Seconds on a steady clock.
     """
 
@@ -77,6 +82,7 @@ class Options:
     alone: Alone = "train"
     patience: float = 10.0
     timeout: float = 30.0
+    trust: Trust = "known"
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -86,6 +92,8 @@ class Options:
             _require_positive("clip", self.clip)
         if self.alone not in ("train", "wait"):
             raise ValueError(f"alone: expected 'train' or 'wait', got {self.alone!r}")
+        if self.trust not in ("known", "heads"):
+            raise ValueError(f"trust: expected 'known' or 'heads', got {self.trust!r}")
         if not isinstance(self.patience, int | float) or not 0 <= self.patience < math.inf:
             raise ValueError(f"patience: expected seconds >= 0, got {self.patience!r}")
 
@@ -101,6 +109,7 @@ class LocalKeywords(TypedDict, total=False):
     alone: Alone
     patience: float
     timeout: float
+    trust: Trust
     clock: Callable[[], float]
 
 
@@ -121,6 +130,9 @@ class LocalOptions:
         alone: Where nobody else is known: `train` makes outer steps of the own differences, `wait` makes none.
         patience: Seconds without company before it does so.
         timeout: Seconds for one round.
+        trust: Whose word for the group's state this peer takes. `known`: of those it has trained with; it leaves their
+            state for none that only strangers hold, as long as one of them is there. `heads`: of all, each counting
+            alike, for swarms whose members are known.
         clock: Seconds on a steady clock.
     """
 
@@ -133,6 +145,7 @@ class LocalOptions:
     alone: Alone = "train"
     patience: float = 10.0
     timeout: float = 30.0
+    trust: Trust = "known"
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -152,6 +165,7 @@ class LocalOptions:
         _require("merge", self.merge, 0 <= self.merge < 1, "a number from 0 to below 1")
         _require("weight", self.weight, 0 < self.weight < float("inf"), "a finite number above 0")
         _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
+        _require("trust", self.trust, self.trust in ("known", "heads"), "'known' or 'heads'")
 
 
 def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:

@@ -2,8 +2,8 @@
 tensor.
 
 All peers apply the same means in the same order to the same state, so they stay alike without sending parameters.
-Each says in every round which state it holds (`StateId`); the most common is the group's (`group_state`), and all
-compute it alike. From that a peer knows where it stands:
+Each says in every round which state it holds (`StateId`); the most common, among the peers that this one has trained
+with, or else among all, is the group's (`group_state`, `trust`). From that a peer knows where it stands:
 
 - *meeting*: it does not know yet: it has just started, or has trained alone. It attends a round with nothing to find
   out.
@@ -61,6 +61,7 @@ from equipoise.peer.training.events import (
 )
 from equipoise.peer.training.lineage import Link, follow, is_checked, leads_to, link_of, told
 from equipoise.peer.training.missed import MAX_MISSED, Missed, within_reach
+from equipoise.peer.training.trust import Known, Trust
 
 HELD_MEANS = 32
 """Most means kept while a snapshot comes, where memory allows, each as large as the parameters in fp32. A snapshot
@@ -131,9 +132,11 @@ class Replica:
         alone: Alone = "train",
         patience: float = 10.0,
         held: int = HELD_MEANS,
+        trust: Trust = "known",
     ) -> None:
         """This peer, `name`, starts with `state`; `patience` is the seconds without company after which it trains
-        alone, if `alone` says so; `held`, at least 2, the means that it has memory to keep."""
+        alone, if `alone` says so; `held`, at least 2, the means that it has memory to keep; `trust` says whose word for
+        the group's state it takes."""
         self._most_held = min(held, HELD_MEANS)
         self._name = name
         self.state = state
@@ -142,6 +145,7 @@ class Replica:
         self._alone = alone
         self._patience = patience
         self._company_at = now
+        self._known = Known(name, trust, patience, now)
         self._failures = 0
         self._links: deque[Link] = deque()
         self._missed = Missed()
@@ -248,7 +252,7 @@ class Replica:
 
     def _round_succeeded(self, event: RoundSucceeded, now: float) -> list[Action]:
         self._failures, self._company_at, self._unsure = 0, now, False
-        group = event.group
+        group, most = self._known.group(event, now), event.group
         if group is None:
             return self._nobody_knows(now)
         self._group = group
@@ -266,8 +270,11 @@ class Replica:
         if group == self.state:
             actions = self._forget_all()
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
+            if most is not None and most != group:
+                self.reason = _kept_from(sum(state == most for state in event.states.values()), most)
             self._fetch_pause, self._fetch_after = FETCH_PAUSE, now
             if not introduced:
+                self._known.add(name for name, state in event.states.items() if state == group)
                 self._links.append(link_of(group, event.digest))
                 actions += self._replay(now)
         else:
@@ -309,6 +316,10 @@ class Replica:
         self._fetching = False
         if self.phase is Phase.IN_STEP or (self.phase is Phase.MEETING and state.epoch <= self.state.epoch):
             return []
+        if any(link.before.epoch == state.epoch and link.before != state for link in self._links):
+            return self._fetch_failed(
+                f"that of epoch {state.epoch} is of another state than the group's", now
+            )
         older = bool(self._links) and state.epoch < self._links[0].before.epoch
         if older and not within_reach(state, self._links[0].before):
             self.reason = (
@@ -484,3 +495,11 @@ class Replica:
 
 def _forget(links: Sequence[Link]) -> list[Action]:
     return [Forget(link.before) for link in links]
+
+
+def _kept_from(strangers: int, state: StateId) -> str:
+    """Why a state is kept though more peers hold another, one line."""
+    return (
+        f"it keeps the state of those it has trained with: {strangers} others hold {told(state)}, and it has trained "
+        'with none of them; trust="heads" would follow most'
+    )

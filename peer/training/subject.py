@@ -13,6 +13,7 @@ import torch
 from equipoise.peer.training.image import ModelPart, TrainingState
 from equipoise.peer.training.ports import TrainingRun
 from equipoise.peer.training.replica import Alone
+from equipoise.peer.training.trust import Trust
 
 WAIT_SECONDS = 60.0
 """Sixteen processes that import torch on two cores take half of it."""
@@ -41,6 +42,7 @@ class Policy:
         clock: Seconds on a steady clock.
         attends_always: Whether it attends rounds while it fetches means that it missed: that it has them does not tell
             at which of its own steps the others are, the end of a round does.
+        trust: Whose word for the group's state it takes: of those it has trained with (`known`), or of all (`heads`).
     """
 
     alone: Alone = "train"
@@ -48,6 +50,7 @@ class Policy:
     timeout: float = 30.0
     clock: Callable[[], float] = time.monotonic
     attends_always: bool = False
+    trust: Trust = "known"
 
 
 def wait_for(runs: Sequence[TrainingRun], peers: int) -> None:

@@ -176,11 +176,12 @@ def test_a_snapshot_a_few_means_too_old_serves_if_those_can_be_had() -> None:
     assert machine.contributes
 
 
-def test_an_image_of_another_lineage_is_not_believed_for_long() -> None:
+def test_an_image_of_another_lineage_is_not_loaded() -> None:
     machine = astray(state_at(5))
-    actions = machine.handle(ImageFetched(StateId(5, "f" * 64)), 11.0)
-    assert actions == [Load(), Fetch(5)]
+    assert machine.handle(ImageFetched(StateId(5, "f" * 64)), 11.0) == []
     assert machine.phase is Phase.ASTRAY
+    assert "that of epoch 5 is of another state than the group's" in machine.reason
+    assert Fetch(7) in machine.handle(succeeded(state_at(6)), 12.0)
 
 
 def test_one_that_missed_a_few_rounds_gets_those_means_and_needs_no_snapshot() -> None:
