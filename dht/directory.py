@@ -75,7 +75,6 @@ class RunDirectory:
     Attributes:
         name: What people call this daemon; goes into its records.
         credential: Returns what this peer's records tell of its direct channels.
-        on_credential: Called with the PeerID and the unverified credential of every record that is news and has one.
     """
 
     def __init__(
@@ -83,7 +82,6 @@ class RunDirectory:
     ) -> None:
         self.name = ""
         self.credential: Callable[[], bytes] = bytes
-        self.on_credential: Callable[[str, bytes], None] = lambda peer, credential: None
         self._identity = identity
         self._node = node
         self._reach = reach
@@ -201,7 +199,7 @@ class RunDirectory:
         own.changed.set()
 
     def _keep(self, own: _Own) -> None:
-        self._node.protocol.take([self._kept(own.run, own.data)])
+        self._node.protocol.take([self._kept(own.run, own.data)], self._identity.peer)
 
     def _kept(self, run: str, data: bytes) -> Kept:
         return Kept(key_of(run, shard_of(self._identity.peer)), self._identity.peer, data, TTL_SECONDS)
@@ -250,11 +248,10 @@ class RunDirectory:
         return nearest[keys[shard_of(self._identity.peer)]]
 
     def _on_record(self, entry: Entry) -> None:
-        own, peer = self._own.get(entry.record.run), entry.record.peer
-        if own is not None and entry.record.credential and peer != self._identity.peer:
-            self.on_credential(peer, entry.record.credential)
-        if own is not None and own.data and entry.newcomer and peer != self._identity.peer:
-            own.outbox.publish(own.data, [peer])
+        record = entry.record
+        own = self._own.get(record.run)
+        if own is not None and own.data and entry.newcomer and record.peer != self._identity.peer:
+            own.outbox.publish(own.data, [record.peer])
             if own.record is not None and own.record.dialable != self._reach().dialable:
                 self._renew(own)
 

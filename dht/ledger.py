@@ -88,20 +88,25 @@ class Ledger:
             swarm_time: The swarm's clock, seconds since 1970.
 
         Raises:
-            RecordError: Forged, malformed, misplaced, replayed, void, or one too many of its author.
+            Forged: It is not signed by its author.
+            RecordError: Malformed, misplaced, replayed, void, or one too many of its author.
         """
         if not 0 < found.remaining <= MAX_TTL_SECONDS:
             raise RecordError(f"expected 0 to {MAX_TTL_SECONDS:.0f} s left to live, got {found.remaining}")
-        if self._known(found, now):
+        if self.knows(found, now):
             return None
-        record = unseal(found.data)
+        claim = unseal(found.data)
+        record = claim.record
         if record.peer != found.subkey:
             raise RecordError("expected the subkey to be the record's author")
         if key_of(record.run, shard_of(record.peer)) != found.key:
             raise RecordError("the record belongs to another key")
         if abs(record.issued - swarm_time) > CLOCK_TOLERANCE_SECONDS:
             raise RecordError(f"issued {record.issued - swarm_time:+.0f} s from now by the swarm's clock")
-        return self._enter(record, found, now)
+        known = self._entries.get((record.peer, record.run))
+        if known is not None and record.sequence <= known.sequence:
+            raise RecordError(f"sequence {record.sequence} is not after {known.sequence}")
+        return self._enter(claim.verify(), found, now)
 
     def current(self, run: str, now: float) -> list[Entry]:
         """Return the entries of `run` that are not void and whose authors have not left, sorted by PeerID."""
@@ -132,7 +137,8 @@ class Ledger:
         for name in [name for name, entry in self._entries.items() if entry.arrived + REMEMBER_SECONDS < now]:
             self._remove(name)
 
-    def _known(self, found: Kept, now: float) -> bool:
+    def knows(self, found: Kept, now: float) -> bool:
+        """Whether this very record is kept already, which needs no signature; takes over what is left of its life."""
         for run in self._runs.get(found.subkey, ()):
             entry = self._entries[found.subkey, run]
             if entry.data == found.data and entry.buried:
@@ -148,8 +154,6 @@ class Ledger:
     def _enter(self, record: Readiness, found: Kept, now: float) -> Entry:
         name = (record.peer, record.run)
         known = self._entries.get(name)
-        if known is not None and record.sequence <= known.sequence:
-            raise RecordError(f"sequence {record.sequence} is not after {known.sequence}")
         if known is None:
             self._make_room(record.peer, now)
         newcomer = known is None or known.expires <= now or known.offline

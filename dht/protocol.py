@@ -24,9 +24,9 @@ from equipoise.dht.escaping import printable
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.instances import DOUBLED_SECONDS, Instances
 from equipoise.dht.ledger import Entry, Ledger
-from equipoise.dht.limits import RateLimit
+from equipoise.dht.limits import RateLimit, Scrutiny
 from equipoise.dht.link import CallHandler, Link
-from equipoise.dht.records import Kept, RecordError
+from equipoise.dht.records import Forged, Kept, RecordError
 from equipoise.dht.substrate import DHTID, Blacklist, PeerID, RoutingTable
 
 CALL_SECONDS = 3.0
@@ -37,6 +37,7 @@ BLACKLIST_SECONDS = 2.0
 BLACKLIST_GROWTH = 1.5
 """A peer that others still tell of but that does not answer is left out for so long, then longer."""
 MAX_ACQUAINTED = 4096
+FORGER = "has sent a forged record: nothing is taken from it for a minute"
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ class RecordProtocol:
         self._link = link
         self._dialer = dialer
         self._limit = RateLimit()
+        self._scrutiny = Scrutiny()
 
     @property
     def peers(self) -> list[str]:
@@ -152,17 +154,25 @@ class RecordProtocol:
             _log.debug("%s", error)
             return None
         self._meet(str(peer), answer.hello)
-        self.take(answer.records)
+        self.take(answer.records, str(peer))
         return {
             key: (None, self._neighbours(nearest)) for key, nearest in zip(keys, answer.nearest, strict=False)
         }
 
-    def take(self, records: Iterable[Kept]) -> int:
-        """Put valid records into the ledger; return how many are valid."""
+    def take(self, records: Iterable[Kept], sender: str) -> int:
+        """Put valid records that `sender` has sent into the ledger; return how many are valid."""
         accepted, now = 0, time.monotonic()
         for kept in records:
+            known = sender == self.peer or self.ledger.knows(kept, now)
+            if not known and not self._scrutiny.admits(sender, kept.subkey, now):
+                continue
             try:
                 entry = self.ledger.accept(kept, now, self.clock.now())
+            except Forged as error:
+                self._scrutiny.distrust(sender, now)
+                self._lose(sender)
+                _log.info("nothing is taken from %s for a while: %s", sender, error)
+                break
             except RecordError as error:
                 _log.debug("refused a record under %s: %s", printable(kept.subkey, 64), error)
                 continue
@@ -176,6 +186,8 @@ class RecordProtocol:
         asked = time.time()
         if not self._link.attached:
             raise CallError("p2pd is not running")
+        if self._scrutiny.distrusts(peer, time.monotonic()):
+            raise CallError(f"{peer} {FORGER}")
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 await self._dialer.reach(peer)
@@ -198,7 +210,10 @@ class RecordProtocol:
     def _guarded(self, kind: type[Any], handle: Callable[[str, Any], Any]) -> CallHandler:
         async def guarded(peer: str, data: bytes) -> bytes:
             public_key_of(peer)
-            if not self._limit.allow(peer, time.monotonic()):
+            now = time.monotonic()
+            if self._scrutiny.distrusts(peer, now):
+                raise messages.MessageError(f"{peer} {FORGER}")
+            if not self._limit.allow(peer, now):
                 raise messages.MessageError("too many calls; wait a second")
             try:
                 request = messages.decode(data, kind)
@@ -222,7 +237,7 @@ class RecordProtocol:
 
     def _on_store(self, peer: str, request: messages.Store) -> messages.Stored:
         self._meet(peer, request.hello)
-        return messages.Stored(hello=self._hello(peer), accepted=self.take(request.records))
+        return messages.Stored(hello=self._hello(peer), accepted=self.take(request.records, peer))
 
     def _hello(self, peer: str) -> messages.Hello:
         return messages.Hello(

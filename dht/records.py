@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -44,6 +44,10 @@ _DOMAIN = "readiness"
 
 class RecordError(ValueError):
     """A record is refused; the message says why, in one line."""
+
+
+class Forged(RecordError):
+    """A record is not signed by the peer that it names; nobody who verifies records passes such a one on."""
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,11 +166,30 @@ def seal(record: Readiness, identity: Identity) -> bytes:
     return data
 
 
-def unseal(data: bytes) -> Readiness:
-    """Decode a record and check its bounds and signature.
+class Claim(NamedTuple):
+    """A record whose signature has not been verified."""
+
+    record: Readiness
+    payload: bytes
+    signature: bytes
+
+    def verify(self) -> Readiness:
+        """Return the record.
+
+        Raises:
+            Forged: It is not signed by the peer that it names.
+        """
+        record = self.record
+        if not verify(record.peer, _DOMAIN, _signed(record.run, self.payload), self.signature):
+            raise Forged(f"the record is not signed by {printable(record.peer, 64)}")
+        return record
+
+
+def unseal(data: bytes) -> Claim:
+    """Decode a record and check its bounds, but not yet its signature.
 
     Raises:
-        RecordError: It is malformed, breaks a bound, or is not signed by the peer that it names.
+        RecordError: It is malformed, or breaks a bound.
     """
     try:
         msgpack_guard.check(data, MAX_RECORD_BYTES)
@@ -176,13 +199,11 @@ def unseal(data: bytes) -> Readiness:
     except (msgspec.MsgspecError, msgpack_guard.Unsafe, UnicodeDecodeError) as error:
         raise RecordError(f"malformed record: {printable(str(error))}") from None
     _check(record)
-    if not verify(record.peer, _DOMAIN, _signed(record.run, envelope.payload), envelope.signature):
-        raise RecordError(f"the record is not signed by {printable(record.peer, 64)}")
-    return record
+    return Claim(record, envelope.payload, envelope.signature)
 
 
 def reread(data: bytes) -> Readiness:
-    """Decode a record that `unseal` has passed before, without checking it again."""
+    """Decode a record that was checked and verified before."""
     return _decode_readiness(_decode_envelope(data).payload)
 
 

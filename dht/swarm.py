@@ -169,7 +169,6 @@ class Swarm:
             self.identity, DirectOptions(listen, options.channel), self._protocol.clock.now, self._policy
         )
         self.directory.credential = lambda: self.direct.credential
-        self.directory.on_credential = self.direct.learn
         self._reach.direct = lambda: self.direct.port
         self._puncher = Puncher(self._link, self._dialer, self.direct, self._runtime)
         self._puncher.mirrors = lambda: self._reach.mirrors

@@ -134,13 +134,6 @@ class DirectTransport:
         if self._admitted.get(peer) is not None:
             self.on_meet(peer)
 
-    def learn(self, peer: str, credential: bytes) -> None:
-        """Verify a credential ahead of its admission, which is quick then; a bad one is counted."""
-        try:
-            self._admitted.verify(peer, credential)
-        except CredentialError as error:
-            self._refuse(error.why, str(error))
-
     def reaches(self, peer: str) -> bool:
         """Whether `peer` was admitted and says where it listens, or a channel to it is there already."""
         admitted = self._admitted.get(peer)

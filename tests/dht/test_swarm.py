@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
@@ -223,7 +224,7 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
     )
     key = key_of("digits", shard_of(stranger.peer))
     good = seal(record, stranger)
-    forged = seal(record, second.identity)
+    forged = seal(msgspec.structs.replace(record, sequence=2), second.identity)
     deep = messages.encode(hello)[:-1] + b"\x91" * 50 + b"\xc0"
     requests = [
         (b"", "malformed"),
@@ -236,7 +237,6 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
         with pytest.raises(ConnectionError, match=problem):
             await second._link.call(first.peer, messages.STORE, request)
     for kept in (
-        Kept(key, stranger.peer, forged, 15.0),
         Kept(key, second.peer, good, 15.0),
         Kept(key_of("digits", (shard_of(stranger.peer) + 1) % 4), stranger.peer, good, 15.0),
         Kept(key, stranger.peer, good, 1e9),
@@ -244,7 +244,11 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
     ):
         assert await second._protocol.store(first.peer, [kept]) == 0
     assert await sees(first, first)()
-    assert await second._protocol.store(first.peer, [Kept(key, stranger.peer, good, 15.0)]) == 1
+    genuine = Kept(key, stranger.peer, good, 15.0)
+    assert await second._protocol.store(first.peer, [genuine]) == 1
+    assert await second._protocol.store(first.peer, [Kept(key, stranger.peer, forged, 15.0)]) == 0
+    with pytest.raises(ConnectionError, match="has sent a forged record"):
+        await second._protocol.store(first.peer, [genuine])
 
 
 async def test_too_many_calls_are_refused(members, until) -> None:

@@ -1,0 +1,139 @@
+"""What the records of strangers cost: signatures verified, in virtual time and at the protocol's own handlers."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+
+from equipoise.dht import messages, records
+from equipoise.dht.dialer import Dialer
+from equipoise.dht.dialpolicy import DialPolicy
+from equipoise.dht.identity import Identity, peer_of
+from equipoise.dht.ledger import Ledger
+from equipoise.dht.limits import (
+    DISTRUST_SECONDS,
+    HEARSAY_BURST,
+    HEARSAY_PER_SECOND,
+    SIGNATURES_BURST,
+    SIGNATURES_PER_SECOND,
+    Scrutiny,
+)
+from equipoise.dht.link import Link
+from equipoise.dht.protocol import RecordProtocol
+from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.state import PROTOCOL_VERSION
+
+SECONDS = 10
+
+
+def peer(number: int) -> str:
+    return peer_of(number.to_bytes(32, "big"))
+
+
+def test_senders_have_a_budget_each_and_one_for_hearsay_together() -> None:
+    scrutiny = Scrutiny()
+    verified = sum(
+        scrutiny.admits(f"sender {sender}", f"author {author}", step / 100)
+        for step in range(100 * SECONDS)
+        for sender in range(4)
+        for author in range(5)
+    )
+    assert verified <= HEARSAY_BURST + HEARSAY_PER_SECOND * SECONDS
+    of_itself = sum(scrutiny.admits("mate", "mate", step / 1000) for step in range(1000 * SECONDS))
+    assert (
+        SIGNATURES_PER_SECOND * SECONDS < of_itself <= SIGNATURES_BURST + SIGNATURES_PER_SECOND * SECONDS + 1
+    )
+
+
+def test_a_forger_is_not_looked_at_for_a_while() -> None:
+    scrutiny = Scrutiny()
+    scrutiny.distrust("forger", 0.0)
+    assert not scrutiny.admits("forger", "forger", DISTRUST_SECONDS - 1)
+    assert scrutiny.admits("forger", "forger", DISTRUST_SECONDS)
+    assert scrutiny.admits("other", "forger", 0.0)
+
+
+@pytest.fixture
+def protocol(tmp_path: Path) -> RecordProtocol:
+    own, link = peer(0), Link(tmp_path / "nowhere")
+    return RecordProtocol(own, True, link, Dialer(link, own, DialPolicy(list)), Ledger())
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The authors whose signatures were verified; what stands for one is zeros."""
+    seen: list[str] = []
+
+    def verify(author: str, domain: str, data: bytes, signature: bytes) -> bool:
+        seen.append(author)
+        return signature == bytes(64)
+
+    monkeypatch.setattr(records, "verify", verify)
+    return seen
+
+
+def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
+    record = Readiness(
+        version=PROTOCOL_VERSION,
+        peer=author,
+        run="digits",
+        sequence=sequence,
+        state="ready",
+        ttl=15.0,
+        issued=time.time(),
+    )
+    return Kept(key_of("digits", shard_of(author)), author, seal(record, identity), 15.0)
+
+
+async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
+    hello = messages.Hello(serves=False, time=time.time())
+    request = messages.encode(messages.Store(hello=hello, records=tuple(kept)))
+    answer = await protocol.handlers()[messages.STORE](sender, request)
+    return messages.decode(answer, messages.Stored).accepted
+
+
+async def test_forged_records_cost_one_signature_for_each_sender(
+    protocol: RecordProtocol, verified: list[str], identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for sender in range(1, 5):
+        for call in range(100):
+            forged = [store(identity, peer(1000 * sender + 10 * call + number)) for number in range(10)]
+            with contextlib.suppress(messages.MessageError):
+                assert await send(protocol, peer(sender), forged) == 0
+    assert len(verified) == 4
+    monkeypatch.setattr(identity, "sign", lambda *_: bytes(64), raising=False)
+    assert await send(protocol, peer(9), [store(identity, peer(9))]) == 1
+
+
+async def test_genuine_records_of_strangers_do_not_keep_out_what_a_peer_says_of_itself(
+    protocol: RecordProtocol, verified: list[str], identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "sign", lambda *_: bytes(64), raising=False)
+    for call in range(40):
+        ghosts = [store(identity, peer(1000 * call + number)) for number in range(1, 101)]
+        await send(protocol, peer(1 + call % 4), ghosts)
+    spent = len(verified)
+    assert spent < 4 * SIGNATURES_BURST
+    own = store(identity, peer(50_000))
+    assert await send(protocol, peer(50_000), [own]) == 1
+    assert await send(protocol, peer(50_000), [own]) == 1
+    assert len(verified) == spent + 1, "what is known is not verified again"
+
+
+async def test_cheaper_checks_come_before_the_signature(
+    protocol: RecordProtocol, verified: list[str], identity: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "sign", lambda *_: bytes(64), raising=False)
+    await send(protocol, peer(9), [store(identity, peer(9), sequence=5)])
+    verified.clear()
+    wrong = store(identity, peer(9), sequence=6)
+    for kept in (
+        store(identity, peer(9), sequence=4),
+        Kept(wrong.key, peer(8), wrong.data, 15.0),
+        Kept(key_of("other", 0), peer(9), wrong.data, 15.0),
+    ):
+        assert await send(protocol, peer(7), [kept]) == 0
+    assert verified == []
