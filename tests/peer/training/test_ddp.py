@@ -78,7 +78,9 @@ def expected(failed: int | None = None) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize(("scenario", "failed"), [("hook", None), ("failed", 1)])
+@pytest.mark.parametrize(
+    ("scenario", "failed"), [("hook", None), pytest.param("failed", 1, marks=pytest.mark.slow)]
+)
 def test_backward_leaves_the_swarms_mean_on_every_rank_after_one_round(
     tmp_path: Path, scenario: str, failed: int | None
 ) -> None:
