@@ -16,7 +16,7 @@ MEGABYTES_64 = 16_000_000
 
 
 @pytest.mark.parametrize(
-    "members", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow), 8]
+    "members", [2, 4, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
 def test_rounds_are_exact_and_equal_on_all_members(swarm: Swarm, members: int) -> None:
     daemons = swarm.daemons(members, args=LISTEN)
@@ -37,7 +37,7 @@ def test_an_outlier_costs_int8_one_block(swarm: Swarm, members: int) -> None:
         print(f"{members} members, outliers: off by {fleet.check(dict(enumerate(outcomes)), 0.013):.3g}")
 
 
-@pytest.mark.parametrize("fault", ["kill", "pause"])
+@pytest.mark.parametrize("fault", ["pause", pytest.param("kill", marks=pytest.mark.slow)])
 def test_survivors_of_a_fault_in_mid_round_hold_an_exact_mean(swarm: Swarm, fault: str) -> None:
     daemons = swarm.daemons(4, args=LISTEN)
     with Fleet(daemons, normal(4, MEGABYTES_64), codec="int8") as fleet:
