@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from equipoise.peer.errors import EquipoiseError, NoDaemon
+from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.home import PID_FILE, wait_until_free
 
 TERM_SECONDS = 5.0
@@ -68,12 +68,12 @@ def end_by_force(home: Path) -> int:
     return process.pid
 
 
-def describe_silence(home: Path, seconds: float) -> str:
-    """Say which daemon has not answered for so long, whether it is stopped, and what to do."""
+def silence(home: Path, seconds: float) -> DaemonLost:
+    """The error that says which daemon has not answered for so long, whether it is stopped, and what to do."""
     process = find_holder(home)
     pid = f" (pid {process.pid})" if process else ""
     line = f"the daemon{pid} on {home} has not answered for {seconds:g} s"
     end = f"end it with: equipoise stop --force --home {home}"
     if process and process.status() == psutil.STATUS_STOPPED:
-        return f"{line}: it is stopped; have it go on with: kill -CONT {process.pid}, or {end}"
-    return f"{line}; wait if this machine is busy, or {end}"
+        return DaemonLost(f"{line}: it is stopped", f"have it go on with: kill -CONT {process.pid}, or {end}")
+    return DaemonLost(line, f"wait if this machine is busy, or {end}")

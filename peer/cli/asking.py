@@ -37,9 +37,9 @@ def linked(home: Path) -> Iterator[Link]:
     except DaemonLost:
         if wait_until_free(home, 0.0):
             raise
-        from equipoise.peer.holder import describe_silence
+        from equipoise.peer.holder import silence
 
-        raise DaemonLost(describe_silence(home, ANSWER_SECONDS)) from None
+        raise silence(home, ANSWER_SECONDS) from None
 
 
 def ask(home: str | None, request: RequestBody, kind: type[Reply]) -> Reply:

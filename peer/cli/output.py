@@ -103,16 +103,14 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
             _when(outcome.started),
             outcome.run,
             str(outcome.round),
-            "ok" if outcome.ok else "failed",
-            f"{len(outcome.contributors)} of {len(outcome.group)}",
+            f"ok, {len(outcome.contributors)} of {len(outcome.group)}" if outcome.ok else "failed",
             _weights(outcome),
             f"{outcome.seconds.get('total', 0.0):.3f} s",
-            f"{(outcome.bytes_sent + outcome.bytes_received) / 1e6:.2f} MB",
             outcome.reason,
         )
         for outcome in rounds
     ]
-    titles = ("when", "run", "round", "result", "peers", "weights", "took", "moved", "why")
+    titles = ("when", "run", "round", "result", "weights", "took", "why")
     _print([_table(titles, rows, prose="why")])
 
 

@@ -217,6 +217,6 @@ def test_rounds_have_times_and_weights(
     print_rounds(outcomes)
 
     _, first, second, third = printed(capsys)
-    assert first.startswith("2023-11-14 22:13  a    1      ok      2 of 2  32 each  0.000 s  0.00 MB  all")
-    assert second.startswith("08:00:00          a    1      ok      2 of 2  1, 2.5   0.000 s")
+    assert first.startswith("2023-11-14 22:13  a    1      ok, 2 of 2  32 each  0.000 s  all")
+    assert second.startswith("08:00:00          a    1      ok, 2 of 2  1, 2.5   0.000 s")
     assert third.endswith(REASON.replace(PEER, f"..{PEER[-8:]}"))
