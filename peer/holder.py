@@ -74,6 +74,9 @@ def silence(home: Path, seconds: float) -> DaemonLost:
     pid = f" (pid {process.pid})" if process else ""
     line = f"the daemon{pid} on {home} has not answered for {seconds:g} s"
     end = f"end it with: equipoise stop --force --home {home}"
-    if process and process.status() == psutil.STATUS_STOPPED:
-        return DaemonLost(f"{line}: it is stopped", f"have it go on with: kill -CONT {process.pid}, or {end}")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process and process.status() == psutil.STATUS_STOPPED:
+            return DaemonLost(
+                f"{line}: it is stopped", f"have it go on with: kill -CONT {process.pid}, or {end}"
+            )
     return DaemonLost(line, f"wait if this machine is busy, or {end}")
