@@ -98,7 +98,7 @@ class Bootstrap:
             return "other version", str(error)
         except (LinkError, CallError) as error:
             cause = error.__cause__
-            return (cause.state if isinstance(cause, Unreached) else "failed"), str(error)
+            return (cause.state, str(cause)) if isinstance(cause, Unreached) else ("failed", str(error))
         return "connected", "connected"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -200,6 +201,51 @@ async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
     first = await members.start("first")
     os.kill(first.status().p2pd_pid, signal.SIGSTOP)
     await until(lambda: first.status().p2pd_restarts == 1)
+
+
+async def test_one_that_falls_silent_is_gone_before_its_record_lapses(members, until, monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.directory.TTL_SECONDS", 60.0)
+    monkeypatch.setattr("equipoise.dht.contacts.ANSWER_SECONDS", 0.5)
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    for member in (first, second):
+        await announce(member)
+    await until(sees(first, first, second))
+    stopped = psutil.Process(second.status().p2pd_pid)
+    try:
+        for process in (stopped, *stopped.children(recursive=True)):
+            process.suspend()
+        await until(lambda: first.status().connected == ())
+        await until(sees(first, first))
+        assert first.status().state != "joined"
+    finally:
+        for process in (stopped, *stopped.children(recursive=True)):
+            process.resume()
+    await until(sees(first, first, second))
+
+
+async def test_addresses_follow_those_of_the_interfaces(members, until) -> None:
+    first = await members.start("first")
+    second = await members.start("second", join=first.addresses)
+    await until(lambda: first.peer in second.status().connected)
+    true = first.addresses
+    first._supervisor.addresses = ["/ip4/192.0.2.9/tcp/4001"]
+    first._on_addresses()
+    old = (f"/ip4/192.0.2.9/tcp/4001/p2p/{first.peer}",)
+    await until(lambda: second._dialer.addresses_of(first.peer) == old)
+    await until(lambda: first.addresses == true)
+    await until(lambda: second._dialer.addresses_of(first.peer) == tuple(true))
+
+
+async def test_where_peers_are_now_is_what_is_remembered(members, until, monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.swarm.HOUSEKEEPING_SECONDS", 0.2)
+    first = await members.start("first")
+    await members.start("second", join=first.addresses)
+    kept = members.home("second") / MEMORY_FILE
+    await until(lambda: json.loads(kept.read_text())["peers"] == {first.peer: first.addresses})
+    now = (f"/ip4/192.0.2.9/tcp/4001/p2p/{first.peer}",)
+    first._protocol.addresses = now
+    await until(lambda: json.loads(kept.read_text())["peers"] == {first.peer: list(now)})
 
 
 async def test_a_broken_attachment_is_made_again(members, until) -> None:
