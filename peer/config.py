@@ -205,7 +205,7 @@ def _closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 def _from_file(path: Path) -> list[tuple[str, Any, str]]:
     try:
         content = read_regular(path, MAX_FILE_BYTES + 1)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):  # A home that cannot be is refused when it is taken.
         return []
     except OSError as error:
         raise ConfigError(
@@ -264,7 +264,9 @@ def _checked(key: str, value: Any, origin: str) -> Any:
         if key == "name" and not checked.isprintable():
             raise ValueError("not printable")
     except ValueError:
-        raise _wrong(_place(key, origin), f"expected {_expected(key)}, got {_shown(value)}") from None
+        ambiguous = key in RATES and re.search(r"[kKmMgGtT]i?b(/s)?$", str(value).strip())
+        hint = "write B for bytes or bit for bits" if ambiguous else ""
+        raise _wrong(_place(key, origin), f"expected {_expected(key)}, got {_shown(value)}", hint) from None
     choices = _CHOICES.get(key)
     if choices and checked not in choices and (key, checked) != ("channel", UNENCRYPTED):
         problem = f"expected {_expected(key)}, got {_shown(value)}"

@@ -14,8 +14,8 @@ from equipoise.peer.home import wait_until_free
 from equipoise.peer.link import Link, open_link
 from equipoise.peer.messages import ReplyBody, RequestBody
 
-ANSWER_SECONDS = 4.0
-"""For each of greeting and answer, which take milliseconds; people wait for them."""
+ANSWER_SECONDS = 8.0
+"""For each of greeting and answer: they take milliseconds, and seconds on a machine that swaps; people wait for them."""
 
 Reply = TypeVar("Reply", bound=ReplyBody)
 

@@ -137,7 +137,7 @@ def test_an_unknown_argument_is_named(tmp_path: Path) -> None:
         ),
         ("bandwidth = true", "bytes per second, got true"),
         ("bandwidth = 1e14", "(up to 10TB/s)"),
-        ("bandwidth = '10Mb/s'", "got '10Mb/s'"),
+        ("bandwidth = '10Mb/s'", "got '10Mb/s'; write B for bytes or bit for bits"),
         ("bandwidth = '10 miles'", "got '10 miles'"),
         ("relay_bandwidth = inf", "relay_bandwidth: expected a rate"),
         ("name = ", "not valid TOML"),
