@@ -15,7 +15,7 @@ from equipoise.peer.link import Link, open_link
 from equipoise.peer.messages import ReplyBody, RequestBody
 
 ANSWER_SECONDS = 8.0
-"""For each of greeting and answer: they take milliseconds, and seconds on a machine that swaps; people wait for them."""
+"""For each of greeting and answer: milliseconds on most machines, seconds on one that swaps. People wait for them."""
 
 Reply = TypeVar("Reply", bound=ReplyBody)
 
