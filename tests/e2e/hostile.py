@@ -1,4 +1,4 @@
-"""A daemon that turns hostile when it is told to, by a file in its home: `hold` or `flood`.
+"""A daemon that turns hostile when it is told to, by a file in its home: `hold`, `flood` or `silent`.
 
 `python -c "from e2e.hostile import main; main()" daemon ...` is `equipoise daemon ...` until then.
 """
@@ -15,6 +15,7 @@ FLOOD = 20
 
 def main() -> None:
     """Run the command line with a matchmaking that can be turned."""
+    from equipoise.averaging.aio.mesh import Mesh
     from equipoise.averaging.manifest import Join, Manifest
     from equipoise.averaging.matchmaking.convening import Convening
     from equipoise.averaging.matchmaking.events import Send, Woke
@@ -25,6 +26,7 @@ def main() -> None:
 
     home = Path(sys.argv[sys.argv.index("--home") + 1])
     decide, accept, handle = Gathering.decide, Convening._accept, Matchmaking.handle
+    post = Mesh.post
 
     def deciding(gathering: Gathering, *args: Any) -> Any:
         return None if (home / "hold").exists() else decide(gathering, *args)
@@ -50,10 +52,15 @@ def main() -> None:
                 actions += [Send(join.peer, forged) for join in joins for _ in range(FLOOD)]
         return actions
 
+    def posting(mesh: Mesh, *args: Any, **options: Any) -> None:
+        if not (home / "silent").exists():  # Its records are published all the same: a ghost.
+            post(mesh, *args, **options)
+
     patches: list[tuple[type, str, Any]] = [
         (Gathering, "decide", deciding),
         (Convening, "_accept", accepting),
         (Matchmaking, "handle", handling),
+        (Mesh, "post", posting),
     ]
     for machine, name, turned in patches:
         setattr(machine, name, turned)
