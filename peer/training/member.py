@@ -45,6 +45,10 @@ STAY_AWAY_SECONDS = 2.0
 """How long one that fetches a few missed means attends no round meanwhile: it would be bound to it until its end, and
 give nothing. One mean more that it has missed by then it fetches as well."""
 
+OVERDUE_SECONDS = 2.0
+"""Least time without a round after which a peer that looks for the group's state asks for the last one that it knows
+of, in place of one that the group has not come to: it may have ended, and those who end stay for some seconds only."""
+
 GONE_SECONDS = 0.25
 """Longest time from when the last other peer has gone to when a step that waits for a group notices."""
 
@@ -69,6 +73,7 @@ class Member:
         self._run = run
         self._subject = subject
         self._policy = policy
+        self._clock = policy.clock
         start = beginning(subject.model.digest())
         self._replica = self._replica_at(start)
         self._whole: StateId | None = start
@@ -79,6 +84,7 @@ class Member:
         self._downloads = Downloads(run, subject.state)
         self._stays_away_until: float | None = None
         self._ends_at: float | None = None
+        self._began_at = self._clock()
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
@@ -151,15 +157,17 @@ class Member:
         Args:
             timeout: Seconds for all of that.
         """
-        deadline = self._policy.clock() + timeout
+        deadline = self._clock() + timeout
         while not self.ends(deadline):
             pass
         return self.ended()
 
     def ends(self, deadline: float) -> bool:
         """A moment of `finish`, which is to be over at `deadline`; returns whether it is."""
-        now = self._policy.clock()
+        now = self._clock()
         if self._pending is not None and self._gave and self._claimed == self.id:
+            if not self.has_company():
+                self._stop_search()
             if not self._pending.wait(max(min(POLL_SECONDS, deadline - now), 0.0)):
                 return now >= deadline
             self.collect()
@@ -172,7 +180,7 @@ class Member:
         """What `finish` came to; whatever it was still waiting for is given up."""
         self._ends_at = None
         self._downloads.stop()
-        self._do(self._replica.handle(events.Stopped(), self._policy.clock()))
+        self._do(self._replica.handle(events.Stopped(), self._clock()))
         behind, unheard = self._downloads.behind, self._downloads.unheard
         notes = [self.reason]
         notes += [f"{behind} others were not as far"] if behind else []
@@ -185,31 +193,33 @@ class Member:
         if self._pending is not None and self._pending.done():
             self.collect()
         if not self._downloads.busy:
-            self._do(self._replica.handle(events.Ending(), self._policy.clock()))
+            self._do(self._replica.handle(events.Ending(), self._clock()))
         if not self._downloads.busy:
             return True
         self._downloads.wait(POLL_SECONDS)
         event = self._downloads.ended()
         if event is None:
             return False
-        self._do(self._replica.handle(event, self._policy.clock()))
+        self._do(self._replica.handle(event, self._clock()))
         return isinstance(event, events.RecoveryFailed) and self._replica.phase is not machine.Phase.ASTRAY
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
         """Where this peer does not hold the group's state, or does not know, find out and catch up, for some
         seconds."""
-        deadline = self._policy.clock() + seconds
+        deadline = self._clock() + seconds
         while not self.in_step:
             company = self.has_company()
             if not company and not self._downloads.busy:
                 break
-            left = min(POLL_SECONDS, max(deadline - self._policy.clock(), 0.0))
+            left = min(POLL_SECONDS, max(deadline - self._clock(), 0.0))
             if not company or (self._pending is None and self._stays_away):
                 self._downloads.wait(left)
             else:
                 self._attend_for(left)
             self._look_for_download()
-            if self._policy.clock() >= deadline or (self._replica.gives_up and not self.pending):
+            if self._clock() - self._began_at >= OVERDUE_SECONDS and not self._exchanges:
+                self._do(self._replica.handle(events.Overdue(), self._clock()))
+            if self._clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
         made_good = self.in_step and not self._policy.attends_always
         if self._pending is not None and not self._gave and (made_good or not self.has_company()):
@@ -217,11 +227,11 @@ class Member:
 
     def look_back(self) -> None:
         """Nobody else is known any more: catch up with what the others have left behind, if there is any."""
-        self._do(self._replica.handle(events.Deserted(), self._policy.clock()))
+        self._do(self._replica.handle(events.Deserted(), self._clock()))
 
     def meet(self, wait: bool = True) -> None:
         """Make the update that is due: with the group, or alone, or not yet; `wait=False` only starts the round."""
-        self._do(self._replica.handle(events.Due(self.has_company()), self._policy.clock()), wait)
+        self._do(self._replica.handle(events.Due(self.has_company()), self._clock()), wait)
 
     def collect(self) -> None:
         """Wait for the round that goes on, and do what follows from it; or until others turn out to be further."""
@@ -250,7 +260,7 @@ class Member:
             )
         else:
             event = events.RoundFailed(outcome.reason, formed=bool(outcome.group))
-        self._do(self._replica.handle(event, self._policy.clock()))
+        self._do(self._replica.handle(event, self._clock()))
         if was_in_step != self.in_step:
             self._move_accumulated()
         if self.in_step:
@@ -265,16 +275,16 @@ class Member:
 
     def _comes(self, pending: Pending) -> bool:
         """Wait for a round; returns whether it has ended. If not, what it was for has been made good meanwhile."""
-        before, since = self.id, self._policy.clock()
+        before, since = self.id, self._clock()
         while not pending.wait(GONE_SECONDS):
-            state, now = self._run.state, self._policy.clock()
+            state, now = self._run.state, self._clock()
             if isinstance(state, Exchanging):
                 continue
             if isinstance(state, NoPeers):
                 self._stop_search()
             elif self._gave and self._ends_at is None and now - since >= LOOK_AHEAD_SECONDS:
                 self._do(self._replica.handle(events.Overdue(), now))
-                since = self._policy.clock()
+                since = self._clock()
             if self.id != before:
                 self._stop_search()
                 return False
@@ -333,6 +343,11 @@ class Member:
         """Whether any other peer of the run is known."""
         return not isinstance(self._run.state, NoPeers)
 
+    @property
+    def _exchanges(self) -> bool:
+        """Whether a group has formed with this peer, and its round goes on."""
+        return isinstance(self._run.state, Exchanging)
+
     def _replica_at(self, state: StateId) -> Replica:
         policy, subject = self._policy, self._subject
         values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
@@ -343,7 +358,7 @@ class Member:
     @property
     def _stays_away(self) -> bool:
         until = None if self._policy.attends_always else self._stays_away_until
-        return self._downloads.recovering and until is not None and self._policy.clock() < until
+        return self._downloads.recovering and until is not None and self._clock() < until
 
     def _attend_for(self, seconds: float) -> None:
         if self._pending is None:
@@ -357,7 +372,7 @@ class Member:
         self._run.take()
         others_give = self._others_give()
         if others_give:
-            self._do(self._replica.handle(events.OthersBegun(), self._policy.clock()))
+            self._do(self._replica.handle(events.OthersBegun(), self._clock()))
         weight = self._replica.attendance(others_give)
         if weight:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
@@ -381,6 +396,7 @@ class Member:
             self._run.take()
         self._claimed = self._replica.claim
         self._pending = self._run.step(seconds, wait=False, state=self._claimed)
+        self._began_at = self._clock()
 
     def _move_accumulated(self) -> None:
         """Into the run what fits the group's state; out of it what does not."""
@@ -403,7 +419,7 @@ class Member:
                     self._held.pop(before, None)
                 case events.Check():
                     checked = events.Checked(self._subject.model.digest())
-                    todo.extendleft(reversed(self._replica.handle(checked, self._policy.clock())))
+                    todo.extendleft(reversed(self._replica.handle(checked, self._clock())))
                 case events.Fetch(at_least):
                     self._downloads.fetch(at_least, self.limit)
                 case events.Recover(after):
@@ -460,7 +476,7 @@ class Member:
         with self._changing():
             self._subject.update(mean)
             self._subject.model.settle()
-        self._do(self._replica.handle(events.SteppedAlone(digest(mean)), self._policy.clock()))
+        self._do(self._replica.handle(events.SteppedAlone(digest(mean)), self._clock()))
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
 
     @contextmanager
@@ -471,7 +487,7 @@ class Member:
         try:
             yield
         except BaseException:
-            self._replica.handle(events.Interrupted(), self._policy.clock())
+            self._replica.handle(events.Interrupted(), self._clock())
             self._held.clear()
             raise
 
@@ -489,10 +505,10 @@ class Member:
     def _recover(self, after: StateId) -> list[events.Action]:
         """Begin to fetch a mean; one in step waits for it, and does what follows."""
         if self._stays_away_until is None:
-            self._stays_away_until = self._policy.clock() + STAY_AWAY_SECONDS
+            self._stays_away_until = self._clock() + STAY_AWAY_SECONDS
         astray = self._replica.phase is machine.Phase.ASTRAY
         if self._ends_at is not None:
-            left = max(self._ends_at - self._policy.clock(), SHORTEST_SECONDS)
+            left = max(self._ends_at - self._clock(), SHORTEST_SECONDS)
             self._downloads.recover(after, left, proved=astray, patient=not astray and self.has_company())
             return []
         self._downloads.recover(after, proved=astray)
@@ -503,7 +519,7 @@ class Member:
         if event is None:
             self._downloads.stop()
             event = events.RecoveryFailed(f"not within {LOOK_AHEAD_SECONDS:g} s", decided=False)
-        return self._replica.handle(event, self._policy.clock())
+        return self._replica.handle(event, self._clock())
 
     def _keep(self, before: StateId) -> None:
         mean = self._downloads.mean
@@ -514,7 +530,7 @@ class Member:
         event = self._downloads.ended()
         if event is None:
             return
-        self._do(self._replica.handle(event, self._policy.clock()))
+        self._do(self._replica.handle(event, self._clock()))
         if self.in_step:
             self._own = None  # Gradients of what it held before.
 

@@ -207,7 +207,7 @@ class Replica:
             case RecoveryFailed(reason, decided):
                 return self._recovery_failed(reason, decided, now)
             case Overdue():
-                return self._look_ahead() if self.phase is Phase.IN_STEP else []
+                return self._overdue(now)
             case Deserted():
                 return self._deserted(now)
             case Stopped():
@@ -399,15 +399,27 @@ class Replica:
         begins = self.phase is Phase.MEETING and self.state.epoch == 0
         return self._fetch(FIRST_SNAPSHOT, now) if begins else []
 
+    def _overdue(self, now: float) -> list[Action]:
+        """No round comes: an update may have been missed, or the snapshot that is waited for may never be taken."""
+        if self.phase is Phase.IN_STEP:
+            return self._look_ahead()
+        return self._return(now) if self.phase is Phase.ASTRAY and self._asks_for_less() else []
+
     def _ending(self, now: float) -> list[Action]:
         if self.phase is not Phase.ASTRAY:
             self._fetching = False
             return self._look_ahead()
         self._fetch_after = now
-        last = self._links[-1].after if self._links else self._group
-        if last is not None and self._wanted > last.epoch:  # Of an epoch that may never come.
-            self._fetching, self._wanted = False, last.epoch
+        self._asks_for_less()
         return self._return(now)
+
+    def _asks_for_less(self) -> bool:
+        """Ask for the group's last known state in place of one of an epoch to come; returns whether that is less."""
+        last = self._links[-1].after if self._links else self._group
+        less = last is not None and self._wanted > last.epoch
+        if last is not None and less:
+            self._fetching, self._wanted = False, last.epoch
+        return less
 
     def _deserted(self, now: float) -> list[Action]:
         """Ask what the others have left behind, before anything else is done without them."""

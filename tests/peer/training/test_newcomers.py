@@ -14,7 +14,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.training import lineage, replica
 from equipoise.peer.training.lineage import CHECK_EVERY
 from equipoise.peer.training.member import CATCH_UP_SECONDS, POLL_SECONDS
-from equipoise.peer.training.subject import Finished
+from equipoise.peer.training.subject import FINISH_SECONDS, Finished
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
 from fakes.training import FakeRun, FakeSwarm
 from oracles.training import network
@@ -494,6 +494,27 @@ def test_nobody_waits_for_those_who_have_left(fake: FakeSwarm) -> None:
     assert goes.opt.epoch == stays.opt.epoch == 5
     assert max(calls) < 5.0, "a step waited for a group of nobody"
     assert "no other peer" in stays.opt.reason
+
+
+def test_the_end_waits_for_no_round_of_nobody(fake: FakeSwarm) -> None:
+    options = {"delay": True, "target_batch_size": 2 * SAMPLES}
+    Trainer(fake, 0, 5, **options).begin()
+    stays = Trainer(fake, 1, 5, **options)
+    waited: list[float] = []
+
+    def train() -> None:
+        stays.train()
+        while not stays.opt.member.pending:
+            stays.backward()
+            stays.opt.step()
+        fake.compute(1.0)  # Meanwhile the other has left.
+        began = fake.now
+        stays.opt.finish()
+        waited.append(fake.now - began)
+
+    fake.peer(stays.name, train)
+    fake.run()
+    assert waited[0] < FINISH_SECONDS / 2
 
 
 def test_where_all_are_as_far_nobody_stays(fake: FakeSwarm) -> None:

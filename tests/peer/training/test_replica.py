@@ -27,6 +27,7 @@ from equipoise.peer.training.events import (
     MeanFetched,
     Meet,
     OthersBegun,
+    Overdue,
     Recover,
     RecoveryFailed,
     RoundFailed,
@@ -44,6 +45,7 @@ from equipoise.peer.training.replica import (
     FIRST_SNAPSHOT,
     HELD_MEANS,
     LOOKS_BACK,
+    MAX_LEAD,
     MAX_INTRODUCTIONS,
     Phase,
     Replica,
@@ -315,6 +317,18 @@ def test_at_the_end_no_snapshot_of_an_epoch_to_come_is_waited_for() -> None:
     assert machine.handle(succeeded(state_at(50)), 0.1) == [Hold(state_at(50)), Fetch(60)]
     assert machine.handle(Ending(), 0.2) == [Fetch(51)]
     assert machine.handle(Ending(), 0.3) == []
+
+
+def test_where_no_round_comes_the_last_known_state_is_asked_for_in_place_of_one_to_come() -> None:
+    machine = Replica("a", OTHER, 0.0)
+    assert machine.handle(succeeded(state_at(20)), 0.05) == [Hold(state_at(20)), Fetch(20 + MAX_LEAD)]
+    machine.handle(succeeded(state_at(21)), 0.1)
+    assert machine.handle(Overdue(), 20.0) == [Fetch(22)], "the means after 20 and 21 are here"
+    assert machine.handle(Overdue(), 30.0) == [], "that is asked for already"
+
+
+def test_one_that_has_not_met_the_group_asks_for_none_of_its_states_meanwhile() -> None:
+    assert Replica("a", START, 0.0).handle(Overdue(), 20.0) == []
 
 
 def test_means_are_held_up_to_a_bound() -> None:
