@@ -497,21 +497,24 @@ def test_nobody_waits_for_those_who_have_left(fake: FakeSwarm) -> None:
 
 
 def test_the_end_waits_for_no_round_of_nobody(fake: FakeSwarm) -> None:
-    options = {"delay": True, "target_batch_size": 2 * SAMPLES}
-    Trainer(fake, 0, 5, **options).begin()
-    stays = Trainer(fake, 1, 5, **options)
+    goes, stays = (Trainer(fake, at, 5, delay=True, target_batch_size=2 * SAMPLES) for at in range(2))
     waited: list[float] = []
+
+    def train_and_go() -> None:
+        goes.train()
+        fake.compute(2.0)
 
     def train() -> None:
         stays.train()
-        while not stays.opt.member.pending:
-            stays.backward()
-            stays.opt.step()
-        fake.compute(1.0)  # Meanwhile the other has left.
+        stays.backward()
+        stays.opt.step()
+        assert stays.opt.member.pending
+        fake.compute(4.0)
         began = fake.now
         stays.opt.finish()
         waited.append(fake.now - began)
 
+    fake.peer(goes.name, train_and_go)
     fake.peer(stays.name, train)
     fake.run()
     assert waited[0] < FINISH_SECONDS / 2

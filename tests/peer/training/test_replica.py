@@ -45,8 +45,8 @@ from equipoise.peer.training.replica import (
     FIRST_SNAPSHOT,
     HELD_MEANS,
     LOOKS_BACK,
-    MAX_LEAD,
     MAX_INTRODUCTIONS,
+    MAX_LEAD,
     Phase,
     Replica,
 )
