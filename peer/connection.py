@@ -241,7 +241,7 @@ class Connection:
 
     async def _progress(self, request: AskProgress) -> ReplyBody:
         session = self._session(request.run)
-        local, swarm = await session.progress()
+        local, swarm = await session.progress(request.target)
         return ProgressIs(local, swarm, (await session.transfer()).wanted)
 
     async def _offer(self, request: OfferState) -> ReplyBody:

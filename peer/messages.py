@@ -153,9 +153,14 @@ class StateIs(msgspec.Struct, frozen=True, tag=True):
 
 
 class AskProgress(msgspec.Struct, frozen=True, tag=True):
-    """How much has been accumulated?"""
+    """How much has been accumulated?
+
+    Attributes:
+        target: Weight that all peers together are to accumulate; None if there is none.
+    """
 
     run: str
+    target: float | None = None
 
 
 class ProgressIs(msgspec.Struct, frozen=True, tag=True):

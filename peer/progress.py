@@ -10,7 +10,8 @@ class Progress(msgspec.Struct, frozen=True):
 
     Attributes:
         local: By this peer.
-        swarm: By all known peers of the run, this one included; a little behind for the others.
+        swarm: By all peers of the run that answer, this one included, as far as their word counts; a little behind for
+            the others.
         wanted: Epoch of which some peer wants a snapshot; None while none does. To be offered by whoever holds that
             state; a later one serves too, but then donors may differ, and the newcomer must wish again.
     """

@@ -286,11 +286,19 @@ class Run:
             time.sleep(company.LOOK_SECONDS)
         return True
 
-    def progress(self) -> Progress:
-        """Weight accumulated towards the next step, here and in the swarm; only here, where the daemon has gone."""
+    def progress(self, target: float | None = None) -> Progress:
+        """Weight accumulated towards the next step, here and in the swarm; only here, where the daemon has gone.
+
+        Another peer's counts if it answers, and up to twice what it contributed last: beyond that it is only its word.
+
+        Args:
+            target: Weight that all together are to accumulate, if there is such a thing: what a peer says that has not
+                contributed yet counts up to its fair share of it, and a round that falls short of it names in
+                `Outcome.events` the peers that gave less than was counted on.
+        """
         local = self.accumulated
         try:
-            answer = self._link.ask(AskProgress(self.name), ProgressIs)
+            answer = self._link.ask(AskProgress(self.name, target), ProgressIs)
         except DaemonLost:
             return Progress(local, local, None)
         return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)

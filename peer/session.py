@@ -192,15 +192,10 @@ class Session:
         """Where the next round of the purpose used last stands."""
         return self._current.state
 
-    async def progress(self) -> tuple[float, float]:
-        """Weight accumulated towards the next step: by this peer, and by all known peers that are at the same round."""
-        averager, spec = await self._averager(STEP), self._specs[STEP]
-        round_ = averager.status().round
-        others = sum(
-            found.accumulated
-            for found in await self._swarm.directory.peers(spec.name)
-            if found.peer != self._swarm.peer and found.spec == spec.hash and found.round == round_
-        )
+    async def progress(self, target: float | None) -> tuple[float, float]:
+        """Weight accumulated towards the next step: by this peer, and by all, as far as the others' word counts."""
+        averager = await self._averager(STEP)
+        others = await averager.others_accumulated(target)
         return self._accumulated, self._accumulated + others
 
     async def transfer(self) -> Transfer:

@@ -18,6 +18,7 @@ import torch
 from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round import Round, Task
 from equipoise.averaging.allreduce.notary import Keys
+from equipoise.averaging.claims import Claims
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.comparing import Comparing
@@ -54,7 +55,7 @@ DIALABLE_SECONDS = 0.5
 """How often one that waits for a group looks whether others can dial it."""
 
 LOOK_SECONDS = 0.5
-"""Between two reads of the directory's cache, for `progress` and `state`."""
+"""Between two reads of the directory's cache, for `state`."""
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +68,6 @@ class Identity(Protocol):
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
         """Whether the key behind `peer` signed `data`."""
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """Weight accumulated towards the next round: by this peer, and by all known peers of the run."""
-
-    local: float
-    swarm: float
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -127,6 +121,7 @@ class Averager:
             Standing(spec.name, spec.hash, self._mesh.peer, spec.group_size, identity.sign, identity.verify)
         )
         self._comparing = Comparing(spec, self._mesh.peer, self._loop.time())
+        self._claims = Claims(spec.group_size)
         self._looked = asyncio.Event()
         self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
@@ -165,7 +160,7 @@ class Averager:
         """
         check_weight(weight)
         self._check(contribution, result)
-        began, started = self._loop.time(), time.time()
+        began, started, promised = self._loop.time(), time.time(), self._claims.promised
         manifest = await self._match(weight, timeout, state)
         matched = self._loop.time() - began
         if isinstance(manifest, Outcome):
@@ -175,7 +170,11 @@ class Averager:
             task = Task(self.spec, manifest, contribution, result, left, self._keys)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
-        outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started)
+        short = self._claims.settle(promised, outcome.contributors) if outcome.ok else ""
+        if short:
+            log.warning("run %s: round %d: %s", self.spec.name, outcome.round, short)
+        events = (*outcome.events, short) if short else outcome.events
+        outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started, events=events)
         self.history.append(outcome)
         self._counts[outcome.ok] += 1
         return outcome
@@ -231,14 +230,19 @@ class Averager:
             self._accumulated = check_weight(weight)
             self._publish()
 
-    def progress(self) -> Progress:
-        """What has been accumulated towards the next round, here and in the swarm."""
-        others = sum(
-            one.accumulated
-            for one in self._candidates
-            if one.peer != self._mesh.peer and one.spec == self.spec.hash and one.round == self._machine.round
-        )
-        return Progress(self._accumulated, self._accumulated + others)
+    async def others_accumulated(self, target: float | None = None) -> float:
+        """Weight that the others have accumulated towards the next round, as far as their word counts.
+
+        Args:
+            target: Weight that all together are to accumulate; a newcomer's claim counts up to its share of it.
+        """
+        round = self._machine.round
+        claimed = {
+            one.peer: one.accumulated if one.round == round else 0.0
+            for one in await self._directory.peers(self.spec.name)
+            if one.spec == self.spec.hash and self._machine.answers(one.peer)
+        }
+        return self._claims.count(claimed, target)
 
     def status(self) -> RunStatus:
         """Where the run stands."""

@@ -98,6 +98,10 @@ class Matchmaking:
         """Number of this peer's next round."""
         return self._standing.round
 
+    def answers(self, peer: str) -> bool:
+        """Whether another peer has answered this one, and has not been lost since."""
+        return self._standing.roster.answers(peer)
+
     @property
     def reason(self) -> str:
         """Why matchmaking stands where it does, one line."""

@@ -85,7 +85,7 @@ class Trainer:
             loss, samples = self._learner.backward()
             self._run.accumulate(self._learner.model, weight=samples)
             losses.append(loss)
-            if self._run.progress().swarm >= self._options.target:
+            if self._run.progress(self._options.target).swarm >= self._options.target:
                 self.batches.append(len(losses))
                 return sum(losses) / len(losses)
 

@@ -141,7 +141,7 @@ class Member:
 
     def serve(self) -> float:
         """Offer a snapshot if one is wanted; returns the weight that the swarm has accumulated."""
-        progress = self._run.progress()
+        progress = self._run.progress(self._policy.target)
         self._offer(progress.wanted)
         return progress.swarm
 
@@ -384,7 +384,7 @@ class Member:
         return (
             isinstance(state, Idle)
             and state.peers > 1
-            and self._run.progress().swarm > machine.MEETING_WEIGHT
+            and self._run.progress(self._policy.target).swarm > machine.MEETING_WEIGHT
         )
 
     def _start(self, seconds: float) -> None:

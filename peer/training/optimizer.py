@@ -106,7 +106,14 @@ class SwarmOptimizer(torch.optim.Optimizer):
         frozen = _frozen(source) if is_module else {}
         run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
         subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
-        policy = Policy(options.alone, options.patience, options.timeout, options.clock, trust=options.trust)
+        policy = Policy(
+            options.alone,
+            options.patience,
+            options.timeout,
+            options.clock,
+            trust=options.trust,
+            target=options.target_batch_size,
+        )
         self.member = Member(run, subject, policy)
         self._clock = policy.clock
         self._pace = Pace(options.target_batch_size)

@@ -186,8 +186,8 @@ class TrainingRun(Protocol):
     def wait_for(self, peers: int, timeout: float = ...) -> bool:
         """Wait until so many others are known; returns whether they are."""
 
-    def progress(self) -> Progress:
-        """Weight accumulated towards the next step, and whether a snapshot is wanted."""
+    def progress(self, target: float | None = ...) -> Progress:
+        """Weight accumulated towards the next step, of which `target` is wanted, and whether a snapshot is wanted."""
 
     def offer(self, state: StateId, image: memoryview) -> None:
         """Have the daemon serve this image, in place of the one before."""

@@ -43,6 +43,7 @@ class Policy:
         attends_always: Whether it attends rounds while it fetches means that it missed: that it has them does not tell
             at which of its own steps the others are, the end of a round does.
         trust: Whose word for the group's state it takes: of those it has trained with (`known`), or of all (`heads`).
+        target: Samples, of all peers together, that make an update; None where something else does.
     """
 
     alone: Alone = "train"
@@ -51,6 +52,7 @@ class Policy:
     clock: Callable[[], float] = time.monotonic
     attends_always: bool = False
     trust: Trust = "known"
+    target: float | None = None
 
 
 def wait_for(runs: Sequence[TrainingRun], peers: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Sequence
 
@@ -439,3 +440,31 @@ async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) ->
         await run.average(torch.ones(9), torch.zeros(10), 1.0, 1.0)
     with pytest.raises(ValueError, match="already"):
         await cluster.hubs["a"].join(spec_of(10))
+
+
+async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluster: Cluster) -> None:
+    for name in ("a", "b", "liar"):
+        cluster.add(name)
+    spec = spec_of(1000)
+    runs = await joined(cluster, spec, ("a", "b", "liar"))
+    runs[1].report_accumulated(100.0)
+    runs[2].report_accumulated(1e12)
+    records = cluster.net.records[spec.name]
+    while records["liar"].accumulated < 1e12 or records["b"].accumulated < 100.0:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    records["ghost"] = dataclasses.replace(records["liar"], peer="ghost")
+    assert await runs[0].others_accumulated() == 100.0 + 1e12, "whoever has no target takes it as it is"
+    assert await runs[0].others_accumulated(300.0) == 100.0 + 300.0 / 3
+    size = spec.schema.size
+    outcomes = await asyncio.gather(
+        *(
+            run.average(torch.ones(size), torch.zeros(size), weight, 20.0)
+            for run, weight in zip(runs, (100.0, 100.0, 1.0), strict=True)
+        )
+    )
+    assert outcomes[0].events[-1] == "201 of 300 came together: liar gave 1 where 100 was counted on"
+    assert not outcomes[1].events, "it had counted on nobody"
+    runs[2].report_accumulated(2e12)
+    while records["liar"].accumulated < 2e12 or records["liar"].round != runs[0].round:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert await runs[0].others_accumulated(300.0) <= 2.0 + 100.0

@@ -275,7 +275,7 @@ class FakeRun(Run):
     def state(self) -> RunState:
         return Idle(peers=len(self.others())) if self.others() else NoPeers()
 
-    def progress(self) -> Any:
+    def progress(self, target: float | None = None) -> Any:
         wanted = [run.wants for run in self.others() if run.wants is not None]
         swarm = self.accumulated + sum(run.reported for run in self.others() if not run.left)
         return SimpleNamespace(local=self.accumulated, swarm=swarm, wanted=max(wanted, default=None))
