@@ -345,6 +345,12 @@ class FakeAverager:
     def report_accumulated(self, weight: float) -> None:
         self._member.accumulated = weight
 
+    async def others_accumulated(self, target: float | None = None) -> float:
+        with self._network.lock:
+            others = [one for one in self._network.runs[self._spec.name].values() if one is not self._member]
+        own = self._member
+        return sum(one.accumulated for one in others if (one.spec, one.round) == (own.spec, own.round))
+
     def difference(self, peer: str) -> str:
         with self._network.lock:
             other = self._network.runs[self._spec.name].get(peer)
