@@ -65,6 +65,9 @@ class Averager(Protocol):
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
 
+    async def others_accumulated(self, target: float | None = None) -> float:
+        """Weight that the others have accumulated, as far as their word counts towards this target of all together."""
+
     def status(self) -> Standing:
         """Where the run stands, and why."""
 
