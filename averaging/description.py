@@ -115,7 +115,11 @@ def differences(here: Description, there: Description) -> str:
     Of the tensors the first that differs is named where the descriptions are about that one.
     """
     if there.version != here.version:
-        return f"protocol version: here {here.version}, there {there.version}"
+        older = "here" if here.version < there.version else "there"
+        return (
+            f"protocol version: here {here.version}, there {there.version}; "
+            f"the equipoise {older} is older: upgrade it with pip install --upgrade equipoise"
+        )
     own, others = dict(here.terms), dict(there.terms)
     found = [_model(here, there)] + [
         _differs(name, own.get(name, "nothing"), others.get(name, "nothing"))

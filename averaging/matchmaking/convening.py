@@ -207,7 +207,11 @@ class Convening:
     def _objection(self, peer: str, request: JoinRequest, now: float) -> JoinRefused | None:
         standing, join = self._standing, request.join
         if request.version != PROTOCOL_VERSION:
-            detail = f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: update the older daemon"
+            older = "asking" if request.version < PROTOCOL_VERSION else "convening"
+            detail = (
+                f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: "
+                f"upgrade the {older} peer's equipoise, which is older"
+            )
             return self._refusal(join, Why.OTHER_VERSION, detail)
         if request.run != standing.run:
             return self._refusal(join, Why.UNKNOWN_RUN, f"expected the run {standing.run!a}")

@@ -23,7 +23,7 @@ from equipoise.averaging.description import (
 )
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.schema import MAX_NAME_CHARS, Schema
-from equipoise.averaging.spec import MAX_TERMS, RunSpec
+from equipoise.averaging.spec import MAX_TERMS, PROTOCOL_VERSION, RunSpec
 from fakes.specs import TENSORS, spec
 
 
@@ -83,9 +83,13 @@ def test_a_line_does_not_name_everything() -> None:
     assert said.endswith(f"and {MAX_TERMS + 1 - MAX_DIFFERENCES} more")
 
 
-def test_another_version_is_all_there_is_to_say() -> None:
-    there = msgspec.structs.replace(describe(spec(codec="fp16")), version=99)
-    assert differences(describe(spec()), there).startswith("protocol version: here ")
+def test_another_version_is_all_there_is_to_say_and_which_side_is_older() -> None:
+    for version, older in ((99, "here"), (1, "there")):
+        there = msgspec.structs.replace(describe(spec(codec="fp16")), version=version)
+        assert differences(describe(spec()), there) == (
+            f"protocol version: here {PROTOCOL_VERSION}, there {version}; "
+            f"the equipoise {older} is older: upgrade it with pip install --upgrade equipoise"
+        )
 
 
 def test_of_very_many_tensors_what_lies_behind_the_marks_is_counted() -> None:
