@@ -220,3 +220,19 @@ def test_rounds_have_times_and_weights(
     assert first.startswith("2023-11-14 22:13  a    1      ok, 2 of 2  32 each  0.000 s  all")
     assert second.startswith("08:00:00          a    1      ok, 2 of 2  1, 2.5   0.000 s")
     assert third.endswith(REASON.replace(PEER, f"..{PEER[-8:]}"))
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_narrow_terminal_wraps_the_reason_and_folds_no_identifier(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_rounds(
+        [Outcome(ok=False, reason=REASON.replace("a-host", "h"), run="digits", round=1234, started=1.7e9)]
+    )
+
+    lines = printed(capsys)
+    assert max(map(len, lines)) <= 80
+    assert lines[1].startswith("2023-11-14 22:13  digits  1234   failed           0.000 s  nobody")
+    assert " ".join(" ".join(line[56:] for line in lines[1:]).split()).endswith(
+        f"where ..{PEER[-8:]} was met before"
+    )
