@@ -208,9 +208,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
         Returns:
             What the closure returned.
-
-        Raises:
-            DaemonLost: The daemon has gone; the parameters are untouched.
         """
         loss = None
         if closure is not None:

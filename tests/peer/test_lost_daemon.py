@@ -91,6 +91,8 @@ def test_rounds_fail_with_the_cause_and_succeed_when_a_daemon_is_back(
     assert runs[0].progress().swarm == 4.0
     with pytest.raises(DaemonLost, match="it was stopped"):
         machines[0].client.status()
+    assert machines[0].client.lost == reason
+    assert repr(machines[0].client).endswith(f"on {machines[0].home}: runs 'digits'; {reason}>")
 
     machines[0].start()
     eventually(lambda: runs[1].state == Idle(peers=1), "the other's return")
@@ -100,6 +102,7 @@ def test_rounds_fail_with_the_cause_and_succeed_when_a_daemon_is_back(
     assert all(together(*(lambda run=run: run.step(timeout=SOON) for run in runs)))
     torch.testing.assert_close(runs[0].mean["0"], torch.full((2,), 3.0))
     assert machines[0].client.status().clients == 1
+    assert repr(machines[0].client).endswith(f"(...peer3) on {machines[0].home}: runs 'digits'>")
     assert warnings(caplog) == [
         f"{reason.partition(';')[0]}; this script goes on without, and connects when one is back; "
         f"start it with: equipoise daemon --home {machines[0].home}"
