@@ -480,6 +480,9 @@ class Run:
         if self.terms or carried:
             link.ask(AgreeRun(self.name, check_terms(self.terms), carried), Done, AGREE_SECONDS)
         with self._lock:
+            if self.left:
+                link.start(LeaveRun(self.name))
+                return
             self._link, self._region, self._company = link, region, company.Company(link, self.name)
             accumulated = self.accumulated
         for topic, line in self._told.items():

@@ -89,6 +89,7 @@ class Member:
         self._offered = -1
         self._told = ""
         self._crowd = Crowd(run.name, run.group_size)
+        self._why_alone = ""
 
     @property
     def id(self) -> StateId:
@@ -103,7 +104,7 @@ class Member:
     @property
     def reason(self) -> str:
         """Why this peer does what it does, one line."""
-        return "; ".join(filter(None, (self._replica.reason, self._crowd.told)))
+        return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._crowd.told)))
 
     @property
     def pending(self) -> bool:
@@ -341,7 +342,10 @@ class Member:
 
     def has_company(self) -> bool:
         """Whether any other peer of the run is known."""
-        return not isinstance(self._run.state, NoPeers)
+        standing = self._run.state
+        # What is said of every lone peer, the replica says.
+        self._why_alone = standing.reason if isinstance(standing, NoPeers) and standing != NoPeers() else ""
+        return not isinstance(standing, NoPeers)
 
     @property
     def _exchanges(self) -> bool:

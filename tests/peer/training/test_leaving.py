@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from equipoise.averaging.outcome import NoPeers
 from equipoise.peer.training import DiLoCo
 from fakes.trainers import SAMPLES, Trainer, adamw
-from fakes.training import FakeSwarm
+from fakes.training import FakeRun, FakeSwarm
 from oracles.training import batch_of, loss_of, network
 
 
@@ -66,3 +67,17 @@ def test_nothing_where_a_round_was_ok(fake: FakeSwarm, caplog: pytest.LogCapture
 def test_nothing_where_nothing_was_asked(fake: FakeSwarm, caplog: pytest.LogCaptureFixture) -> None:
     fake.join("peer0", "text", network()).leave()
     assert told(caplog) == []
+
+
+def test_one_that_trains_alone_says_why_nobody_is_there(
+    fake: FakeSwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer(fake, 0, 1, patience=0, target_batch_size=SAMPLES)
+    trainer.join()
+    monkeypatch.setattr(FakeRun, "state", NoPeers("the daemon on its home was killed"))
+    trainer.backward()
+    trainer.opt.step()
+    assert trainer.opt.epoch == 1
+    assert trainer.opt.reason == (
+        "it trains alone: no other peer of this run is known; the daemon on its home was killed"
+    )
