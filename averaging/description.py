@@ -53,10 +53,11 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         version: Protocol version.
-        strategy: As in the spec; so are codec, group_size, part_values and terms.
+        strategy: As in the spec; so are codec, group_size, part_values, weights and terms.
         codec: See there.
         group_size: See there.
         part_values: See there.
+        weights: See there.
         terms: See there.
         values: Length of the flat vector.
         tensors: How many tensors it has.
@@ -70,6 +71,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
     codec: Word
     group_size: Number
     part_values: Number
+    weights: Word
     terms: Annotated[tuple[tuple[Word, Value], ...], msgspec.Meta(max_length=MAX_TERMS)]
     values: Number
     tensors: Number
@@ -87,6 +89,7 @@ def describe(spec: RunSpec) -> Description:
         codec=spec.codec,
         group_size=spec.group_size,
         part_values=spec.part_values,
+        weights=spec.weights,
         terms=spec.terms,
         values=spec.schema.size,
         tensors=len(tensors),
@@ -125,7 +128,7 @@ def differences(here: Description, there: Description) -> str:
         _differs(name, own.get(name, "nothing"), others.get(name, "nothing"))
         for name in sorted({**own, **others})
     ]
-    for name in ("codec", "group_size", "part_values", "strategy"):
+    for name in ("codec", "group_size", "part_values", "strategy", "weights"):
         found.append(_differs(name.replace("_", " "), str(getattr(here, name)), str(getattr(there, name))))
     found = [each for each in found if each]
     more = len(found) - MAX_DIFFERENCES

@@ -30,7 +30,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         run: The run's name.
         round: The round's number within the run.
         group: PeerIDs of all members of the group, in member order; empty if none formed.
-        contributors: PeerID -> weight of those whose contribution is in the mean; empty if not ok.
+        contributors: PeerID -> weight of those whose contribution is in the mean, as it counted; empty if not ok.
+        capped: PeerID -> weight that it claimed, of the contributors that counted as less; see `RunSpec.weights`.
         digest: SHA-256 in hex over the round's manifest, contributors and encoded mean; equal on all ok members.
         bytes_sent: Bytes of frames sent for the round.
         bytes_received: Bytes of frames received for the round.
@@ -47,6 +48,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     round: int = 0
     group: tuple[str, ...] = ()
     contributors: dict[str, float] = {}
+    capped: dict[str, float] = {}
     digest: str = ""
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -62,7 +64,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         """One line for people: PeerIDs and the digest are shortened."""
-        who = ", ".join(f"...{peer[-SHOWN_CHARS:]}: {weight:g}" for peer, weight in self.contributors.items())
+        who = ", ".join(f"...{peer[-SHOWN_CHARS:]}: {self.weight(peer)}" for peer in self.contributors)
         told = [
             f"<Outcome {'ok' if self.ok else 'failed'}: run {self.run!r}, round {self.round}: {self.reason}",
             *([f"contributors {who}"] if who else []),
@@ -71,6 +73,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             *self.events,
         ]
         return "; ".join(told) + ">"
+
+    def weight(self, peer: str) -> str:
+        """A contributor's weight, for people: what counted, and what it claimed if that was more."""
+        claimed = f" of {self.capped[peer]:g}" if peer in self.capped else ""
+        return f"{self.contributors[peer]:g}{claimed}"
 
     def counted(self, peer: str) -> bool:
         """Whether `peer`'s contribution is in the mean."""

@@ -12,6 +12,7 @@ import msgspec
 
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.schema import Schema
+from equipoise.averaging.weights import CAPPED, cap_of
 from equipoise.compression import parse_codec
 
 PROTOCOL_VERSION = 6
@@ -58,6 +59,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
         part_values: Values per part of a share (512 Ki measured best), a multiple of 256 and of the codec's block.
+        weights: What counts of a contributor's weight: `capped:10`, at most 10 times the group's median, or `any`.
         terms: What else the peers must have alike, as ("target batch size", "4096"); nothing here acts on it.
     """
 
@@ -67,6 +69,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     codec: str = "int8"
     group_size: int = 16
     part_values: int = 512 * 1024
+    weights: str = CAPPED
     terms: Terms = ()
 
     @classmethod
@@ -79,6 +82,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         codec: str = "int8",
         group_size: int = 16,
         part_values: int = 512 * 1024,
+        weights: str = CAPPED,
         terms: Mapping[str, str] | None = None,
     ) -> RunSpec:
         """Check every option and bring the codec into its canonical form.
@@ -101,6 +105,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             raise SpecError(
                 f"expected part_values to be a multiple of {unit} up to {MAX_PART_VALUES}, got {part_values}"
             )
+        try:
+            cap_of(weights)
+        except ValueError as error:
+            raise SpecError(str(error)) from None
         spec = cls(
             name=name,
             schema=schema,
@@ -108,6 +116,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             codec=parsed.spec,
             group_size=group_size,
             part_values=part_values,
+            weights=weights,
             terms=check_terms(terms or {}),
         )
         if not 0 < spec.layout.size <= part_values * MAX_PARTS:

@@ -13,6 +13,7 @@ from typing import Self
 
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
@@ -93,6 +94,7 @@ class Client:
         group_size: int = 16,
         codec: str = "int8",
         part_values: int = 512 * 1024,
+        weights: str = CAPPED,
     ) -> Run:
         """Take part in the run `name`; only peers that give the same arguments meet.
 
@@ -106,6 +108,9 @@ class Client:
             codec: How values travel: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors of
                 fewer than 256 values, and a module's buffers, travel in fp32 whatever it is.
             part_values: Values per part of a share, a multiple of 256 and of the codec's block.
+            weights: What counts of a contributor's weight: `capped:10` is at most 10 times the median of the group's
+                contributors, so that no peer makes the mean its own by what it claims. `any` is all of it, for swarms
+                whose members are known and differ by more than that.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
@@ -122,6 +127,7 @@ class Client:
             codec=codec,
             group_size=group_size,
             part_values=part_values,
+            weights=weights,
         )
         request = JoinRun(
             run=name,
@@ -132,11 +138,17 @@ class Client:
             tensors=tensor_rows(binding.schema),
             gradients=tensor_rows(binding.gradients),
             values=binding.values,
+            weights=spec.weights,
         )
         link = self._link
         region = _share(link, request)
         branch = functools.partial(
-            self.join, strategy=strategy, group_size=group_size, codec=codec, part_values=part_values
+            self.join,
+            strategy=strategy,
+            group_size=group_size,
+            codec=codec,
+            part_values=part_values,
+            weights=weights,
         )
         run = Run(link, name, binding, region, branch, spec.group_size)
         with self._lock:

@@ -16,6 +16,7 @@ import msgspec
 from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.weights import CAPPED
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
@@ -77,6 +78,7 @@ class JoinRun(msgspec.Struct, frozen=True, tag=True):
         tensors: What `average` exchanges.
         gradients: What `step` exchanges.
         values: Length of each of the two vectors in the shared memory.
+        weights: What counts of a contributor's weight.
     """
 
     run: str
@@ -87,6 +89,7 @@ class JoinRun(msgspec.Struct, frozen=True, tag=True):
     tensors: tuple[TensorRow, ...]
     gradients: tuple[TensorRow, ...]
     values: int
+    weights: str = CAPPED
 
 
 class AgreeRun(msgspec.Struct, frozen=True, tag=True):

@@ -31,6 +31,7 @@ def run_specs(request: JoinRun) -> dict[str, RunSpec]:
             codec=request.codec,
             group_size=request.group_size,
             part_values=request.part_values,
+            weights=request.weights,
         )
         for purpose, rows in rows_of.items()
         if rows
@@ -51,6 +52,7 @@ def agreed_spec(spec: RunSpec, terms: Terms, buffers: Sequence[TensorRow]) -> Ru
         codec=spec.codec,
         group_size=spec.group_size,
         part_values=spec.part_values,
+        weights=spec.weights,
         terms=dict(terms),
     )
 

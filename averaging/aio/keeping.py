@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from equipoise.averaging.aio.download import NoRoomError
-from equipoise.averaging.aio.round import group_of
-from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.aio.round import group_of, weights_of
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import ManifestError, Verify
@@ -137,14 +136,16 @@ def _made(room: Room) -> torch.Tensor:
 
 
 def _outcome(mean: EncodedMean, group: Group, digest: bytes, spec: RunSpec) -> Outcome:
-    manifest, counted = mean.manifest, list(members_of(mean.contributors))
+    manifest = mean.manifest
+    counted, capped = weights_of(group, manifest.peers, mean.contributors)
     return Outcome(
         ok=True,
         reason=f"missed, and had from others: mean over {len(counted)} of {group.size} members",
         run=spec.name,
         round=manifest.round,
         group=manifest.peers,
-        contributors={manifest.peers[member]: group.weights[member] for member in counted},
+        contributors=counted,
+        capped=capped,
         digest=digest.hex(),
         bytes_received=mean.size,
         compression_ratio=spec.layout.compression_ratio,

@@ -48,6 +48,7 @@ from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.transfer.mean import EncodedMean
 from equipoise.averaging.transfer.votes import Prove
+from equipoise.averaging.weights import cap_of
 from equipoise.compression import CodecError, NonFiniteError
 
 WITH_BODY = (wire.Contribution, wire.Mean)
@@ -97,6 +98,19 @@ def group_of(spec: RunSpec, manifest: Manifest) -> Group:
         dialable=sum(1 << index for index in leaders),
         parts=spec.layout.cut(fractions, spec.part_values),
         first_leader=(convening or leaders)[0],
+        cap=cap_of(spec.weights),
+    )
+
+
+def weights_of(
+    group: Group, peers: Sequence[str], contributors: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What each contributor counted, and the claims of those that counted as less than they claim; by PeerID."""
+    counted = group.counted(contributors)
+    over = [member for member in members_of(contributors) if group.weights[member] > counted[member]]
+    return (
+        {peers[member]: counted[member] for member in members_of(contributors)},
+        {peers[member]: group.weights[member] for member in over},
     )
 
 
@@ -344,13 +358,14 @@ class Round:
             )
 
     def _finished(self, end: Finish) -> Outcome:
-        counted = list(members_of(end.decision.contributors))
+        counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
         mean = EncodedMean(self._task.manifest, end.decision.contributors, self._store.means())
         self._keep(mean, partial(self._notary.proof, end.decision, end.digest))
         reason = f"mean over {len(counted)} of {self.group.size} members"
         return msgspec.structs.replace(
             self._outcome(True, reason),
-            contributors={self._peers[member]: self.group.weights[member] for member in counted},
+            contributors=counted,
+            capped=capped,
             digest=end.digest.hex(),
         )
 

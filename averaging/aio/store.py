@@ -8,7 +8,6 @@ import torch
 from blake3 import blake3
 
 from equipoise.averaging.aio.buffers import BufferPool
-from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.layout import Layout
 from equipoise.compression import CodecError, NonFiniteError, unwrapped
@@ -138,12 +137,10 @@ class Store:
         """Each member's share of the weight; mostly asked of the same contributors for part after part."""
         over, shares = self._shares
         if over != contributors:
-            weights = self._group.weights
+            counted = self._group.counted(contributors)
             # `sum` rounds otherwise from Python 3.12 on, and whoever reduces must get the same bytes.
-            total = math.fsum(weights[member] for member in members_of(contributors))
-            shares = [
-                weight / total if contributors >> member & 1 else 0.0 for member, weight in enumerate(weights)
-            ]
+            total = math.fsum(counted)
+            shares = [weight / total for weight in counted]
             self._shares = (contributors, shares)
         return shares
 

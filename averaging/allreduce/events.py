@@ -7,6 +7,7 @@ member) and means by part, and has checked sizes and values before it reports th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,6 +15,7 @@ import msgspec
 
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage
 from equipoise.averaging.partition import Part
+from equipoise.averaging.weights import counted_weights
 
 
 @dataclass(frozen=True)
@@ -23,10 +25,11 @@ class Group:
     Attributes:
         round_id: Binds digests to the round.
         names: One per member, for reasons that people read.
-        weights: One per member.
+        weights: One per member, as it claims.
         dialable: Bitmask of the members that may own parts and lead.
         parts: The partition.
         first_leader: Who leads the first ballot, a dialable member.
+        cap: The most that a contributor counts, in medians of their weights.
     """
 
     round_id: bytes
@@ -35,6 +38,7 @@ class Group:
     dialable: int
     parts: tuple[Part, ...]
     first_leader: int
+    cap: float = math.inf
 
     @cached_property
     def size(self) -> int:
@@ -50,6 +54,10 @@ class Group:
     def contributors(self) -> int:
         """Bitmask of the members with weight > 0; the others observe."""
         return sum(1 << index for index, weight in enumerate(self.weights) if weight > 0)
+
+    def counted(self, contributors: int) -> tuple[float, ...]:
+        """What counts of each member's weight in the mean over `contributors`; 0 for the others."""
+        return counted_weights(self.weights, contributors, self.cap)
 
 
 class ContributionReceived(msgspec.Struct, frozen=True):

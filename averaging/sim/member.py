@@ -138,9 +138,9 @@ class Member:
         """A reduction is done; its result replaces what is kept only where it is still wanted."""
         if self.closed or not self.machine.wants_mean(self.index, job.part, job.contributors):
             return []
+        counted = self.group.counted(job.contributors)
         weighted = [
-            (self.group.weights[member], self._contribution(job.part, member))
-            for member in members_of(job.contributors)
+            (counted[member], self._contribution(job.part, member)) for member in members_of(job.contributors)
         ]
         digest = self._keep(job.part, job.contributors, mean(weighted))
         return self.tell(PartReduced(job.part, job.contributors, digest), now)
@@ -234,7 +234,8 @@ def check_agreement(members: Sequence[Member], exact: bool = True) -> None:
         )
     for contributors, _, result in ends:
         counted = [members[index] for index in members_of(contributors)]
-        weighted = [(member.group.weights[member.index], member.values) for member in counted]
+        weights = members[0].group.counted(contributors)
+        weighted = [(weights[member.index], member.values) for member in counted]
         if len(counted) < MIN_CONTRIBUTORS or any(weight == 0 for weight, _ in weighted):
             raise Violation(f"a mean over {contributors:b}")
         if exact and result != encode(exact_mean(weighted)):

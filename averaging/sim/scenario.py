@@ -12,6 +12,7 @@ from equipoise.averaging.sim.arithmetic import draw_values, draw_weight
 from equipoise.averaging.sim.faults import Corrupt, Cut, Fault, Hold, Kill, Leave, Stop, When
 from equipoise.averaging.sim.network import Weather
 from equipoise.averaging.sim.process import Start
+from equipoise.averaging.weights import CAPPED, cap_of
 
 MAX_PART_VALUES = 3
 """Values of a part: enough for a slip of one to show."""
@@ -21,6 +22,9 @@ FAULT_COUNTS = (2, 6, 25)
 
 MAX_FAULT_SECONDS = 12.0
 """Faults begin within this time: a few stalls and ballots."""
+
+CAP = cap_of(CAPPED)
+"""The most that a contributor counts, in medians: a whole number, so that weights stay multiples of a quarter."""
 
 PHASES = ("decide", "gather", "commit", "commit", "ended", "ended")
 """Most steps are of scattering and gathering, so a moment drawn from all steps is rarely one of agreement."""
@@ -91,6 +95,8 @@ def _draw_group(random: Random, size: int) -> Group:
         for member in random.sample(range(size), random.randint(1, size - 1)):
             dialable &= ~(1 << member)
     weights = [draw_weight(random) for _ in range(size)]
+    if weights[0] % 1 == 0.25:  # Member 0 claims far more than the others, and is capped.
+        weights[1:] = [max(weight // 16 / 4, 0.25) for weight in weights[1:]]
     if size > 2 and random.random() < 0.3:
         for member in random.sample(range(size), random.randint(1, size - 2)):
             weights[member] = 0.0
@@ -107,6 +113,7 @@ def _draw_group(random: Random, size: int) -> Group:
         dialable=dialable,
         parts=tuple(parts),
         first_leader=random.choice(owners),
+        cap=CAP,
     )
 
 

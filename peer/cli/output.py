@@ -233,9 +233,11 @@ def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:
 
 def _weights(outcome: Outcome) -> str:
     weights = list(outcome.contributors.values())
-    if len(set(weights)) > 1:
-        listed = ", ".join(f"{weight:g}" for weight in weights)
-        return listed if len(weights) <= SHOWN_WEIGHTS else f"{min(weights):g} to {max(weights):g}"
+    if len(set(weights)) > 1 or outcome.capped:
+        if len(weights) <= SHOWN_WEIGHTS:
+            return ", ".join(map(outcome.weight, outcome.contributors))
+        capped = f", {len(outcome.capped)} capped" if outcome.capped else ""
+        return f"{min(weights):g} to {max(weights):g}{capped}"
     return f"{weights[0]:g} each" if weights else ""
 
 

@@ -12,6 +12,7 @@ import torch
 
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import Gradients, named_gradients
@@ -388,7 +389,7 @@ class Member:
         return (
             isinstance(state, Idle)
             and state.peers > 1
-            and self._run.progress(self._policy.target).swarm > machine.MEETING_WEIGHT
+            and self._run.progress(self._policy.target).swarm > ATTENDANCE_LIMIT
         )
 
     def _start(self, seconds: float) -> None:

@@ -58,7 +58,7 @@ class Pace:
         waited = outcome.seconds.get("matchmaking", 0.0)
         spare = (waited - FORMING_SECONDS) / self._batch_seconds if self._batch_seconds > 0 else 0.0
         if spare >= NOTABLE:
-            made = round(outcome.contributors[peer] / batch)
+            made = round(outcome.capped.get(peer, outcome.contributors[peer]) / batch)
             units = max(units, made + round(spare - MARGIN))
         self._quota = min(units * batch, self._target)
 

@@ -29,6 +29,7 @@ from enum import Enum
 from typing import Literal
 
 from equipoise.averaging.state import StateId
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.training.events import (
     Action,
     Apply,
@@ -75,9 +76,6 @@ same."""
 MAX_LEAD = HELD_MEANS // 2
 """Most epochs to ask ahead, half of the means that are kept: those from there on must be held when the download
 ends."""
-
-MEETING_WEIGHT = 1e-3
-"""Who gives less has nothing to give: a round of only those introduces them to each other, and changes nothing."""
 
 ATTENDANCE = 2.0**-30
 """Weight of one that has nothing to give where a round would not come about without: it needs two contributors.
@@ -256,7 +254,7 @@ class Replica:
         if group is None:
             return self._nobody_knows(now)
         self._group = group
-        givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
+        givers = {name for name, weight in event.weights.items() if weight > ATTENDANCE_LIMIT}
         # Also those who had nothing to give yet: they will have next time, and need a second contributor then.
         lasting = {name for name in event.members if event.states.get(name) == group}
         idle = [name for name in event.members if name not in lasting]

@@ -59,6 +59,7 @@ def test_nothing_differs_between_equals() -> None:
         (spec(codec="fp16"), "codec: here fp32, there fp16"),
         (spec(group_size=4), "group size: here 16, there 4"),
         (spec(part_values=512), "part values: here 524288, there 512"),
+        (spec(weights="any"), "weights: here capped:10, there any"),
         (spec(terms={"clip": "1.0"}), "clip: here nothing, there 1.0"),
     ],
 )
@@ -124,6 +125,7 @@ DESCRIPTIONS = st.builds(
     st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
     st.integers(0, 2**53),
     st.integers(0, 2**53),
+    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
     st.lists(st.tuples(st.just("clip"), st.text("ab \"'", max_size=256)), max_size=3).map(tuple),
     st.integers(0, 2**53),
     st.integers(0, 2**53),

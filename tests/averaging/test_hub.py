@@ -119,6 +119,22 @@ async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, s
     assert error <= (1e-6 if codec == "fp32" else 0.010)
 
 
+@pytest.mark.parametrize(("rule", "counts"), [("capped:10", 10.0), ("any", 1e12)])
+async def test_a_weight_of_a_million_millions_counts_as_ten_beside_three_of_one(
+    cluster: Cluster, rule: str, counts: float
+) -> None:
+    weights = {"boast": 1e12, "peer1": 1.0, "peer2": 1.0, "peer3": 1.0}
+    for name in weights:
+        cluster.add(name)
+    values, results, outcomes = await average(cluster, spec_of(5000, weights=rule), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors == {**weights, "boast": counts}
+        assert outcome.capped == ({"boast": 1e12} if rule != "any" else {})
+        assert outcome.digest == outcomes["boast"].digest
+        torch.testing.assert_close(results[name].double(), expected_mean(values, outcome))
+
+
 async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(cluster: Cluster) -> None:
     for name in ("one", "two"):
         cluster.add(name, dialable=False)

@@ -73,6 +73,15 @@ async def test_one_that_missed_a_round_gets_its_mean_bit_by_bit_from_all(cluster
     assert len(sources) > 1
 
 
+async def test_what_was_missed_names_whose_weight_was_capped(cluster: Cluster) -> None:
+    await cluster.add("a", "b", "c", spec=SPEC)
+    (outcome, _), *_ = await rounds(cluster, "abc", BEFORE, SPEC, boast="b")
+    (late,) = await cluster.add("d", spec=SPEC)
+    found, _, _ = await recovered(late, BEFORE, proved=True)
+    assert found.contributors == outcome.contributors == {"a": 1.0, "b": 10.0, "c": 1.0}
+    assert found.capped == outcome.capped == {"b": 1e12}
+
+
 async def test_members_have_it_too_and_see_whether_they_contributed(cluster: Cluster) -> None:
     *_, third = await cluster.add("a", "b", "c", spec=SPEC)
     await rounds(cluster, "abc", BEFORE, SPEC)

@@ -97,6 +97,25 @@ class RunContract:
             for at in (0, 3):
                 assert float((own[at] - sums[at]).abs().max()) < 0.05
 
+    def test_a_weight_counts_as_ten_times_the_median_at_most(self, peers: Peers) -> None:
+        clients, claims = peers(3), (1.0, 1.0, 1e12)
+        for rule, counts in (("capped:10", (1.0, 1.0, 10.0)), ("any", claims)):
+            tensors = [[torch.full((300,), float(index))] for index in range(3)]
+            runs = join_all(clients, tensors, f"weights {rule}", weights=rule)
+
+            calls = zip(runs, claims, strict=True)
+            outcomes = together(
+                *(lambda run=run, claim=claim: run.average(claim, SOON) for run, claim in calls)
+            )
+
+            assert all(outcome.ok for outcome in outcomes), outcomes
+            names = [client.peer_id for client in clients]
+            expected = (counts[1] + 2 * counts[2]) / sum(counts)
+            for own, outcome in zip(tensors, outcomes, strict=True):
+                assert outcome.contributors == dict(zip(names, counts, strict=True))
+                assert outcome.capped == ({names[2]: 1e12} if rule == "capped:10" else {})
+                torch.testing.assert_close(own[0], torch.full((300,), expected))
+
     def test_alone_a_round_fails_in_time_and_changes_nothing(self, peers: Peers) -> None:
         (peer,) = peers(1)
         tensor = torch.ones(3)

@@ -176,8 +176,9 @@ class SteppingContract:
             ({"a": torch.zeros(2)}, {}, "model: tensor 1 is 'b' float32 [2] here, missing there"),
             (None, {"codec": "int8"}, "codec: here fp32, there int8:block="),
             (None, {"group_size": 8}, "group size: here 4, there 8"),
+            (None, {"weights": "any"}, "weights: here capped:10, there any"),
         ],
-        ids=["shape", "tensors", "codec", "group size"],
+        ids=["shape", "tensors", "codec", "group size", "weights"],
     )
     def test_alone_among_others_it_says_what_differs(
         self, peers: Peers, tensors: Any, options: dict[str, Any], said: str

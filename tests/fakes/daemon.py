@@ -18,6 +18,7 @@ from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Ou
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.weights import cap_of, counted_weights
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
 from equipoise.peer.ports import Hub, Room, Swarm
@@ -51,6 +52,7 @@ class Formed(NamedTuple):
 
     mean: torch.Tensor
     weights: dict[str, float]
+    capped: dict[str, float]
     states: dict[str, StateId]
 
 
@@ -115,7 +117,10 @@ class FakeNetwork:
                 self._form(run, {peer: waiting[peer] for peer in sorted(expected)})
 
     def _form(self, run: str, members: dict[str, Waiting]) -> None:
-        weights = {p: w.weight for p, w in members.items() if w.weight > 0 and p not in self.refused}
+        claimed = {p: w.weight for p, w in members.items() if w.weight > 0 and p not in self.refused}
+        cap = cap_of(self.runs[run][min(members)].described.weights)
+        counted = counted_weights(list(claimed.values()), (1 << len(claimed)) - 1, cap)
+        weights = dict(zip(claimed, counted, strict=True))
         total = sum(weights.values())
         if total == 0:
             return
@@ -126,7 +131,8 @@ class FakeNetwork:
         for peer, waiting in members.items():
             del self.waiting[run][peer]
             self.runs[run][peer].ready = False
-            waiting.group.set_result(Formed(mean, weights, states))
+            over = {peer: weight for peer, weight in claimed.items() if weight > weights[peer]}
+            waiting.group.set_result(Formed(mean, weights, over, states))
 
 
 class FakeSwarm:
@@ -398,6 +404,7 @@ class FakeAverager:
             round=self._member.round,
             group=tuple(formed.weights),
             contributors=formed.weights,
+            capped=formed.capped,
             states=formed.states,
             digest="0" * 64,
             started=1.0,

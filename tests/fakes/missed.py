@@ -21,16 +21,16 @@ from fakes.memory import FakeIdentity
 
 
 async def rounds(
-    cluster: Cluster, names: str, state: StateId, spec: RunSpec = SPEC
+    cluster: Cluster, names: str, state: StateId, spec: RunSpec = SPEC, boast: str = ""
 ) -> list[tuple[Outcome, torch.Tensor]]:
-    """One round of these peers, who hold that state; what each has of it."""
+    """One round of these peers, who hold that state, all of weight 1 but `boast`; what each has of it."""
     size = spec.layout.size
 
     async def one(name: str) -> tuple[Outcome, torch.Tensor]:
         result = torch.empty(size)
         values = torch.randn(size, generator=torch.Generator().manual_seed(ord(name)))
         run = cluster.hubs[name]._runs[spec.name]
-        return await run.average(values, result, 1.0, 20.0, state), result
+        return await run.average(values, result, 1e12 if name == boast else 1.0, 20.0, state), result
 
     return await asyncio.gather(*map(one, names))
 

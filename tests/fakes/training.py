@@ -20,6 +20,7 @@ import torch
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.kept import KEPT_MEANS
+from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.memory import Region
@@ -189,7 +190,9 @@ class FakeSwarm:
 
     def _exchange(self, group: Mapping[str, FakeRun]) -> tuple[Outcome, torch.Tensor]:
         """The weighted mean, as the codec has it: the same bytes for all."""
-        weights = {peer: run.weight for peer, run in group.items() if run.weight > 0}
+        claimed = {peer: run.weight for peer, run in group.items() if run.weight > 0}
+        counted = counted_weights(list(claimed.values()), (1 << len(claimed)) - 1, cap_of(CAPPED))
+        weights = dict(zip(claimed, counted, strict=True))
         layout = next(iter(group.values()))._binding.stepping
         mean, payloads = torch.zeros(layout.size), []
         for part in layout.cut([1.0], max(layout.size, 1)):
@@ -214,6 +217,7 @@ class FakeSwarm:
             round=self.rounds,
             group=tuple(group),
             contributors=weights,
+            capped={peer: weight for peer, weight in claimed.items() if weight > weights[peer]},
             digest=content.hexdigest(),
             bytes_sent=sent,
             bytes_received=sent,

@@ -49,3 +49,19 @@ def largest_remainders(granules: int, fractions: Sequence[float]) -> list[int]:
     for index in order[: granules - sum(counts)]:
         counts[index] += 1
     return counts
+
+
+def counted(weights: Sequence[float], contributors: int, cap: int, attends: float) -> list[float]:
+    """What counts of each contributor's weight: at most `cap` medians of those above `attends`, in rational numbers."""
+    inside = [index for index in range(len(weights)) if contributors >> index & 1]
+    given = sorted(Fraction(weights[index]) for index in inside if weights[index] > attends)
+    found = []
+    for index, weight in enumerate(weights):
+        if index not in inside:
+            found.append(0.0)
+        elif not given:
+            found.append(weight)
+        else:
+            middle = Fraction(float((given[(len(given) - 1) // 2] + given[len(given) // 2]) / 2))
+            found.append(float(min(Fraction(weight), Fraction(float(cap * middle)))))
+    return found

@@ -211,14 +211,16 @@ def test_rounds_have_times_and_weights(
     )
     outcomes = [
         msgspec.structs.replace(alike, started=1_700_000_000.0),
-        msgspec.structs.replace(alike, started=1_800_000_000.0, contributors={PEER: 1.0, OTHER: 2.5}),
+        msgspec.structs.replace(
+            alike, started=1_800_000_000.0, contributors={PEER: 1.0, OTHER: 2.5}, capped={OTHER: 1e12}
+        ),
         Outcome(ok=False, reason=f"no group within 5 s: {REASON}", run="a", round=2),
     ]
     print_rounds(outcomes)
 
     _, first, second, third = printed(capsys)
-    assert first.startswith("2023-11-14 22:13  a    1      ok, 2 of 2  32 each  0.000 s  all")
-    assert second.startswith("08:00:00          a    1      ok, 2 of 2  1, 2.5   0.000 s")
+    assert first.startswith("2023-11-14 22:13  a    1      ok, 2 of 2  32 each          0.000 s  all")
+    assert second.startswith("08:00:00          a    1      ok, 2 of 2  1, 2.5 of 1e+12  0.000 s")
     assert third.endswith(REASON.replace(PEER, f"..{PEER[-8:]}"))
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from e2e.chaos.member import Call
 from e2e.chaos.truth import Contribution, Error, Truth
+from equipoise.averaging.outcome import Outcome
 
 OVERTIME = 1.0
 """Seconds past its timeout within which a call must return, whatever happens (I4)."""
@@ -74,7 +75,7 @@ class Judge:
         outcome = call.outcome
         if len(outcome.contributors) < 2 or peer not in outcome.group:
             say("is ok with fewer than two contributors, or outside of its group")
-        if outcome.contributors.get(peer, call.contribution.weight) != call.contribution.weight:
+        if _claims(outcome).get(peer, call.contribution.weight) != call.contribution.weight:
             say("is ok over another contribution of its own")
         group = outcome.round, outcome.group
         if self._digests.setdefault(group, outcome.digest) != outcome.digest:
@@ -88,7 +89,7 @@ class Judge:
 
     def _judge_mean(self, call: Call, tensor: torch.Tensor, say: Callable[[str], None]) -> None:
         assert call.outcome is not None
-        made = [self._made.get(pair) for pair in call.outcome.contributors.items()]
+        made = [self._made.get(pair) for pair in _claims(call.outcome).items()]
         known = [one for one in made if one is not None]
         if len(known) < len(made):
             say("names a contribution that nobody made")
@@ -96,7 +97,10 @@ class Judge:
         for one in known:
             if self._counted.setdefault(one, call.outcome.digest) != call.outcome.digest:
                 say(f"counts the contribution of member {one.member} in round {one.round} a second time")
-        error = self._truth.error(tensor, known)
+        counted = call.outcome.contributors.values()
+        error = self._truth.error(
+            tensor, [replace(one, weight=weight) for one, weight in zip(known, counted, strict=True)]
+        )
         self.errors.append(error)
         if not error.share_of_bound <= 1:
             worst = (
@@ -107,3 +111,8 @@ class Judge:
     def _sayer(self, call: Call) -> Callable[[str], None]:
         made = call.contribution
         return lambda text: self.violations.append(f"round {made.round}, member {made.member}: {text}")
+
+
+def _claims(outcome: Outcome) -> dict[str, float]:
+    """What each contributor claimed, by which its contribution is known."""
+    return {**outcome.contributors, **outcome.capped}

@@ -1,0 +1,62 @@
+"""What counts of the weights that the contributors of a round claim.
+
+A weight is a peer's own word, and one that claims 1e12 samples would make the mean its own. So in a run whose weights
+are `capped:10` a contributor counts as at most 10 times the median. All members compute that alike, from the signed
+joins of the contributors that were decided on. In a run whose weights are `any` the claims count as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+
+ANY = "any"
+CAPPED = "capped:10"
+
+ATTENDANCE_LIMIT = 1e-3
+"""Bounds the weight of a contributor that only attends: it gives zeros, so that a round has two contributors. A round
+of only those introduces them to each other, and changes nothing. Their weights are not in the median, or a contributor
+that gives something beside two that attend would count as next to nothing."""
+
+_CAP = re.compile(r"\Acapped:([1-9][0-9]{0,5})\Z")
+
+
+def cap_of(rule: str) -> float:
+    """The most that a contributor counts, in medians; infinite for `any`.
+
+    Raises:
+        ValueError: It is no rule: says which there are.
+    """
+    if rule == ANY:
+        return math.inf
+    found = _CAP.match(rule) if isinstance(rule, str) else None
+    if found is None:
+        raise ValueError(
+            f"expected weights as {CAPPED!r}, with any whole number, or {ANY!r}, got {str(rule)[:80]!r}"
+        )
+    return float(found[1])
+
+
+def counted_weights(weights: Sequence[float], contributors: int, cap: float) -> tuple[float, ...]:
+    """What counts of each member's weight in the mean over `contributors`.
+
+    Args:
+        weights: As claimed, one per member, finite and >= 0.
+        contributors: Bitmask of the members that are in the mean.
+        cap: The most that one counts, in medians of the contributors' weights; those that only attend are not in the
+            median. Of an even number the median is the mean of the middle two.
+
+    Returns:
+        One per member; 0 for those that are not in the mean.
+    """
+    given = [
+        weight
+        for member, weight in enumerate(weights)
+        if contributors >> member & 1 and weight > ATTENDANCE_LIMIT
+    ]
+    most = cap * statistics.median(given) if given else math.inf
+    return tuple(
+        min(weight, most) if contributors >> member & 1 else 0.0 for member, weight in enumerate(weights)
+    )

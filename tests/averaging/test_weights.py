@@ -1,0 +1,72 @@
+"""What counts of the weights that contributors claim."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from equipoise.averaging.spec import SpecError
+from equipoise.averaging.weights import ATTENDANCE_LIMIT, cap_of, counted_weights
+from equipoise.peer.training.replica import ATTENDANCE
+from fakes.specs import spec
+from oracles.averaging import counted
+
+weights = st.lists(
+    st.one_of(st.just(0.0), st.just(ATTENDANCE), st.floats(0.0, 1e12), st.floats(0.5, 100.0)),
+    min_size=2,
+    max_size=16,
+)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "counts"),
+    [
+        ((1.0, 1.0, 1.0, 1e12), (1.0, 1.0, 1.0, 10.0)),
+        ((1.0, 3.0), (1.0, 3.0)),
+        ((1.0, 2.0, 4.0, 1000.0), (1.0, 2.0, 4.0, 30.0)),
+        ((1.0, 1e12, 1e12), (1.0, 1e12, 1e12)),
+        ((32.0, ATTENDANCE, ATTENDANCE, ATTENDANCE), (32.0, ATTENDANCE, ATTENDANCE, ATTENDANCE)),
+        ((32.0, 32.0, 32.0, 1e6, ATTENDANCE), (32.0, 32.0, 32.0, 320.0, ATTENDANCE)),
+        ((ATTENDANCE, ATTENDANCE_LIMIT), (ATTENDANCE, ATTENDANCE_LIMIT)),
+    ],
+    ids=["boast", "two", "even", "most boast", "attend", "boast beside", "all attend"],
+)
+def test_a_contributor_counts_as_ten_medians_at_most(
+    claimed: tuple[float, ...], counts: tuple[float, ...]
+) -> None:
+    everyone = (1 << len(claimed)) - 1
+    assert counted_weights(claimed, everyone, 10.0) == counts
+    assert counted_weights(claimed, everyone, math.inf) == claimed
+
+
+def test_the_median_is_of_the_contributors_alone() -> None:
+    claimed = (1.0, 1.0, 1.0, 100.0, 100.0)
+    assert counted_weights(claimed, 0b11111, 10.0) == (1.0, 1.0, 1.0, 10.0, 10.0)
+    assert counted_weights(claimed, 0b11001, 10.0) == (1.0, 0.0, 0.0, 100.0, 100.0)
+
+
+@given(weights, st.data(), st.integers(1, 100))
+def test_it_is_what_the_slow_reference_says(claimed: list[float], data: st.DataObject, cap: int) -> None:
+    contributors = data.draw(st.integers(1, (1 << len(claimed)) - 1))
+    assert list(counted_weights(claimed, contributors, float(cap))) == counted(
+        claimed, contributors, cap, ATTENDANCE_LIMIT
+    )
+
+
+def test_the_rule_is_a_term_of_the_run() -> None:
+    assert spec().hash == spec(weights="capped:10").hash
+    assert len({spec(weights=rule).hash for rule in ("capped:10", "capped:100", "any")}) == 3
+    assert [cap_of(rule) for rule in ("capped:10", "capped:1", "any")] == [10.0, 1.0, math.inf]
+
+
+@pytest.mark.parametrize(
+    "rule", ["", "capped", "capped:0", "capped:010", "capped:1.5", "capped:-1", "Any", None]
+)
+def test_what_is_no_rule_is_refused(rule: str) -> None:
+    with pytest.raises(
+        SpecError, match="expected weights as 'capped:10', with any whole number, or 'any', got"
+    ):
+        spec(weights=rule)
