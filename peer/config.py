@@ -106,7 +106,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Malformed(msgspec.Struct, frozen=True):
-    """An address to join through that is none, from the file or the environment."""
+    """An address to join through, from the file or the environment, that cannot be parsed."""
 
     address: str
     reason: str

@@ -64,7 +64,7 @@ MAX_ROUNDS_LISTED = 64
 """An outcome of a group of 64 takes about 8 KB; so many fit one frame."""
 
 HELLO_SECONDS = 5.0
-"""A client says hello at once; whoever does not is no client."""
+"""Bounds the silence of a new connection: a client says hello at once."""
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ class History:
         self._file.emit(_record(""))
 
     def add(self, outcome: Outcome) -> None:
-        """Remember what a round came to; a file that cannot be written is reported, and costs nothing else."""
+        """Remember how a round ended; a file that cannot be written is reported, and costs nothing else."""
         self._kept.append(outcome)
         self._file.emit(_record(_encoder.encode(outcome).decode()))
 
@@ -59,7 +59,7 @@ def read_history(home: Path) -> list[Outcome]:
     found: list[Outcome] = []
     for name in (f"{ROUNDS_FILE}.1", ROUNDS_FILE):
         content = b""
-        with contextlib.suppress(OSError):  # There is none, or it is not ours: then nothing is known.
+        with contextlib.suppress(OSError):  # Nothing is known where it is missing or unreadable.
             content = read_regular(home / name, 2 * MAX_FILE_BYTES)
         for line in content.splitlines():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
