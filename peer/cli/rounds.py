@@ -22,7 +22,10 @@ from equipoise.peer.messages import AskRounds, RoundsAre
 )
 @json_option
 def rounds(home: str | None, limit: int, as_json: bool) -> None:
-    """Show how the last rounds ended, oldest first, also those of scripts and daemons that have ended."""
+    """Show how the last rounds ended, oldest first.
+
+    The home keeps them, so those of scripts and daemons that have ended are shown too.
+    """
     path = find_home(home, os.environ)[0]
     try:
         found = ask(home, AskRounds(limit), RoundsAre).rounds
