@@ -232,13 +232,19 @@ def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:
 
 
 def _weights(outcome: Outcome) -> str:
+    """The weights that counted; of a capped one also what was claimed."""
     weights = list(outcome.contributors.values())
-    if len(set(weights)) > 1 or outcome.capped:
-        if len(weights) <= SHOWN_WEIGHTS:
-            return ", ".join(map(outcome.weight, outcome.contributors))
+    if not weights:
+        return ""
+    if len(set(weights)) == 1 and not outcome.capped:
+        return f"{weights[0]:g} each"
+    if len(weights) > SHOWN_WEIGHTS:
         capped = f", {len(outcome.capped)} capped" if outcome.capped else ""
         return f"{min(weights):g} to {max(weights):g}{capped}"
-    return f"{weights[0]:g} each" if weights else ""
+    return ", ".join(
+        f"{weight:g} of {outcome.capped[peer]:g}" if peer in outcome.capped else f"{weight:g}"
+        for peer, weight in outcome.contributors.items()
+    )
 
 
 def _when(started: float) -> str:

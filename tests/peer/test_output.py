@@ -224,6 +224,16 @@ def test_rounds_have_times_and_weights(
     assert third.endswith(REASON.replace(PEER, f"..{PEER[-8:]}"))
 
 
+def test_a_capped_weight_is_shown_with_what_was_claimed(capsys: pytest.CaptureFixture[str]) -> None:
+    few = Outcome(ok=True, reason="all", contributors={PEER: 1.0, OTHER: 10.0}, capped={OTHER: 1e12})
+    many = msgspec.structs.replace(few, contributors={**few.contributors, **{f"p{i}": 2.0 for i in range(9)}})
+    print_rounds([few, many])
+
+    _, first, second = printed(capsys)
+    assert "  1, 10 of 1e+12  " in first
+    assert "  1 to 10, 1 capped  " in second
+
+
 @pytest.mark.usefixtures("terminal")
 def test_a_narrow_terminal_wraps_the_reason_and_folds_no_identifier(
     capsys: pytest.CaptureFixture[str],
