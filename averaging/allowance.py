@@ -1,23 +1,29 @@
-"""How often what costs something is done for peers that ask: once each, and so many times in all, in a while."""
+"""How often what costs something is done for peers that ask: so many times each and in all, in a while."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 
 class Allowance:
-    """Admits one request of a peer, and a few in all, at a time. Times are the seconds of one monotonic clock."""
+    """Admits a few requests of a peer, and a few in all, at a time. Times are the seconds of one monotonic clock."""
 
-    def __init__(self, seconds: float, count: int) -> None:
-        """So many in so long a time."""
+    def __init__(self, seconds: float, count: int, each: int = 1) -> None:
+        """`count` in so many seconds, `each` of one peer."""
         self._seconds = seconds
         self._count = count
+        self._each = each
+        self._admitted = 0
         self._since = float("-inf")
-        self._peers: set[str] = set()
+        self._peers: Counter[str] = Counter()
 
     def admits(self, peer: str, now: float) -> bool:
         """Whether to do it for this peer now; if so, it counts."""
         if now - self._since >= self._seconds:
-            self._since, self._peers = now, set()
-        if peer in self._peers or len(self._peers) >= self._count:
+            self._since, self._admitted = now, 0
+            self._peers.clear()
+        if self._peers[peer] >= self._each or self._admitted >= self._count:
             return False
-        self._peers.add(peer)
+        self._peers[peer] += 1
+        self._admitted += 1
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from equipoise.averaging.allowance import Allowance
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.gathering import Closing, Gathering, Outlook, Parked
 from equipoise.averaging.matchmaking.lateness import MAX_WAIT
@@ -36,6 +37,16 @@ not reached, and to tell the late."""
 STRANGERS_SECONDS = 30.0
 """After a look at the directory that showed none of the strangers for whom it was made, a group does not wait for such
 looks for so long: anybody can sign a join, and one who is in no directory would hold up every round."""
+
+JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
+"""Joins looked at in so long a time, in all and of one peer: the signature of each costs 0.15 ms. Rounds are some tens a
+second at most, and each takes a join or two of a member."""
+
+FORGER_SECONDS = 30.0
+"""How long no join is taken from a peer that has sent a false one on its own channel, which nobody does by mistake."""
+
+MAX_FORGERS = 64
+"""Forgers remembered; the earliest is given another chance."""
 
 MAX_NAMED = 3
 """Peers that a reason names; a line of text is to be read."""
@@ -66,6 +77,8 @@ class Convening:
         self._changed_at = float("-inf")
         self._unknown: set[str] = set()
         self._looks_from = float("-inf")
+        self._looked_at = Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
+        self._forgers: dict[str, float] = {}
 
     @property
     def gathering(self) -> bool:
@@ -224,9 +237,20 @@ class Convening:
             return self._refusal(
                 join, Why.NOT_VALID, f"round {join.round} is far ahead of {standing.round} here"
             )
+        if now < self._forgers.get(peer, float("-inf")):
+            return self._refusal(join, Why.NOT_VALID, f"{peer} has sent a join with a false signature")
+        if not self._looked_at.admits(peer, now):
+            return self._refusal(join, Why.BUSY, "more joins have come than are looked at in a second")
         if join.peer != peer or not join.genuine(standing.verify):
+            self._distrust(peer, now)
             return self._refusal(join, Why.NOT_VALID, f"expected a join signed by {peer}")
         return None
+
+    def _distrust(self, peer: str, now: float) -> None:
+        self._forgers.pop(peer, None)
+        self._forgers[peer] = now + FORGER_SECONDS
+        if len(self._forgers) > MAX_FORGERS:
+            del self._forgers[next(iter(self._forgers))]
 
     def _is_gone(self, round: int) -> bool:
         return round not in self._closed and round < self._standing.round

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from equipoise.averaging.matchmaking.convening import FORGER_SECONDS, MAX_JOINS_OF_ONE
 from equipoise.averaging.matchmaking.events import Action, LookUp, MessageReceived, PeerLost, Woke
 from equipoise.averaging.matchmaking.gathering import (
     INVITE_AGAIN_SECONDS,
@@ -53,6 +54,45 @@ def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageRecei
     [(peer, refusal)] = sent(actions, JoinRefused)
     assert (peer, refusal.why) == (request_.peer, why)
     assert refusal.detail
+
+
+def counting(one: Matchmaking) -> list[str]:
+    """The peers whose signatures the machine verifies from now on."""
+    verify = one._standing.verify
+    seen_: list[str] = []
+
+    def counted(peer: str, data: bytes, signature: bytes) -> bool:
+        seen_.append(peer)
+        return verify(peer, data, signature)
+
+    one._standing.verify = counted
+    return seen_
+
+
+def test_false_joins_of_a_peer_cost_one_signature() -> None:
+    one = machine("alice", "bob", "carol")
+    verified = counting(one)
+    false = MessageReceived("bob", JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0)))
+    for step in range(1000):
+        [(_, refusal)] = sent(one.handle(false, 1.0 + step / 100), JoinRefused)
+        assert refusal.why is Why.NOT_VALID
+    assert verified == ["bob"]
+    one.handle(asks("carol"), 11.0)
+    assert verified == ["bob", "carol"]
+    one.handle(asks("bob"), 1.0 + FORGER_SECONDS)
+    assert verified == ["bob", "carol", "bob"]
+
+
+def test_joins_of_a_peer_are_looked_at_so_many_times_a_second() -> None:
+    one = machine("alice", "bob", "carol")
+    verified = counting(one)
+    for step in range(1000):
+        one.handle(asks("bob", nonce=step.to_bytes(16, "big")), 1.0 + step / 2000)
+    assert verified == ["bob"] * MAX_JOINS_OF_ONE
+    one.handle(asks("carol"), 1.6)
+    assert verified[-1] == "carol"
+    one.handle(asks("bob"), 2.1)
+    assert verified[-1] == "bob"
 
 
 def test_a_join_for_a_round_gone_by_is_told_the_next() -> None:
