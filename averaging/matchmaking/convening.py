@@ -39,8 +39,8 @@ STRANGERS_SECONDS = 30.0
 looks for so long: anybody can sign a join, and one who is in no directory would hold up every round."""
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
-"""Joins looked at in so long a time, in all and of one peer: the signature of each costs 0.15 ms. Rounds are some tens a
-second at most, and each takes a join or two of a member."""
+"""Joins looked at in so long a time, in all and of one peer: the signature of each costs 0.15 ms. Rounds are some tens
+a second at most, and each takes a join or two of a member."""
 
 FORGER_SECONDS = 30.0
 """How long no join is taken from a peer that has sent a false one on its own channel, which nobody does by mistake."""
