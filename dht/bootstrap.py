@@ -80,7 +80,13 @@ class Bootstrap:
         task.add_done_callback(self._attempts.discard)
 
     async def _attempt(self, way: Way) -> None:
-        state, reason = await self._outcome(way)
+        state: AddressState
+        try:
+            state, reason = await self._outcome(way)
+        except Exception as error:
+            # A bug of ours, which must not be why this way is never tried again.
+            _log.exception("an attempt at %s failed", way.address or way.peer)
+            state, reason = "failed", f"internal error: {error!r}"
         before = self._machine.why_alone()
         self._machine.handle(Attempted(way, state, reason), asyncio.get_running_loop().time())
         self._changed.set()

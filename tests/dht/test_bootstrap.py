@@ -92,7 +92,7 @@ async def test_another_peer_at_the_address(members, until, stranger) -> None:
 async def test_another_protocol_version(members, until) -> None:
     first = await members.start("first")
     later = messages.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0)
-    first._protocol._hello = lambda: later
+    first._protocol._hello = lambda peer: later
     member = await members.start("member", join=first.addresses)
     await until(lambda: member.status().bootstrap[0].state == "other version")
     assert "its equipoise is newer" in member.status().reason

@@ -316,8 +316,8 @@ async def test_clocks_that_differ_meet_in_the_middle(members, until) -> None:
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.status().state == second.status().state == "joined")
     hello = second._protocol._hello
-    second._protocol._hello = lambda: messages.Hello(
-        serves=True, time=hello().time + 300, addresses=hello().addresses
+    second._protocol._hello = lambda peer: messages.Hello(
+        serves=True, time=hello(peer).time + 300, addresses=hello(peer).addresses
     )
     await second._protocol.ping(first.peer)
     await first._protocol.ping(second.peer)
