@@ -1,4 +1,6 @@
-"""A daemon that turns hostile when it is told to, by a file in its home: `hold`, `flood` or `silent`.
+"""A daemon that turns hostile when it is told to, by a file in its home: `hold`, `flood`, `silent` or `lie`.
+
+The records of one that lies say that it is in the last round of all and has accumulated 1e12 samples.
 
 `python -c "from e2e.hostile import main; main()" daemon ...` is `equipoise daemon ...` until then.
 """
@@ -15,8 +17,9 @@ FLOOD = 20
 
 def main() -> None:
     """Run the command line with a matchmaking that can be turned."""
+    from equipoise.averaging.aio.averager import Averager
     from equipoise.averaging.aio.mesh import Mesh
-    from equipoise.averaging.manifest import Join, Manifest
+    from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
     from equipoise.averaging.matchmaking.convening import Convening
     from equipoise.averaging.matchmaking.events import Send, Woke
     from equipoise.averaging.matchmaking.gathering import Gathering
@@ -26,7 +29,7 @@ def main() -> None:
 
     home = Path(sys.argv[sys.argv.index("--home") + 1])
     decide, accept, handle = Gathering.decide, Convening._accept, Matchmaking.handle
-    post = Mesh.post
+    post, announce = Mesh.post, Averager._announce
 
     def deciding(gathering: Gathering, *args: Any) -> Any:
         return None if (home / "hold").exists() else decide(gathering, *args)
@@ -56,11 +59,19 @@ def main() -> None:
         if not (home / "silent").exists():  # Its records are published all the same: a ghost.
             post(mesh, *args, **options)
 
+    async def announcing(run: Averager) -> None:
+        if not (home / "lie").exists():
+            await announce(run)
+            return
+        lies = {"round": MAX_ROUND, "accumulated": 1e12}
+        await run._directory.announce(run.spec.name, spec=run.spec.hash, ready=True, reason="", **lies)
+
     patches: list[tuple[type, str, Any]] = [
         (Gathering, "decide", deciding),
         (Convening, "_accept", accepting),
         (Matchmaking, "handle", handling),
         (Mesh, "post", posting),
+        (Averager, "_announce", announcing),
     ]
     for machine, name, turned in patches:
         setattr(machine, name, turned)

@@ -1,15 +1,20 @@
-"""Two of four real daemons turn hostile while a group is sought; the other two average all the same."""
+"""Some of the daemons of a run turn hostile; the others average all the same."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from e2e.fleet import Fleet, normal
-from e2e.swarm import CLI, Swarm
+from e2e.swarm import CLI, Swarm, eventually
+from equipoise.averaging.manifest import MAX_ROUND
 from equipoise.averaging.matchmaking.moshpit import rank
+from equipoise.averaging.matchmaking.roster import MISSES
 from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS
+from equipoise.averaging.outcome import Idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -17,6 +22,9 @@ LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 TESTS = Path(__file__).resolve().parents[1]
 
 TIMEOUT = 60.0
+
+ROUNDS = 30
+"""Rounds of the honest before, while and after others lie."""
 
 
 @pytest.mark.parametrize("ways", [("hold", "hold"), ("hold", "flood"), ("flood", "flood")], ids="-".join)
@@ -41,3 +49,49 @@ def test_two_that_hold_and_flood_cost_the_others_a_wait_and_no_round(
                 fleet.values[member].copy_(fleet.tensors[member])
                 waited = outcomes[member].seconds["matchmaking"]
                 assert waited < len(ways) * (HOLD_SECONDS + 10.0)
+
+
+@pytest.mark.parametrize("ways", [("lie",), ("lie", "silent")], ids="-".join)
+@pytest.mark.parametrize("liars", [1, 2])
+def test_what_others_say_of_round_and_progress_stops_nobody(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, ways: tuple[str, ...], liars: int
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS), prepend=":")
+    monkeypatch.setattr("e2e.swarm.CLI", (*CLI[:-1], "from e2e.hostile import main; main()"))
+    values = torch.ones(1000)
+    with Fleet(swarm.daemons(3 + liars, args=LISTEN), normal(3 + liars, 1000), codec="fp32") as fleet:
+        honest = {client.peer_id for client in fleet.clients[:3]}
+        for run in fleet.runs:
+            run.progress()  # Joins those that step.
+        for run in fleet.runs:
+            eventually(lambda run=run: run.state == Idle(2 + liars), "all that step to have met")
+
+        def step(rounds: int) -> float:
+            began = time.monotonic()
+            for _ in range(rounds):
+                for run in fleet.runs[:3]:
+                    run.accumulate({"w": values}, weight=1.0)
+                pending = [run.step(timeout=TIMEOUT, wait=False) for run in fleet.runs[:3]]
+                for outcome in [one.result() for one in pending]:
+                    assert outcome.ok, outcome.reason
+                    assert outcome.contributors.keys() == honest
+            return rounds / (time.monotonic() - began)
+
+        step(MISSES + 1)  # Peers that give nothing are waited for so often.
+        rates = [step(ROUNDS)]
+        for daemon, run in zip(fleet.daemons[3:], fleet.runs[3:], strict=True):
+            for way in ways:
+                (daemon.home / way).touch()
+            run.accumulate({"w": values}, weight=1.0)  # Has it published.
+        eventually(lambda: _in_the_last_round(fleet) == liars, "the lies to be published")
+        rates.append(step(ROUNDS))
+        progress = fleet.runs[0].progress(target=100.0)
+        assert progress.swarm <= progress.local + liars * 100.0 / 3
+        for daemon in fleet.daemons[3:]:
+            daemon.kill()
+        rates.append(step(ROUNDS))
+        print(f"{liars} of {ways}: " + ", ".join(f"{rate:.1f}" for rate in rates) + " rounds a second")
+
+
+def _in_the_last_round(fleet: Fleet) -> int:
+    return len({row.peer for row in fleet.clients[0].peers() if row.round == MAX_ROUND})
