@@ -101,7 +101,7 @@ class Downloads:
             fetched = ended.result()
             if not fetched.ok or fetched.image is None:
                 return events.FetchFailed(fetched.reason)
-            image = self._state.read(_bytes(fetched.image))
+            image = self._state.read(_bytes(fetched.image), foreign=True)
             if image.id != fetched.state:
                 raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
         except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +32,12 @@ SPARE_BYTES = 64 * 2**20
 MAX_DEPTH = 16
 """Of what is nested in a state: an optimizer's takes four."""
 
+SCHEDULED = frozenset({"lr", "momentum", "betas"})
+"""Hyperparameters that torch's schedulers change from epoch to epoch; all others stay as the run's terms say."""
+
+EXTRA = "extra "
+"""Begins the names of the parts that are the user's own: what their values may be is theirs to say."""
+
 Tree = Any
 """None, bool, int, float, str, tensors, and dicts, lists and tuples of those."""
 
@@ -51,8 +58,9 @@ class Part(Protocol):
     def tree(self) -> Tree:
         """The part as it is now; its tensors are not copies."""
 
-    def check(self, tree: Tree) -> None:
-        """Raise ImageError unless `load` will take it."""
+    def check(self, tree: Tree, foreign: bool = False) -> None:
+        """Raise ImageError unless `load` will take it; a `foreign` one, of another peer, is to keep to the run's
+        terms."""
 
     def load(self, tree: Tree) -> None:
         """Become that."""
@@ -96,14 +104,15 @@ class TrainingState:
         about = {"format": FORMAT, "epoch": state.epoch, "lineage": state.lineage, "plain": plain}
         return pack(tensors, {"equipoise": json.dumps(about, sort_keys=True, separators=(",", ":"))})
 
-    def read(self, image: torch.Tensor) -> Image:
+    def read(self, image: torch.Tensor, foreign: bool = False) -> Image:
         """Check all of an image against this state; nothing changes before its `load` is called.
 
         Args:
             image: u8 [bytes], on the CPU, not to be changed before it has been loaded.
+            foreign: Whether it comes from another peer: its hyperparameters must then be those of the run's terms.
 
         Raises:
-            ImageError: It is damaged, or of another model; names the first thing that differs.
+            ImageError: It is damaged, of another model, or holds NaN or Inf; names the first thing that differs.
         """
         tensors, metadata = unpack(image)
         try:
@@ -115,7 +124,9 @@ class TrainingState:
         if found != FORMAT:
             raise ImageError(f"expected an image of format {FORMAT}, got {found!r}")
         for name, part in self._parts.items():
-            part.check(trees[name])
+            part.check(trees[name], foreign)
+            if not name.startswith(EXTRA):
+                _check_finite(trees[name], name)
 
         def load() -> None:
             for name, part in self._parts.items():
@@ -151,7 +162,7 @@ class ModelPart:
         """See `Part`."""
         return {**self._tensors, **self._settled}
 
-    def check(self, tree: Tree) -> None:
+    def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
         _check_like(tree, self.tree())
 
@@ -166,8 +177,13 @@ class ModelPart:
 class OptimizerPart:
     """What an optimizer remembers, and its hyperparameters, by the names of the parameters."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], scheduled: bool = False
+    ) -> None:
+        """`names` are the parameters' by name; `scheduled` says whether a scheduler changes hyperparameters."""
         self._optimizer = optimizer
+        self._terms = [_told_terms(group, scheduled) for group in optimizer.param_groups]
+        self._scheduled = scheduled
         self._parameters = dict(names)
         self._names = {id(parameter): name for name, parameter in names.items()}
 
@@ -190,7 +206,7 @@ class OptimizerPart:
         ]
         return {"state": state, "groups": groups}
 
-    def check(self, tree: Tree) -> None:
+    def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
         ours = self.tree()
         if not isinstance(tree, dict) or set(tree) != {"state", "groups"}:
@@ -201,6 +217,8 @@ class OptimizerPart:
             raise ImageError(
                 "expected the optimizer's groups to hold the parameters that they hold here, they differ"
             )
+        for group, terms in zip(tree["groups"], self._terms, strict=True):
+            _check_terms(_told_terms(group, self._scheduled), terms if foreign else {})
         for name, kept in _as_dict(tree["state"]).items():
             if name not in self._parameters:
                 raise ImageError(
@@ -227,6 +245,27 @@ class OptimizerPart:
                     }
 
 
+class SchedulerPart:
+    """A learning-rate scheduler."""
+
+    def __init__(self, scheduler: Stateful) -> None:
+        self._scheduler = scheduler
+
+    def tree(self) -> Tree:
+        """See `Part`."""
+        return self._scheduler.state_dict()
+
+    def check(self, tree: Tree, foreign: bool = False) -> None:
+        """See `Part`."""
+        ours, theirs = self._scheduler.state_dict().get("base_lrs"), _as_dict(tree).get("base_lrs")
+        if foreign:
+            _check_terms({"base_lrs": str(theirs)}, {"base_lrs": str(ours)})
+
+    def load(self, tree: Tree) -> None:
+        """See `Part`."""
+        self._scheduler.load_state_dict(_owned(tree))
+
+
 class UserPart:
     """Anything with `state_dict` and `load_state_dict`."""
 
@@ -237,7 +276,7 @@ class UserPart:
         """See `Part`."""
         return self._what.state_dict()
 
-    def check(self, tree: Tree) -> None:
+    def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
         _as_dict(tree)
 
@@ -285,6 +324,35 @@ def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> N
             raise ImageError(
                 f"{name!r} {of}has shape {list(tensor.shape)} here, got {list(found[name].shape)}"
             )
+
+
+def _told_terms(group: Mapping[str, Any], scheduled: bool) -> dict[str, str]:
+    """The hyperparameters of a group that stay as they are, as text."""
+    leave = {"params"} | (SCHEDULED if scheduled else set())
+    return {str(key): str(value) for key, value in group.items() if key not in leave}
+
+
+def _check_terms(found: Mapping[str, str], terms: Mapping[str, str]) -> None:
+    for key, value in terms.items():
+        if found.get(key) != value:
+            got = found.get(key, "none")
+            raise ImageError(f"expected {key} = {value[:80]}, as the run's terms say, got {got[:80]}")
+
+
+def _check_finite(tree: Tree, path: str) -> None:
+    if isinstance(tree, torch.Tensor) and tree.is_floating_point():
+        # Values of one byte have no comparison of their own.
+        values = tree.float() if tree.element_size() == 1 else tree
+        if not bool(torch.isfinite(values).all()):
+            raise ImageError(f"expected finite values, {path[:80]!r} holds NaN or Inf")
+    elif isinstance(tree, float) and not math.isfinite(tree):
+        raise ImageError(f"expected finite values, {path[:80]!r} is {tree}")
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            _check_finite(value, f"{path}/{key}")
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            _check_finite(value, path)
 
 
 def _check_spread(what: str, value: torch.Tensor, parameter: torch.Tensor) -> None:

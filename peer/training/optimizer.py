@@ -26,9 +26,11 @@ from equipoise.peer.tensors import (
     stepped_tensors,
 )
 from equipoise.peer.training.image import (
+    EXTRA,
     ModelPart,
     OptimizerPart,
     Part,
+    SchedulerPart,
     TrainingState,
     UserPart,
     digest,
@@ -99,10 +101,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
             persistent_buffers(source) if options.buffers and isinstance(source, torch.nn.Module) else {}
         )
         model = ModelPart(parameters, buffers)
-        parts: dict[str, Part] = {f"extra {name}": UserPart(what) for name, what in options.extra.items()}
+        parts: dict[str, Part] = {EXTRA + name: UserPart(what) for name, what in options.extra.items()}
         if self.scheduler is not None:
-            parts["scheduler"] = UserPart(self.scheduler)
-        parts |= {"optimizer": OptimizerPart(inner, parameters), "model": model}
+            parts["scheduler"] = SchedulerPart(self.scheduler)
+        scheduled = self.scheduler is not None
+        parts |= {"optimizer": OptimizerPart(inner, parameters, scheduled), "model": model}
         frozen = _frozen(source) if is_module else {}
         run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
         subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)

@@ -12,7 +12,7 @@ from safetensors.torch import save as save_safetensors
 from torch import nn
 
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.image import ModelPart, OptimizerPart, TrainingState, UserPart
+from equipoise.peer.training.image import ModelPart, OptimizerPart, SchedulerPart, TrainingState, UserPart
 from equipoise.peer.training.tensorfile import DTYPES, MAX_HEADER_BYTES, ImageError, pack, unpack
 from oracles.training import batch_of, loss_of, network
 
@@ -47,7 +47,7 @@ class Trained:
         named = dict(self.model.named_parameters())
         self.state = TrainingState(
             {
-                "notes": UserPart(self.notes),
+                "extra notes": UserPart(self.notes),
                 "optimizer": OptimizerPart(self.optimizer, named),
                 "model": ModelPart(named, {}),
             }
@@ -139,7 +139,7 @@ def test_nothing_is_loaded_of_an_image_that_does_not_fit() -> None:
     optimizer = torch.optim.AdamW(small.parameters())
     ours = TrainingState(
         {
-            "notes": UserPart(Notes()),
+            "extra notes": UserPart(Notes()),
             "optimizer": OptimizerPart(optimizer, named),
             "model": ModelPart(named, {}),
         }
@@ -226,12 +226,64 @@ def test_where_a_users_part_raises_nothing_else_has_changed() -> None:
             raise RuntimeError("not this one")
 
     theirs, ours = Trained().train(2), Trained(seed=4)
-    picky = TrainingState({**ours.state._parts, "notes": UserPart(Picky())})
+    picky = TrainingState({**ours.state._parts, "extra notes": UserPart(Picky())})
     before = [one.detach().clone() for one in ours.model.parameters()]
     read = picky.read(theirs.state.image(ID))
     with pytest.raises(RuntimeError, match="not this one"):
         read.load()
     assert all(torch.equal(one, old) for one, old in zip(ours.model.parameters(), before, strict=True))
+
+
+def refused(theirs: Trained, ours: Trained | None = None) -> str:
+    """Why an image of another peer is refused, one line; nothing has changed."""
+    ours = ours or Trained(seed=4)
+    before = ours.state.image(ID)
+    with pytest.raises(ImageError) as error:
+        ours.state.read(theirs.state.image(ID), foreign=True)
+    assert torch.equal(ours.state.image(ID), before)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused(value: float) -> None:
+    theirs = Trained().train(2)
+    with torch.no_grad():
+        next(theirs.model.parameters())[0, 0] = value
+    assert refused(theirs) == "expected finite values, 'model/0.weight' holds NaN or Inf"
+    theirs = Trained().train(2)
+    next(iter(theirs.optimizer.state.values()))["exp_avg"][0, 0] = value
+    assert refused(theirs) == "expected finite values, 'optimizer/state/0.weight/exp_avg' holds NaN or Inf"
+    theirs = Trained().train(2)
+    theirs.optimizer.param_groups[0]["lr"] = value
+    with pytest.raises(ImageError, match="expected finite values"):
+        Trained().state.read(theirs.state.image(ID))
+
+
+def test_hyperparameters_other_than_the_runs_terms_are_refused_from_another_peer() -> None:
+    theirs = Trained(lambda p: torch.optim.AdamW(p, lr=100.0, amsgrad=True)).train(1)
+    assert refused(theirs) == "expected lr = 0.01, as the run's terms say, got 100.0"
+    own = Trained(seed=4)
+    own.state.read(theirs.state.image(ID)).load()
+    assert own.optimizer.param_groups[0]["lr"] == 100.0, "what the user loads is the user's affair"
+    theirs = Trained(lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True, weight_decay=1.0)).train(1)
+    assert refused(theirs) == "expected weight_decay = 0.01, as the run's terms say, got 1.0"
+
+
+def test_a_schedule_may_change_the_learning_rate_but_not_where_it_begins() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    part = OptimizerPart(optimizer, {"w": parameter}, scheduled=True)
+    tree = part.tree()
+    part.check({**tree, "groups": [{**tree["groups"][0], "lr": 0.01}]}, foreign=True)
+    for key in ("initial_lr", "weight_decay"):
+        with pytest.raises(ImageError, match=f"expected {key} = "):
+            part.check({**tree, "groups": [{**tree["groups"][0], key: 7.0}]}, foreign=True)
+    paced = SchedulerPart(scheduler)
+    paced.check({**paced.tree(), "last_epoch": 9}, foreign=True)
+    with pytest.raises(ImageError, match="base_lrs"):
+        paced.check({**paced.tree(), "base_lrs": [100.0]}, foreign=True)
 
 
 @pytest.mark.parametrize("shape", [[4, 2], [3], [2, 4, 1]])
