@@ -255,7 +255,7 @@ class Connection:
         image = SharedImage.attach(self._socket.take_descriptor(), request.limit)
         with contextlib.closing(image):
             transfer = await self._session(request.run).transfer()
-            return StateFetched(await fetch_snapshot(transfer, request.at_least, request.timeout, image))
+            return StateFetched(await fetch_snapshot(transfer, request, image))
 
     async def _fetch_mean(self, request: FetchMean) -> ReplyBody:
         memory = SharedImage.attach(self._socket.take_descriptor(), request.size)

@@ -127,8 +127,10 @@ class _Download(Pending[Ended]):
 class PendingFetch(_Download[Fetched]):
     """The download of a state; see `Run.fetch`."""
 
-    def __init__(self, link: Link, run: str, at_least: int, limit: int, timeout: float) -> None:
-        request = FetchState(run, at_least, limit, check_timeout(timeout))
+    def __init__(
+        self, link: Link, run: str, at_least: int, limit: int, timeout: float, among: tuple[str, ...] = ()
+    ) -> None:
+        request = FetchState(run, at_least, limit, check_timeout(timeout), among)
         super().__init__(link, run, request, timeout, SharedImage.reserve(limit))
 
     def _take(self, limit: float) -> Fetched:

@@ -9,7 +9,7 @@ of shared memory beside their frames (SCM_RIGHTS).
 from __future__ import annotations
 
 import struct
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -187,12 +187,16 @@ class OfferState(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchState(msgspec.Struct, frozen=True, tag=True):
-    """Download a snapshot of epoch `at_least` or later into the `limit` bytes of shared memory beside this frame."""
+    """Download a snapshot of epoch `at_least` or later into the `limit` bytes of shared memory beside this frame.
+
+    It is taken `among` these peers alone while any of them is there.
+    """
 
     run: str
     at_least: int
     limit: int
     timeout: float
+    among: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
 
 
 class StopRound(msgspec.Struct, frozen=True, tag=True):

@@ -102,8 +102,11 @@ class Transfer(Protocol):
     async def offer(self, state: StateId, image: memoryview) -> None:
         """Serve a snapshot in place of the one before; raises ValueError if it is too large."""
 
-    async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
-        """Download a snapshot; raises ValueError if a download is going on."""
+    async def fetch(
+        self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = ...
+    ) -> FetchOutcome:
+        """Download a snapshot, `among` these peers alone while any of them is there; raises ValueError if a download is
+        going on."""
 
     async def recover(
         self,

@@ -322,15 +322,31 @@ class Run:
 
     @overload
     def fetch(
-        self, at_least: int, limit: int, timeout: float = ..., wait: Literal[True] = ...
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float = ...,
+        wait: Literal[True] = ...,
+        among: tuple[str, ...] = ...,
     ) -> Fetched: ...
     @overload
     def fetch(
-        self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False]
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float = ...,
+        *,
+        wait: Literal[False],
+        among: tuple[str, ...] = ...,
     ) -> PendingFetch: ...
 
     def fetch(
-        self, at_least: int, limit: int, timeout: float = 60.0, wait: bool = True
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float = 60.0,
+        wait: bool = True,
+        among: tuple[str, ...] = (),
     ) -> Fetched | PendingFetch:
         """Download a snapshot of the run's state from all peers that have the same, verified; one at a time.
 
@@ -339,12 +355,13 @@ class Run:
             limit: Most bytes that the image may have.
             timeout: Seconds after which it has ended one way or the other.
             wait: Whether to wait for the end.
+            among: PeerIDs, at most 256, of the only peers to take it from, while any of them is there.
 
         Raises:
             ValueError: The timeout is out of range.
             Refused: The limit is more than there can be; a download is going on (when its result is asked for).
         """
-        pending = PendingFetch(self._link, self.name, at_least, limit, timeout)
+        pending = PendingFetch(self._link, self.name, at_least, limit, timeout, among)
         return pending.result() if wait else pending
 
     def recover(

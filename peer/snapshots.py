@@ -12,7 +12,7 @@ from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import Refused
 from equipoise.peer.images import SharedImage
 from equipoise.peer.memory import VALUE_BYTES
-from equipoise.peer.messages import FetchMean
+from equipoise.peer.messages import FetchMean, FetchState
 from equipoise.peer.ports import Transfer
 
 MAX_TIMEOUT = 86_400.0
@@ -29,18 +29,16 @@ async def offer_snapshot(transfer: Transfer, state: StateId, image: SharedImage)
     await transfer.offer(state, image.view(image.capacity, writable=False))
 
 
-async def fetch_snapshot(
-    transfer: Transfer, at_least: int, timeout: float, image: SharedImage
-) -> FetchOutcome:
+async def fetch_snapshot(transfer: Transfer, request: FetchState, image: SharedImage) -> FetchOutcome:
     """Download a snapshot into a client's memory, whose capacity is the limit of its size.
 
     Raises:
         Refused: An argument is out of range.
         ValueError: A download of this run is going on already.
     """
-    if not 0 <= at_least <= MAX_EPOCH:
-        raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {at_least}")
-    _check(timeout)
+    if not 0 <= request.at_least <= MAX_EPOCH:
+        raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {request.at_least}")
+    _check(request.timeout)
 
     async def room(size: int) -> memoryview:
         try:
@@ -50,7 +48,9 @@ async def fetch_snapshot(
         except Refused as error:
             raise ValueError(str(error)) from error
 
-    return await transfer.fetch(at_least, image.capacity, timeout, room)
+    return await transfer.fetch(
+        request.at_least, image.capacity, request.timeout, room, frozenset(request.among)
+    )
 
 
 async def fetch_mean(transfer: Transfer, request: FetchMean, memory: SharedImage) -> MeanOutcome:

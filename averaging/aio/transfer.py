@@ -177,7 +177,9 @@ class Transfer:
         # Not within the task: one that is cancelled before its first step runs nothing of its own.
         self._spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
 
-    async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
+    async def fetch(
+        self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = frozenset()
+    ) -> FetchOutcome:
         """Download a snapshot of epoch `at_least` or later from all who have it.
 
         Args:
@@ -185,11 +187,13 @@ class Transfer:
             limit: Most bytes of the image.
             timeout: Seconds for everything; the outcome fails with a reason when they are over.
             room: Makes memory for the image.
+            among: PeerIDs of the only peers to take it from, while any of them is there.
 
         Raises:
             ValueError: A download of this run is going on already.
         """
-        request = Request(self._spec.name, self._spec.hash, Download.ticket(), at_least, limit)
+        name, ticket = self._spec.name, Download.ticket()
+        request = Request(name, self._spec.hash, ticket, at_least, limit, circle=among)
         self._require_idle()
         self._tell(FetchBegan())
         try:

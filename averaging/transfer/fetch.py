@@ -74,7 +74,8 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: it is after the mean that leads on from there, and no snapshot.
-        circle: PeerIDs of those by whom that state is known, whose offers are tried first.
+        circle: PeerIDs of those by whom that state is known, whose offers are tried first. Of a snapshot: of the only
+            peers to take it from, while any of them is there.
         patient: Where nobody has that mean: whether to wait for those who are not as far.
     """
 
@@ -103,7 +104,7 @@ class Fetch:
         self._missed = (
             None if request.after is None else Missed(request.after, request.circle, request.patient)
         )
-        self._poll: Poll | Missed = self._missed or Poll(request.at_least)
+        self._poll: Poll | Missed = self._missed or Poll(request.at_least, request.circle)
         self._agreement: Agreement | None = None
         self._sources: Sources | None = None
         self._image: ImageId | None = None

@@ -43,11 +43,12 @@ MAX_MARGIN = 64
 
 
 class Poll(Answers):
-    """What is known of the snapshots of epoch `at_least` and later."""
+    """What is known of the snapshots of epoch `at_least` and later; `among` these peers alone, if any is there."""
 
-    def __init__(self, at_least: int) -> None:
+    def __init__(self, at_least: int, among: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self._at_least = at_least
+        self._among = among
         self._left: set[str] = set()
         self._moved: dict[str, tuple[int | None, float]] = {}
         self._since: dict[Offer, float] = {}
@@ -57,7 +58,8 @@ class Poll(Answers):
 
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
         """See `Answers`."""
-        new = super().see(peers, now)
+        trusted = tuple(peer for peer in peers if peer in self._among and peer not in self.barred)
+        new = super().see(trusted or peers, now)
         self._left &= self.peers.keys()
         self._moved = {peer: moved for peer, moved in self._moved.items() if peer in self.peers}
         return new

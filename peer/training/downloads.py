@@ -48,11 +48,11 @@ class Downloads:
         """Whether a mean is being fetched."""
         return self._recovery is not None
 
-    def fetch(self, at_least: int, limit: int) -> None:
-        """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes."""
+    def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
+        """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
         self.stop()
         try:
-            self._fetch = self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False)
+            self._fetch = self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False, among=among)
         except Refused as error:
             self._refused = events.FetchFailed(str(error))
 

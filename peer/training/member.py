@@ -426,7 +426,7 @@ class Member:
                     checked = events.Checked(self._subject.model.digest())
                     todo.extendleft(reversed(self._replica.handle(checked, self._clock())))
                 case events.Fetch(at_least):
-                    self._downloads.fetch(at_least, self.limit)
+                    self._downloads.fetch(at_least, self.limit, self._replica.known)
                 case events.Recover(after):
                     todo.extendleft(reversed(self._recover(after)))
                 case events.Keep(before):

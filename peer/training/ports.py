@@ -194,11 +194,22 @@ class TrainingRun(Protocol):
 
     @overload
     def fetch(
-        self, at_least: int, limit: int, timeout: float = ..., wait: Literal[True] = ...
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float = ...,
+        wait: Literal[True] = ...,
+        among: tuple[str, ...] = ...,
     ) -> Fetched: ...
     @overload
     def fetch(
-        self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False]
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float = ...,
+        *,
+        wait: Literal[False],
+        among: tuple[str, ...] = ...,
     ) -> PendingFetch: ...
 
     def recover(

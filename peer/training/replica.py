@@ -180,6 +180,11 @@ class Replica:
         return 0.0 if others_give and not self._failures else ATTENDANCE
 
     @property
+    def known(self) -> tuple[str, ...]:
+        """The peers that it has trained with, whose word it takes before that of others."""
+        return self._known.names
+
+    @property
     def contributes(self) -> bool:
         """Whether its gradients are of the parameters that the group holds."""
         return self.phase is Phase.IN_STEP

@@ -48,6 +48,11 @@ class Known:
         while len(self._names) > MAX_KNOWN:
             self._names.popitem(last=False)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Those whose snapshots alone are taken where one of them is there; empty if anybody's are."""
+        return () if self._trust == "heads" else tuple(self._names)
+
     def group(self, round: RoundSucceeded, now: float) -> StateId | None:
         """The state that this peer takes for the group's after a round; None if nobody whom it believes claims one."""
         if self._trust == "heads" or not self._names:

@@ -257,7 +257,9 @@ class FakeTransfer:
         result().copy_(mean)
         return MeanOutcome(round=outcome, sources=dict.fromkeys(outcome.group, 4 * len(mean)))
 
-    async def fetch(self, at_least: int, limit: int, timeout: float, room: Room) -> FetchOutcome:
+    async def fetch(
+        self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = frozenset()
+    ) -> FetchOutcome:
         if self._ended is not None:
             raise ValueError("a state is being fetched already")
         self._ended = asyncio.get_running_loop().create_future()

@@ -287,8 +287,15 @@ class FakeRun(Run):
     def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
         self.offered, self.offers = (state, bytes(image)), self.offers + 1
 
-    def fetch(self, at_least: int, limit: int, timeout: float = 600.0, wait: bool = True) -> Any:
-        return FakeFetch(self, at_least, timeout)
+    def fetch(
+        self,
+        at_least: int,
+        limit: int,
+        timeout: float = 600.0,
+        wait: bool = True,
+        among: tuple[str, ...] = (),
+    ) -> Any:
+        return FakeFetch(self, at_least, timeout, among)
 
     def recover(
         self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
@@ -355,8 +362,8 @@ class FakePending:
 class FakeFetch:
     """A download that goes on: from when somebody offers what is wanted."""
 
-    def __init__(self, run: FakeRun, at_least: int, timeout: float) -> None:
-        self._run, self._at_least = run, at_least
+    def __init__(self, run: FakeRun, at_least: int, timeout: float, among: tuple[str, ...] = ()) -> None:
+        self._run, self._at_least, self._among = run, at_least, among
         self._deadline = run.swarm.now + timeout
         self._since: float | None = None
         self._image: tuple[StateId, bytes] | None = None
@@ -365,7 +372,9 @@ class FakeFetch:
     def done(self) -> bool:
         swarm = self._run.swarm
         if self._image is None:
-            offered = Counter(run.offered for run in self._run.others() if run.offered is not None)
+            others = self._run.others()
+            donors = [run for run in others if run.peer_name in self._among] or others
+            offered = Counter(run.offered for run in donors if run.offered is not None)
             fitting = [offer for offer in offered if offer[0].epoch >= self._at_least]
             if fitting:
                 self._image, self._since = max(fitting, key=lambda offer: offered[offer]), swarm.now

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.transfer.poll import Poll
 from equipoise.peer.training.events import RoundSucceeded
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.replica import Phase, Replica
@@ -114,3 +115,24 @@ def test_those_remembered_are_bounded_and_the_recent_stay() -> None:
         mine.add([f"s{number}", "b"])
     assert len(mine._names) == MAX_KNOWN
     assert "b" in mine._names
+
+
+def test_one_whose_round_failed_among_strangers_gets_the_state_of_those_it_knows(fake: FakeSwarm) -> None:
+    """Its mean is kept as that of the strangers, so it needs a snapshot, and most offer that of the strangers."""
+    fake.group_size = 64
+    fake.fails = lambda number, peer: number == 12 and peer == "peer2"
+    ours = [Trainer(fake, index, 30, target_batch_size=3 * SAMPLES).begin() for index in range(3)]
+    for index in range(3, 7):
+        Stranger(fake, index, THEIRS.epoch + 60, target_batch_size=3 * SAMPLES).begin(at=2.0)
+    fake.run()
+    assert any("astray" in reason for _, reason in ours[2].seen), "else it had no need of one"
+    assert_alike(ours)
+
+
+def test_a_snapshot_is_asked_of_those_it_knows_while_one_is_there() -> None:
+    poll = Poll(3, among=frozenset("bc"))
+    assert poll.see(("b", "m", "n"), 0.0) == ["b"]
+    assert sorted(poll.see(("m", "n"), 1.0)) == ["m", "n"]
+    assert poll.see(("c", "m", "n"), 2.0) == ["c"]
+    poll.bar("c", "sent a wrong byte")
+    assert sorted(poll.see(("c", "m", "n"), 3.0)) == ["m", "n"]
