@@ -49,6 +49,19 @@ def test_who_waits_long_makes_more(waited: float, batches: int) -> None:
     assert not pace.reached(8 * batches - 1, 0)
 
 
+def test_one_that_was_capped_has_made_what_it_claimed() -> None:
+    pace = Pace(3200.0)
+    pace.returned(10.0)
+    pace.computed(11.0)
+    weights = {"a": 80.0, "b": 8.0, "c": 8.0}
+    waited = {"matchmaking": FORMING_SECONDS + 3.0}
+    pace.averaged(
+        Outcome(ok=True, reason="", contributors=weights, capped={"a": 3192.0}, seconds=waited), "a", 8.0
+    )
+    assert pace.reached(3200.0, 0.0)
+    assert not pace.reached(3192.0, 0.0)
+
+
 def test_alone_it_makes_it_all() -> None:
     pace = Pace(32)
     averaged(pace, {"a": 8.0, "b": 24.0}, 0.0)
