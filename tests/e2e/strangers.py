@@ -1,0 +1,81 @@
+"""Strangers that tell daemons of peers that there are not: `from e2e.strangers import main; main()`, and a way.
+
+`name`: genuine records of made-up identities, all of which name one third party. `forge`: records with false
+signatures, as fast as the daemons take them. Arguments: the way, a home, the run, the third party's port, how many
+records, and the addresses of the daemons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from equipoise.dht.address import parse_address
+from equipoise.dht.identity import Identity
+from equipoise.dht.protocol import CallError
+from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.dht.swarm import Swarm, SwarmOptions
+
+AT_ONCE = 8
+"""Calls to one daemon under way, of one PeerID."""
+PAGE = 40
+"""Records in one call."""
+
+
+def records(run: str, port: int, count: int, home: Path) -> list[Kept]:
+    """Genuine records of `count` identities, which say that they listen at the third party's port."""
+    made = []
+    for _ in range(count):
+        identity = Identity(Ed25519PrivateKey.generate(), home)
+        record = Readiness(
+            version=PROTOCOL_VERSION,
+            peer=identity.peer,
+            run=run,
+            sequence=1,
+            state="ready",
+            ttl=60.0,
+            issued=time.time(),
+            dialable=True,
+            addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}",),
+        )
+        key = key_of(run, shard_of(identity.peer))
+        made.append(Kept(key, identity.peer, seal(record, identity), 60.0))
+    return made
+
+
+async def attack(way: str, home: Path, run: str, port: int, count: int, targets: list[str]) -> None:
+    """Tell `targets`, until killed."""
+    member = Swarm(home, SwarmOptions(listen=["/ip4/127.0.0.1/tcp/0"], join=targets))
+    await member.start()
+    told = records(run, port, count, home)
+    if way == "forge":
+        told = [Kept(one.key, one.subkey, one.data[:-1] + bytes([one.data[-1] ^ 1]), 60.0) for one in told]
+    pages = [told[at : at + PAGE] for at in range(0, len(told), PAGE)]
+    peers = [address.rpartition("/")[2] for address in targets]
+    for address in targets:
+        await member._dialer.connect(parse_address(address))
+    print("begins", flush=True)
+
+    async def tell(peer: str, offset: int) -> None:
+        for page in itertools.islice(itertools.cycle(pages), offset, None):
+            try:
+                await member._protocol.store(peer, page)
+            except CallError:
+                await asyncio.sleep(0)
+            if way == "name":
+                await asyncio.sleep(0.1)
+
+    lanes = AT_ONCE if way == "forge" else 1
+    await asyncio.gather(*(tell(peer, lane * 7 % len(pages)) for peer in peers for lane in range(lanes)))
+
+
+def main() -> None:
+    """Run what the arguments say."""
+    way, home, run, port, count, *targets = sys.argv[1:]
+    asyncio.run(attack(way, Path(home), run, int(port), int(count), targets))

@@ -1,0 +1,94 @@
+"""What strangers cost: three real daemons average while others tell them of peers that there are not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from e2e.fleet import Fleet, normal
+from e2e.swarm import ChildProcess, Swarm, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
+TESTS = Path(__file__).resolve().parents[1]
+MEMBERS = 3
+SECONDS = float(os.environ.get("STRANGERS_SECONDS", "10"))
+MAX_CONNECTIONS = 60
+"""From three daemons, in a minute."""
+
+
+class ThirdParty:
+    """Listens, and counts who comes."""
+
+    def __init__(self) -> None:
+        self.connections = 0
+        self._listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port: int = self._listening.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listening.accept()
+                self.connections += 1
+                connection.close()
+
+    def close(self) -> None:
+        self._listening.close()
+
+
+@pytest.fixture
+def third_party() -> Iterator[ThirdParty]:
+    party = ThirdParty()
+    yield party
+    party.close()
+
+
+def rounds(fleet: Fleet, seconds: float) -> int:
+    """Rounds of all members in so long a time; each must be exact."""
+    count, end = 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        outcomes = [pending.result() for pending in fleet.start([1.0] * MEMBERS, timeout=30.0)]
+        fleet.check(dict(enumerate(outcomes)), 1e-6)
+        for value, tensor in zip(fleet.values, fleet.tensors, strict=True):
+            value.copy_(tensor)
+        count += 1
+    return count
+
+
+def stranger(swarm: Swarm, way: str, port: int, count: int, addresses: list[str]) -> ChildProcess:
+    home = swarm.folder / f"stranger{len(swarm.processes)}"
+    code = "from e2e.strangers import main; main()"
+    process = swarm.script(
+        code, way, str(home), "fleet", str(port), str(count), *addresses, env={"PYTHONPATH": str(TESTS)}
+    )
+    eventually(lambda: "begins" in process.output, "the stranger", 60.0)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("way", "strangers", "count"), [("name", 1, 60), ("name", 1, 4000), ("forge", 4, 400)]
+)
+def test_strangers_are_cheap(
+    swarm: Swarm, third_party: ThirdParty, way: str, strangers: int, count: int
+) -> None:
+    daemons = swarm.daemons(MEMBERS, args=LISTEN)
+    with Fleet(daemons, normal(MEMBERS, 10_000), codec="fp32") as fleet:
+        rounds(fleet, 3.0)
+        before = rounds(fleet, SECONDS)
+        for _ in range(strangers):
+            stranger(swarm, way, third_party.port, count, [daemon.address for daemon in daemons])
+        third_party.connections = 0
+        during = rounds(fleet, SECONDS)
+        print(
+            f"{way} {count}: rounds in {SECONDS:g} s: {before}, then {during}; {third_party.connections} dials"
+        )
+        assert third_party.connections <= MAX_CONNECTIONS
