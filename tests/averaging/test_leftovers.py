@@ -33,7 +33,7 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 async def until(condition: Callable[[], object]) -> None:
     while not condition():  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
 
 
 async def leave(cluster: Cluster, names: str, run: str = SPEC.name) -> None:
