@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import socket
@@ -17,6 +18,7 @@ from typing import TypeVar
 import psutil
 
 from equipoise.peer.errors import ControlError, DaemonLost, Refused, Unwelcome
+from equipoise.peer.holder import silence
 from equipoise.peer.home import connect_socket
 from equipoise.peer.messages import (
     CONTROL_VERSION,
@@ -65,8 +67,11 @@ class Link:
 
     welcome: Welcome
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, home: Path | None = None) -> None:
+        """`home` is the daemon's; None where it runs in this process, and goes with it."""
         self._socket = connected
+        self._home = home
+        self._daemon = f"the daemon on {home}" if home else "the daemon"
         self._numbers = itertools.count(1)
         self._waiting: dict[int, concurrent.futures.Future[ReplyBody]] = {}
         self._lock = threading.Lock()
@@ -81,14 +86,16 @@ class Link:
         self._reader = threading.Thread(target=self._read, name="equipoise-link", daemon=True)
 
     @classmethod
-    def open(cls, connected: socket.socket, timeout: float = CONNECT_SECONDS) -> Link:
+    def open(
+        cls, connected: socket.socket, home: Path | None = None, timeout: float = CONNECT_SECONDS
+    ) -> Link:
         """Greet the daemon at the other end of a connected socket, which is taken over.
 
         Raises:
             Unwelcome: It speaks another version, or has too many clients.
             DaemonLost: It does not answer.
         """
-        link = cls(connected)
+        link = cls(connected, home)
         link._reader.start()
         try:
             hello = Hello(CONTROL_VERSION, Path(sys.argv[0] if sys.argv else "python").name[:64] or "python")
@@ -126,8 +133,10 @@ class Link:
                 _send(self._socket, frame, fds)
         except (BrokenPipeError, ConnectionResetError):
             pass  # The daemon has closed the connection, and the reader finds what it said last: it may be why.
+        except BlockingIOError:
+            self._lose(self._silent(SEND_SECONDS))
         except OSError as error:
-            self._lose(f"{self._daemon} does not take requests: {error.strerror or error}")
+            self._lose(DaemonLost(f"{self._daemon} does not take requests: {error.strerror or error}"))
         return reply
 
     def ask(
@@ -152,8 +161,8 @@ class Link:
         try:
             body = reply.result(timeout)
         except concurrent.futures.TimeoutError:
-            self._lose(f"{self._daemon} has not answered for {timeout:.1f} s: it is stopped or overloaded")
-            body = reply.result(0)
+            self._lose(self._silent(round(timeout, 1)))
+            body = reply.result()  # It has one now, or gets one from the reader at this moment.
         if isinstance(body, Failed):
             raise Refused(body.reason)
         if not isinstance(body, kind):
@@ -170,30 +179,31 @@ class Link:
     def close(self) -> None:
         """Close the connection; the daemon then leaves what was joined through it. Idempotent."""
         self.watch(None)
-        self._lose("the connection was closed", hint="connect again")
+        self._lose(DaemonLost("the connection was closed", "connect again"))
         if os.getpid() == self._process and self._reader.is_alive():
             self._reader.join(SEND_SECONDS)
 
     def _read(self) -> None:
         decoder = FrameDecoder()
         try:
-            while data := self._socket.recv(READ_BYTES):
-                for frame in decoder.feed(data):
-                    self._deliver(*decode_reply(frame))
-            self._lose(f"{self._daemon} {self._how_it_ended()}")
+            with contextlib.suppress(
+                ConnectionResetError
+            ):  # Of a process that was killed with requests unread.
+                while data := self._socket.recv(READ_BYTES):
+                    for frame in decoder.feed(data):
+                        self._deliver(*decode_reply(frame))
+            self._lose(self._how_it_ended())
         except ControlError as error:
-            self._lose(f"the answer of {self._daemon} cannot be understood: {error}")
-        except ConnectionResetError:  # A process that was killed with requests unread.
-            self._lose(f"{self._daemon} {self._how_it_ended()}")
+            self._lose(DaemonLost(f"the answer of {self._daemon} cannot be understood: {error}"))
         except OSError as error:
-            self._lose(f"the connection to {self._daemon} broke: {error.strerror or error}")
+            self._lose(DaemonLost(f"the connection to {self._daemon} broke: {error.strerror or error}"))
         finally:
             self._socket.close()
 
     def _deliver(self, number: int, body: ReplyBody) -> None:
         if number == 0 and isinstance(body, Failed):
             if hasattr(self, "welcome"):
-                self._lose(f"{self._daemon} closed the connection: {body.reason}")
+                self._lose(self._ended(f"closed the connection: {body.reason}"))
             else:
                 self._refuse_all(body)
             return
@@ -215,28 +225,35 @@ class Link:
         """Why the daemon is lost, once it is."""
         return self._lost
 
-    @property
-    def _daemon(self) -> str:
-        home = self.welcome.home if hasattr(self, "welcome") else ""
-        return f"the daemon on {home}" if home else "the daemon"
+    def _ended(self, how: str) -> DaemonLost:
+        """The error of a daemon that has to be started again."""
+        hint = f"start it with: equipoise daemon --home {self._home}" if self._home else ""
+        return DaemonLost(f"{self._daemon} {how}", hint)
 
-    def _how_it_ended(self) -> str:
-        """Of one that has closed the socket and said nothing."""
+    def _silent(self, seconds: float) -> DaemonLost:
+        """The error of a daemon that is there, and has not answered or read for so long."""
+        if self._home is None:
+            return DaemonLost(f"{self._daemon} has not answered for {seconds:g} s")
+        return silence(self._home, seconds)
+
+    def _how_it_ended(self) -> DaemonLost:
+        """The error of a daemon that has closed the socket and said nothing."""
         if not hasattr(self, "welcome"):
-            return "closed the connection"
+            return DaemonLost(f"{self._daemon} closed the connection")
         deadline = time.monotonic() + END_SECONDS
         while not _has_ended(self.welcome.pid):
             if time.monotonic() >= deadline:
-                return f"(process {self.welcome.pid}) has dropped this script and goes on"
+                return DaemonLost(
+                    f"{self._daemon} (process {self.welcome.pid}) has dropped this script and goes on"
+                )
             time.sleep(LOOK_SECONDS)
-        return f"(process {self.welcome.pid}) has ended without a word: it was killed, or has crashed"
+        pid = self.welcome.pid
+        return self._ended(f"(process {pid}) has ended without a word: it was killed, or has crashed")
 
-    def _lose(self, reason: str, hint: str = "") -> None:
-        home = self.welcome.home if hasattr(self, "welcome") else ""
-        hint = hint or (f"start it with: equipoise daemon --home {home}" if home else "")
+    def _lose(self, error: DaemonLost) -> None:
         with self._lock:
             first = self._lost is None
-            lost = self._lost = self._lost or DaemonLost(reason, hint)
+            lost = self._lost = self._lost or error
             waiting, self._waiting = self._waiting, {}
             watcher = self._watcher
         for reply in waiting.values():
@@ -257,7 +274,7 @@ def open_link(home: Path, timeout: float = CONNECT_SECONDS, patience: float = AS
         ControlError: It speaks another version.
         DaemonLost: It does not answer.
     """
-    return Link.open(connect_socket(home, timeout, patience), timeout)
+    return Link.open(connect_socket(home, timeout, patience), home, timeout)
 
 
 def _send(connected: socket.socket, frame: bytes, fds: Sequence[int]) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 from equipoise.peer.config import find_home
-from equipoise.peer.errors import DaemonLost
-from equipoise.peer.home import wait_until_free
 from equipoise.peer.link import Link, open_link
 from equipoise.peer.messages import ReplyBody, RequestBody
 
@@ -20,26 +17,14 @@ ANSWER_SECONDS = 8.0
 Reply = TypeVar("Reply", bound=ReplyBody)
 
 
-@contextlib.contextmanager
-def linked(home: Path) -> Iterator[Link]:
+def linked(home: Path) -> contextlib.closing[Link]:
     """A connection to the daemon on `home`.
 
     Raises:
         NoDaemon: None runs there; says how to start one.
         DaemonLost: It does not answer; says what to do.
     """
-    try:
-        link = open_link(home, ANSWER_SECONDS)
-        try:
-            yield link
-        finally:
-            link.close()
-    except DaemonLost:
-        if wait_until_free(home, 0.0):
-            raise
-        from equipoise.peer.holder import silence
-
-        raise silence(home, ANSWER_SECONDS) from None
+    return contextlib.closing(open_link(home, ANSWER_SECONDS))
 
 
 def ask(home: str | None, request: RequestBody, kind: type[Reply]) -> Reply:

@@ -1,4 +1,4 @@
-"""A daemon that is killed under a training script, and started again."""
+"""A daemon that is killed under a training script and started again, or stopped and continued."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def last(script: ChildProcess) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_script_goes_on_and_ends_in_step_with_the_others(swarm: Swarm) -> None:
+@pytest.mark.parametrize("lost", ["killed", "hung"])
+def test_the_script_goes_on_and_ends_in_step_with_the_others(swarm: Swarm, lost: str) -> None:
     daemons = swarm.daemons(2, args=["--listen", "/ip4/127.0.0.1/tcp/0"])
     end = swarm.folder / "end"
     scripts = [swarm.script(SCRIPT, str(one.home), str(index), str(end)) for index, one in enumerate(daemons)]
@@ -52,11 +53,11 @@ def test_the_script_goes_on_and_ends_in_step_with_the_others(swarm: Swarm) -> No
             lambda script=script: last(script).get("epoch", 0) >= 5 and last(script)["together"], "start", 90
         )
 
-    daemons[1].kill()
+    daemons[1].kill() if lost == "killed" else daemons[1].pause()
     before = last(scripts[1])["epoch"]
-    eventually(lambda: last(scripts[1])["lost"], "the loss")
+    eventually(lambda: last(scripts[1])["lost"], "the loss", 60)
     eventually(lambda: last(scripts[1])["epoch"] >= before + 5, "training alone", 60)
-    daemons[1].start()
+    daemons[1].start() if lost == "killed" else daemons[1].resume()
     for script in scripts:
         eventually(lambda script=script: last(script)["together"], "both together", 120)
     target = max(last(script)["epoch"] for script in scripts) + 10
@@ -69,5 +70,11 @@ def test_the_script_goes_on_and_ends_in_step_with_the_others(swarm: Swarm) -> No
     assert all(one["finished"] for one in ends), ends
     assert ends[0]["state"] == ends[1]["state"]
     (said,) = scripts[1].errors.splitlines()
-    assert said.startswith(f"the daemon on {daemons[1].home} (process ")
-    assert "has ended without a word: it was killed, or has crashed; this script goes on without" in said
+    pid, home = daemons[1].pid, daemons[1].home
+    if lost == "killed":
+        assert said.startswith(f"the daemon on {home} (process ")
+        assert "has ended without a word: it was killed, or has crashed; this script goes on without" in said
+    else:
+        assert said.startswith(f"the daemon (pid {pid}) on {home} has not answered for ")
+        plan = "it is stopped; this script goes on without, and connects when one is back"
+        assert f"{plan}; have it go on with: kill -CONT {pid}" in said
