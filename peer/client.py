@@ -17,10 +17,11 @@ from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
-from equipoise.peer.errors import DaemonLost, EquipoiseError
+from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.link import CONNECT_SECONDS, START_SECONDS, Link, open_link
 from equipoise.peer.memory import Region
 from equipoise.peer.messages import (
+    AgreeRun,
     AskPeers,
     AskRounds,
     AskStatus,
@@ -31,14 +32,13 @@ from equipoise.peer.messages import (
     StatusIs,
 )
 from equipoise.peer.purposes import AVERAGE, swarm_name
-from equipoise.peer.run import Run
+from equipoise.peer.run import AGREE_SECONDS, Run
 from equipoise.peer.specs import tensor_rows
 from equipoise.peer.status import PeerRow, Status
 from equipoise.peer.tensors import Tensors
 
 JOIN_SECONDS = 20.0
 """Mapping the memory and announcing the run; the network is not waited for."""
-
 
 FIRST_PAUSE = 0.25
 """Seconds from the loss of a daemon to the first look whether one is back; twice as many after each look."""
@@ -199,46 +199,46 @@ class Client:
     def _lost(self, error: DaemonLost) -> None:
         if self._closing.is_set():
             return
-        reason, _, hint = str(error).partition("; ")
+        reason = str(error).removesuffix(f"; {error.hint}")
         if self._reopen is None:
             log.warning("%s; this script goes on without", reason)
             return
-        log.warning("%s; this script goes on without, and connects when one is back; %s", reason, hint)
+        plan = "this script goes on without, and connects when one is back"
+        log.warning("; ".join(part for part in (reason, plan, error.hint) if part))
         threading.Thread(target=self._reconnect, name="equipoise-reconnect", daemon=True).start()
 
     def _reconnect(self) -> None:
         """Look for a daemon on the home until one has taken this client and its runs."""
-        assert self._reopen is not None, "asked by who lost the daemon"
+        assert self._reopen is not None, "a daemon can be back"
         pause, refusals = FIRST_PAUSE, Counter[str]()
         while not self._closing.wait(pause):
             pause = min(2 * pause, MAX_PAUSE)
             try:
-                link = self._reopen()
-            except EquipoiseError as error:
+                self._renew(self._reopen())
+                return
+            except (NoDaemon, DaemonLost) as error:
                 log.debug("no daemon yet: %s", error)
-                continue
-            try:
-                self._renew(link)
-            except EquipoiseError as error:
-                link.close()
+            except (EquipoiseError, OSError) as error:
                 refusals[str(error)] += 1
                 if refusals[str(error)] == WEATHER_LOOKS:
                     log.warning("a daemon is back, but this script cannot use it yet: %s", error)
-                continue
-            link.watch(self._lost)
-            return
 
     def _renew(self, link: Link) -> None:
+        """Have `link` take the place of the one that was lost, for all runs, or for none where one is refused."""
         with self._lock:
-            if self._closing.is_set():
-                link.close()
-                return
             joined = [(run, request) for run, request in self._joined if not run.left]
-        for run, request in joined:
-            run.renew(link, _share(link, request))
-        with self._lock:
-            self._link = link
+        try:
+            regions = [_share(link, request, run.agreed) for run, request in joined]
+            with self._lock:
+                if not self._closing.is_set():
+                    for (run, _), region in zip(joined, regions, strict=True):
+                        run.renew(link, region)
+                    self._link = link
+        finally:
+            if self._link is not link:
+                link.close()
         log.info("connected again to the daemon on %s: %d runs", link.welcome.home, len(joined))
+        link.watch(self._lost)
 
     def __enter__(self) -> Self:
         return self
@@ -266,11 +266,13 @@ def connect(home: str | os.PathLike[str] | None = None, timeout: float = CONNECT
     return Client(link, functools.partial(open_link, place, timeout, patience=0.0))
 
 
-def _share(link: Link, request: JoinRun) -> Region:
-    """Join a run with new shared memory."""
+def _share(link: Link, request: JoinRun, agreed: AgreeRun | None = None) -> Region:
+    """Join a run with new shared memory, on terms that were agreed on before."""
     region = Region.create(request.values)
     try:
-        link.wait(link.start(request, [region.fd]), Done, JOIN_SECONDS)
+        link.ask(request, Done, JOIN_SECONDS, [region.fd])
     finally:
         region.close_fd()
+    if agreed is not None:
+        link.ask(agreed, Done, AGREE_SECONDS)
     return region

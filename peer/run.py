@@ -78,6 +78,7 @@ class Run:
         group_size: Most peers that average together in one round.
         left: Whether it was left.
         terms: What was agreed on.
+        agreed: The request by which it was, for a daemon that takes the place of a lost one.
         trained_by: What steps it, once something does; one thing only can.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
         rounds_ok: How many rounds were ok.
@@ -117,6 +118,7 @@ class Run:
         self._branches: list[Run] = []
         self._is_branch = False
         self.terms: Mapping[str, str] = {}
+        self.agreed: AgreeRun | None = None
 
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
@@ -147,9 +149,10 @@ class Run:
                     f"run {self.name!r} {happened}", "agree after join, before the first accumulate and step"
                 )
             carried = self._binding.buffer_schema() if buffers else Schema(())
-            self._link.ask(AgreeRun(self.name, agreed, tensor_rows(carried)), Done, AGREE_SECONDS)
+            request = AgreeRun(self.name, agreed, tensor_rows(carried))
+            self._link.ask(request, Done, AGREE_SECONDS)
             self._binding.carry(carried)
-            self.terms = dict(agreed)
+            self.terms, self.agreed = dict(agreed), request
 
     @overload
     def average(self, weight: float = ..., timeout: float = ..., wait: Literal[True] = ...) -> Outcome: ...
@@ -207,8 +210,7 @@ class Run:
                 self._spare = None
             self._accumulated.add(named_gradients(gradients), weight)
             self._stepping = True
-            total = self._accumulated.weight
-        self._link.start(ReportAccumulated(self.name, total))
+            self._report()
 
     @overload
     def step(
@@ -247,10 +249,10 @@ class Run:
             weight = self._accumulated.weight if self._accumulated else 0.0
             self._binding.write_step(self._region.contribution, self._accumulated)
             self._contributed, self._accumulated = self._accumulated, None
-            region = self._region
+            region, me = self._region, self.peer
             try:
                 pending = self._start(
-                    STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped, region), state
+                    STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped, region, me), state
                 )
             except EquipoiseError:
                 self._keep()
@@ -391,7 +393,7 @@ class Run:
         """Take back what has been accumulated and is not part of a round that is going on; None if nothing has."""
         with self._lock:
             taken, self._accumulated = self._accumulated, None
-        self._link.start(ReportAccumulated(self.name, 0.0))
+            self._report()
         return taken
 
     @property
@@ -439,8 +441,9 @@ class Run:
 
     def tell(self, topic: str, line: str) -> None:
         """Have the daemon's `status` show a line on `training` or `checkpoints`, in place of the last one on that."""
-        self._told[topic] = line
-        self._link.start(TellStatus(self.name, topic, line))
+        with self._lock:
+            self._told[topic] = line
+            self._link.start(TellStatus(self.name, topic, line))
 
     @property
     def schema(self) -> Schema:
@@ -479,33 +482,25 @@ class Run:
                     finishing.callback(self._finishing.pop(0))
         finally:
             self._tell_if_none_was_ok()
-            self.left = True
+            with self._lock:
+                self.left, link = True, self._link
             # It may have been left before, or the daemon has gone: it has ended.
             with contextlib.suppress(EquipoiseError):
-                self._link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
+                link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
 
     def renew(self, link: Link, region: Region) -> None:
-        """Go on through a new daemon, which has joined this run with memory of its own: the one before may still write.
-
-        Raises:
-            Refused: Those who are there have agreed on something else.
-            DaemonLost: That daemon has gone, too.
-        """
-        carried = tensor_rows(self._binding.buffers)
-        if self.terms or carried:
-            link.ask(AgreeRun(self.name, check_terms(self.terms), carried), Done, AGREE_SECONDS)
+        """Go on through a new daemon, which has mapped new memory: the lost daemon may still write into its own."""
         with self._lock:
             if self.left:
                 link.start(LeaveRun(self.name))
                 return
             self._link, self._region, self._company = link, region, company.Company(link, self.name)
-            accumulated = self.accumulated
-        for topic, line in self._told.items():
-            link.start(TellStatus(self.name, topic, line))
-        if self._stepping:
-            link.start(ReportAccumulated(self.name, accumulated))
+            for topic, line in self._told.items():
+                link.start(TellStatus(self.name, topic, line))
+            if self._stepping:
+                self._report()
 
     def __enter__(self) -> Self:
         return self
@@ -575,18 +570,23 @@ class Run:
                 self._binding.schema.check(tensors)
                 self._binding.averaged.unflatten(region.result, tensors)
 
-    def _stepped(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region) -> None:
+    def _stepped(
+        self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, me: str
+    ) -> None:
         with self._lock:
             self.pending = None
             self._count(outcome)
-            if outcome is not None and outcome.counted(self._link.welcome.peer_id):
+            if outcome is not None and outcome.counted(me):
                 self._drop()
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
                 self._binding.read_step(region.result, tensors, self.mean, not self.trained_by)
-            left = self.accumulated
-        self._link.start(ReportAccumulated(self.name, left))
+            self._report()
+
+    def _report(self) -> None:
+        """Have the daemon publish how much is accumulated; under the lock, so that the last report is the latest."""
+        self._link.start(ReportAccumulated(self.name, self.accumulated))
 
     def _drop(self) -> None:
         """Forget what has been contributed; its memory serves again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,15 @@ from contracts.run import OPTIONS, SOON, together
 from e2e.swarm import eventually
 from equipoise.averaging.outcome import Idle, NoPeers
 from equipoise.averaging.state import StateId
-from equipoise.peer import Client, DaemonLost, Run, connect
+from equipoise.peer import Client, DaemonLost, Refused, Run, connect
+from equipoise.peer import client as client_module
+from equipoise.peer.client import WEATHER_LOOKS
 from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread
+from equipoise.peer.errors import Unwelcome
+from equipoise.peer.link import Link
+from equipoise.peer.memory import Region
+from equipoise.peer.messages import AgreeRun, JoinRun
 from fakes.daemon import FakeNetwork
 
 STATE = StateId(3, "a" * 64)
@@ -162,3 +169,69 @@ def test_what_a_daemon_would_do_is_weather_without_one(machines: list[Machine]) 
     machines[0].start()
     eventually(lambda: machines[0].client.peer_id == "peer3", "the new daemon")
     assert machines[0].client.status().runs == ()
+
+
+def test_a_daemon_of_another_version_is_told_of_once(
+    machines: list[Machine], caplog: pytest.LogCaptureFixture
+) -> None:
+    client, looks = machines[0].client, threading.Semaphore(0)
+
+    def refuse() -> Link:
+        looks.release()
+        raise Unwelcome("the daemon speaks another version")
+
+    client._reopen = refuse
+    machines[0].daemon.stop()
+    for _ in range(WEATHER_LOOKS + 2):
+        assert looks.acquire(timeout=30)
+
+    assert warnings(caplog)[1:] == [
+        "a daemon is back, but this script cannot use it yet: the daemon speaks another version"
+    ]
+
+
+def test_where_one_run_is_refused_no_run_goes_on(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, refused = machines[0].client, threading.Event()
+    runs = [client.join(name, [torch.ones(2)], **OPTIONS) for name in ("one", "other")]
+
+    def share(link: Link, request: JoinRun, agreed: AgreeRun | None = None) -> Region:
+        if request.run == "other" and not refused.is_set():
+            refused.set()
+            raise Refused("it is taken")
+        return sharing(link, request, agreed)
+
+    sharing = client_module._share
+    monkeypatch.setattr(client_module, "_share", share)
+    reason = lose(machines[0], runs[0])
+    machines[0].start()
+    assert refused.wait(30)
+
+    assert runs[0].average(timeout=SOON).reason == reason
+    eventually(lambda: not client.lost, "the daemon")
+    assert {run.name for run in client.status().runs} == {"one", "other"}
+
+
+def test_a_client_that_is_closed_while_it_connects_leaves_no_connection(
+    machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = machines[0].client
+    run = client.join("digits", [torch.ones(2)], **OPTIONS)
+    links: list[Link] = []
+
+    def share(link: Link, request: JoinRun, agreed: AgreeRun | None = None) -> Region:
+        region = sharing(link, request, agreed)
+        client.close()
+        links.append(link)
+        return region
+
+    sharing = client_module._share
+    monkeypatch.setattr(client_module, "_share", share)
+    lose(machines[0], run)
+    machines[0].start()
+    eventually(lambda: links, "the new daemon")
+
+    eventually(lambda: links[0].lost, "the end of its connection")
+    with connect(machines[0].home) as other:
+        eventually(lambda: other.status().clients == 1 and not other.status().runs, "the end of the run")
