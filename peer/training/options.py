@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import UnionType
 from typing import Any, Required, TypedDict, TypeVar
 
 import torch
@@ -23,7 +24,16 @@ Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSchedule
 Kind = TypeVar("Kind")
 
 
-class OptionKeywords(TypedDict, total=False):
+class _CommonKeywords(TypedDict, total=False):
+    wait_for: int
+    alone: Alone
+    patience: float
+    timeout: float
+    trust: Trust
+    clock: Callable[[], float]
+
+
+class OptionKeywords(_CommonKeywords, total=False):
     """The keywords of `Run.optimizer`; `Options` says what each means."""
 
     target_batch_size: Required[float]
@@ -33,16 +43,51 @@ class OptionKeywords(TypedDict, total=False):
     buffers: bool
     extra: Mapping[str, Stateful]
     delay: bool
-    wait_for: int
-    alone: Alone
-    patience: float
-    timeout: float
-    trust: Trust
-    clock: Callable[[], float]
+
+
+class LocalKeywords(_CommonKeywords, total=False):
+    """The keywords of `DiLoCo` and `LocalSGD` beside `every`; `LocalOptions` says what each means."""
+
+    fragments: int
+    delay: int
+    merge: float
+    weight: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CommonOptions:
+    """What steps and local steps have in common.
+
+    Attributes:
+        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most: a short loop would be
+            over before they are known.
+        alone: Where nobody else is known: `train` on with the own gradients or differences, or `wait` for others.
+            `step` then returns all the same and goes on adding gradients up, but makes no update; `epoch` stands still,
+            `reason` says so.
+        patience: Seconds without company before it trains alone.
+        timeout: Seconds for one round.
+        trust: Whose word for the group's state this peer takes. `known`: of those it has trained with; it leaves their
+            state for none that only strangers hold, as long as one of them is there. `heads`: of all, each counting
+            alike, for swarms whose members are known.
+        clock: Seconds on a steady clock.
+    """
+
+    wait_for: int = 0
+    alone: Alone = "train"
+    patience: float = 10.0
+    timeout: float = 30.0
+    trust: Trust = "known"
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        _require_positive("timeout", self.timeout)
+        _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
+        _require("trust", self.trust, self.trust in ("known", "heads"), "'known' or 'heads'")
+        _require_number("patience", self.patience, 0, math.inf, "seconds >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(CommonOptions):
     """How a swarm steps. What all peers must have alike becomes a term of the run.
 
     Attributes:
@@ -58,17 +103,6 @@ class Options:
         extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
         delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
             this peer has as much again as it gave. Gradients are then up to one step old.
-        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most: a short loop would be
-            over before they are known.
-        alone: Where nobody else is known: `train` on with the own gradients, or `wait` for others: `step` then
-            returns all the same and goes on adding gradients up, but makes no update; `epoch` stands still, `reason`
-            says so.
-        patience: Seconds without company before it trains alone.
-        timeout: Seconds for one round.
-        trust: Whose word for the group's state this peer takes. `known`: of those it has trained with; it leaves their
-            state for none that only strangers hold, as long as one of them is there. `heads`: of all, each counting
-            alike, for swarms whose members are known.
-        clock: Seconds on a steady clock.
     """
 
     target_batch_size: float
@@ -78,43 +112,17 @@ class Options:
     buffers: bool = False
     extra: Mapping[str, Stateful] = field(default_factory=dict)
     delay: bool = False
-    wait_for: int = 0
-    alone: Alone = "train"
-    patience: float = 10.0
-    timeout: float = 30.0
-    trust: Trust = "known"
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        for name in ("target_batch_size", "batch_size", "timeout"):
+        super().__post_init__()
+        for name in ("target_batch_size", "batch_size"):
             _require_positive(name, getattr(self, name))
         if self.clip is not None:
             _require_positive("clip", self.clip)
-        if self.alone not in ("train", "wait"):
-            raise ValueError(f"alone: expected 'train' or 'wait', got {self.alone!r}")
-        if self.trust not in ("known", "heads"):
-            raise ValueError(f"trust: expected 'known' or 'heads', got {self.trust!r}")
-        if not isinstance(self.patience, int | float) or not 0 <= self.patience < math.inf:
-            raise ValueError(f"patience: expected seconds >= 0, got {self.patience!r}")
-
-
-class LocalKeywords(TypedDict, total=False):
-    """The keywords of `DiLoCo` and `LocalSGD` beside `every`; `LocalOptions` says what each means."""
-
-    fragments: int
-    delay: int
-    merge: float
-    weight: float
-    wait_for: int
-    alone: Alone
-    patience: float
-    timeout: float
-    trust: Trust
-    clock: Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalOptions:
+class LocalOptions(CommonOptions):
     """How local steps are exchanged. What all peers must have alike becomes a term of the run.
 
     Attributes:
@@ -126,14 +134,6 @@ class LocalOptions:
         merge: How much of its own, alpha, a peer keeps of what it did in those steps: own <- agreed + alpha (own -
             agreed); equation 4.
         weight: Of this peer in the mean.
-        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most.
-        alone: Where nobody else is known: `train` makes outer steps of the own differences, `wait` makes none.
-        patience: Seconds without company before it does so.
-        timeout: Seconds for one round.
-        trust: Whose word for the group's state this peer takes. `known`: of those it has trained with; it leaves their
-            state for none that only strangers hold, as long as one of them is there. `heads`: of all, each counting
-            alike, for swarms whose members are known.
-        clock: Seconds on a steady clock.
     """
 
     every: int
@@ -141,31 +141,17 @@ class LocalOptions:
     delay: int = 0
     merge: float = 0.0
     weight: float = 1.0
-    wait_for: int = 0
-    alone: Alone = "train"
-    patience: float = 10.0
-    timeout: float = 30.0
-    trust: Trust = "known"
-    clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        _require(
-            "every",
-            self.every,
-            isinstance(self.every, int) and self.every >= 1,
-            "a whole number of steps >= 1",
-        )
+        super().__post_init__()
+        _require_number("every", self.every, 1, math.inf, "a whole number of steps >= 1", int)
         most = min(MAX_FRAGMENTS, self.every)
-        _require(
-            "fragments", self.fragments, 1 <= self.fragments <= most, f"1 to {most}, and no more than `every`"
-        )
+        expected = f"1 to {most}, and no more than `every`"
+        _require_number("fragments", self.fragments, 1, most + 1, expected, int)
         gap = self.every // self.fragments
-        delay = f"0 to {gap - 1} steps: below every / fragments"
-        _require("delay", self.delay, 0 <= self.delay < gap or self.delay == 0, delay)
-        _require("merge", self.merge, 0 <= self.merge < 1, "a number from 0 to below 1")
-        _require("weight", self.weight, 0 < self.weight < float("inf"), "a finite number above 0")
-        _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
-        _require("trust", self.trust, self.trust in ("known", "heads"), "'known' or 'heads'")
+        _require_number("delay", self.delay, 0, gap, f"0 to {gap - 1} steps: below every / fragments", int)
+        _require_number("merge", self.merge, 0, 1, "a number from 0 to below 1")
+        _require_positive("weight", self.weight)
 
 
 def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:
@@ -180,20 +166,31 @@ def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[s
         TypeError: A keyword is unknown, or a required one is missing; names it, and the closest known one.
         ValueError: A value is out of its range.
     """
-    known = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    known = sorted((*(one.name for one in fields(kind)), *others))  # type: ignore[arg-type]
     for name in keywords:
         if name not in known:
-            close = difflib.get_close_matches(name, [*known, *others], 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join([*known, *others])}"
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}; {hint}")
     return kind(**keywords)
 
 
 def _require_positive(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}: expected a finite number above 0, got {value!r}")
+    _require_number(name, value, math.ulp(0.0), math.inf, "a finite number above 0")
+
+
+def _require_number(
+    name: str,
+    value: object,
+    least: float,
+    below: float,
+    expected: str,
+    kind: type[int] | UnionType = int | float,
+) -> None:
+    valid = isinstance(value, kind) and not isinstance(value, bool) and least <= value < below
+    _require(name, value, valid, expected)
 
 
 def _require(name: str, value: object, valid: bool, expected: str) -> None:
-    if isinstance(value, bool) or not valid:
+    if not valid:
         raise ValueError(f"{name}: expected {expected}, got {value!r}")

@@ -26,9 +26,7 @@ def test_of_an_optimizer(fake: FakeSwarm) -> None:
         run.optimizer(adam, target_batchsize=64)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unknown option 'checkpoint'; did you mean 'checkpoints'"):
         run.optimizer(adam, target_batch_size=64, checkpoint=None)  # type: ignore[call-arg]
-    with pytest.raises(
-        TypeError, match="unknown option 'momentum'; known are target_batch_size, batch_size, "
-    ):
+    with pytest.raises(TypeError, match="unknown option 'momentum'; known are alone, batch_size, buffers, "):
         run.optimizer(adam, target_batch_size=64, momentum=0.9)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="target_batch_size"):
         run.optimizer(adam)  # type: ignore[call-arg]
@@ -50,3 +48,19 @@ def test_the_keywords_are_the_options() -> None:
     local = get_type_hints(LocalOptions)
     assert local.pop("every") is int
     assert get_type_hints(LocalKeywords) == local
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("fragments", "2"),
+        ("fragments", 1.5),
+        ("patience", -1),
+        ("timeout", "30"),
+        ("merge", None),
+        ("weight", True),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected .*, got {value!r}"):
+        LocalOptions(**{"every": 6, name: value})
