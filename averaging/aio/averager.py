@@ -193,6 +193,10 @@ class Averager:
         alone = isinstance(self._machine.state, NoPeers)
         return (alone and self._comparing.reason) or self._machine.reason
 
+    def is_mute(self, peer: str) -> bool:
+        """Whether another peer could not be reached, or did not answer, and has never said anything."""
+        return self._machine.is_mute(peer)
+
     def difference(self, peer: str) -> str:
         """How the spec of another peer of this name differs, one line; empty if it does not, or that is not known."""
         return self._comparing.difference(peer)

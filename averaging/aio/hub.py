@@ -97,7 +97,7 @@ class Hub:
         self._runs[spec.name] = run
         directory, verify = self._surroundings.directory, self._surroundings.identity.verify
         self._transfers[spec.name] = Transfer(
-            spec, self._mesh, directory, verify, self._busy, lambda: len(self._runs)
+            spec, self._mesh, directory, verify, self._busy, lambda: len(self._runs), run.is_mute
         )
         run.start()
         return run

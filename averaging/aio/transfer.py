@@ -102,6 +102,7 @@ class Transfer:
         verify: Checks the signatures under a mean.
         busy: Whether a round exchanges at this daemon now.
         runs: How many runs share what means may be kept.
+        is_mute: Whether a peer did not answer, and has never said anything: no download asks it, or waits for it.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Transfer:
         verify: Verify,
         busy: Callable[[], bool] = lambda: False,
         runs: Callable[[], int] = lambda: 1,
+        is_mute: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         self._spec = spec
         self._mesh = mesh
@@ -119,6 +121,7 @@ class Transfer:
         self._verify = verify
         self._busy = busy
         self._runs = runs
+        self._is_mute = is_mute
         self._loop = asyncio.get_running_loop()
         self._donor = Donor()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS)
@@ -262,7 +265,7 @@ class Transfer:
 
         ticket, limit = Download.ticket(), keeping.most_bytes(self._spec)
         near = self._circle.peers
-        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, near, patient)
+        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, near, patient, proved)
         download = await self._get(request, timeout, keeping.room, examine)
         got = download.outcome.result()
         if got.ok and not proved:
@@ -475,7 +478,8 @@ class Transfer:
 
     async def _look_regularly(self, download: Download) -> None:
         while True:
-            download.see({one.peer: one.credential for one in await self._mates()})
+            mates = await self._mates()
+            download.see({one.peer: one.credential for one in mates if not self._is_mute(one.peer)})
             await asyncio.sleep(LOOK_SECONDS)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

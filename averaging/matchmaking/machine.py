@@ -102,6 +102,10 @@ class Matchmaking:
         """Whether another peer has answered this one, and has not been lost since."""
         return self._standing.roster.answers(peer)
 
+    def is_mute(self, peer: str) -> bool:
+        """Whether another peer could not be reached, or did not answer, and has never said anything."""
+        return self._standing.roster.is_mute(peer)
+
     @property
     def reason(self) -> str:
         """Why matchmaking stands where it does, one line."""

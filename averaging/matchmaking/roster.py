@@ -153,6 +153,11 @@ class Roster:
         """Whether the peer has answered this one, and has not been lost since."""
         return peer in self._others and self._others[peer].answers
 
+    def is_mute(self, peer: str) -> bool:
+        """Whether the peer could not be reached, or did not answer, and has never said anything."""
+        other = self._others.get(peer)
+        return other is not None and not other.met and other.losses > 0
+
     def to_ask(self, now: float) -> list[str]:
         """Peers to ask now whether they are there, for they do not answer as far as is known."""
         unknown = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from equipoise.averaging.transfer.messages import Answer, Offer
@@ -81,11 +82,16 @@ class Answers:
         return min((time for time in times if time > now), default=float("inf"))
 
     def _settled(self, now: float, seconds: float = ANSWER_SECONDS) -> bool:
-        """Whether all have answered, or cannot, or have had so much time to."""
+        """Whether all that are waited for have answered, or cannot, or have had so much time to."""
         return all(
-            peer in self._answers or peer in self._silent or now >= since + seconds
-            for peer, since in self.peers.items()
+            peer in self._answers or peer in self._silent or now >= self.peers[peer] + seconds
+            for peer in self._awaited
         )
+
+    @property
+    def _awaited(self) -> Set[str]:
+        """The peers whose answers are worth some time."""
+        return self.peers.keys()
 
     def _agreed(self, offer: Offer, reason: str) -> Agreement:
         return Agreement(offer, tuple(peer for peer in self.peers if self.offers(peer, offer)), reason)

@@ -77,6 +77,7 @@ class Request:
         circle: PeerIDs of those by whom that state is known, whose offers are tried first. Of a snapshot: of the only
             peers to take it from, while any of them is there.
         patient: Where nobody has that mean: whether to wait for those who are not as far.
+        proved: Whether who asks can tell that mean by its digest, whoever gives it.
     """
 
     run: str
@@ -87,6 +88,7 @@ class Request:
     after: StateId | None = None
     circle: frozenset[str] = frozenset()
     patient: bool = False
+    proved: bool = False
 
 
 class Fetch:
@@ -102,7 +104,9 @@ class Fetch:
         self._timeout = timeout
         self._expires = now + timeout
         self._missed = (
-            None if request.after is None else Missed(request.after, request.circle, request.patient)
+            None
+            if request.after is None
+            else Missed(request.after, request.circle, request.patient, request.proved)
         )
         self._poll: Poll | Missed = self._missed or Poll(request.at_least, request.circle)
         self._agreement: Agreement | None = None

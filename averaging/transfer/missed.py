@@ -9,6 +9,7 @@ offer it, comes last. That changes as answers come: a peer at which that very ro
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.state import StateId
@@ -29,10 +30,18 @@ class Missed(Answers):
         after: The state.
         circle: PeerIDs of those by whom it is known.
         patient: Whether it may yet come to be, as long as some are not as far.
+        proved: Whether who asks can tell it by its digest, whoever gives it.
     """
 
-    def __init__(self, after: StateId, circle: frozenset[str] = frozenset(), patient: bool = False) -> None:
+    def __init__(
+        self,
+        after: StateId,
+        circle: frozenset[str] = frozenset(),
+        patient: bool = False,
+        proved: bool = False,
+    ) -> None:
         super().__init__()
+        self._proved = proved
         self._after = after
         self._circle = circle
         self._patient = patient
@@ -95,6 +104,14 @@ class Missed(Answers):
     def wish(self, now: float) -> bool:
         """Nothing is wished for: a mean is kept, or it is not."""
         return False
+
+    @property
+    def _awaited(self) -> Set[str]:
+        """Those by whom the state is known, where all of them are there: only what most of them signed is taken.
+        Others are asked as well, but records of peers that never answer, which anybody can write, must not hold up
+        every question."""
+        enough = bool(self._circle) and self._circle <= self.peers.keys() and not self._proved
+        return self._circle if enough else self.peers.keys()
 
     @property
     def standing(self) -> str:

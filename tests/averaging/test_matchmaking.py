@@ -419,6 +419,21 @@ def test_a_peer_of_whom_only_a_record_is_known_is_asked_whether_it_is_there() ->
     assert again == [("carol", question)]
 
 
+def test_a_peer_that_was_asked_and_never_said_anything_is_mute() -> None:
+    one = machine("alice")
+    one.handle(seen("bob", "carol"), 1.0)
+    one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.2)
+    assert not one.is_mute("carol"), "it may yet answer"
+    elapse(one, 1.2, 60.0)
+    assert one.is_mute("carol")
+    one.handle(PeerLost("bob"), 60.0)
+    one.handle(PeerLost("bob"), 60.1)
+    assert not one.answers("bob")
+    assert not one.is_mute("bob"), "it has answered once, and may be back"
+    one.handle(MessageReceived("carol", Whereabouts(RUN, 0)), 61.0)
+    assert not one.is_mute("carol")
+
+
 def test_one_that_is_asked_answers_and_an_answer_is_not_answered() -> None:
     one = machine("alice")
     actions = one.handle(MessageReceived("bob", Whereabouts(RUN, 0, asks=True)), 1.0)

@@ -14,6 +14,7 @@ from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.averaging.transfer.answers import LONE_SECONDS
 from equipoise.averaging.transfer.donor import Donor
 from equipoise.averaging.transfer.events import (
     AskReceived,
@@ -333,6 +334,24 @@ def test_nobody_waits_for_a_peer_whose_trainer_has_left() -> None:
     missed.hear("b", Answer(RUN, TICKET, 3, left=True), 0.1)
     assert (missed.behind, missed.unheard) == (0, 0)
     assert missed.hopeless(0.1)
+
+
+def test_a_record_that_nobody_answers_for_holds_up_no_question() -> None:
+    missed = Missed(offer_of(7).state, frozenset("a"))
+    missed.see(("a", "ghost"), 0.0)
+    assert not missed.hopeless(0.1)
+    missed.hear("a", answer(7), 0.1)
+    assert missed.hopeless(0.1)
+    assert missed.unheard == 1
+
+
+@pytest.mark.parametrize(("circle", "proved"), [("", False), ("ab", False), ("a", True)])
+def test_where_anybody_may_have_it_all_are_given_time(circle: str, proved: bool) -> None:
+    missed = Missed(offer_of(7).state, frozenset(circle), proved=proved)
+    missed.see(("a", "stranger"), 0.0)
+    missed.hear("a", answer(7), 0.1)
+    assert not missed.hopeless(LONE_SECONDS - 0.1)
+    assert missed.hopeless(LONE_SECONDS)
 
 
 def test_nobody_is_nobody() -> None:

@@ -13,7 +13,7 @@ from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from fakes.cluster import IMAGE, LIMIT, STATE, Cluster, Memory
+from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 from fakes.transfer import ask
 
 
@@ -59,6 +59,16 @@ async def test_a_wish_reaches_the_trainers_and_their_snapshots_the_newcomer(clus
     assert outcome.ok, outcome.reason
     assert memory.image == IMAGE
     await until(lambda: all(donor.wanted is None for donor in donors))
+
+
+async def test_a_peer_that_is_only_a_record_is_no_donor_that_might_have_it(cluster: Cluster) -> None:
+    (newcomer,) = await cluster.add("new")
+    _, directory = cluster.net.peer("ghost")
+    run = cluster.hubs["new"]._runs[SPEC.name]
+    await directory.announce(SPEC.name, spec=SPEC.hash, ready=True, round=0, accumulated=0.0, reason="")
+    await until(lambda: run.is_mute("ghost"))
+    outcome = await newcomer.fetch(7, LIMIT, 20.0, Memory().room)
+    assert outcome.reason == "no other peer of this run is known"
 
 
 async def test_a_donor_that_is_killed_in_mid_download_costs_nothing_but_its_chunks(cluster: Cluster) -> None:
