@@ -219,7 +219,9 @@ class Member:
             else:
                 self._attend_for(left)
             self._look_for_download()
-            if self._clock() - self._began_at >= OVERDUE_SECONDS and not self._exchanges:
+            # A round that has just ended may have put this peer in step, however long ago it was asked for.
+            overdue = self._clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
+            if overdue and not self._exchanges:
                 self._do(self._replica.handle(events.Overdue(), self._clock()))
             if self._clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
