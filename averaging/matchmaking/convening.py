@@ -115,7 +115,7 @@ class Convening:
 
     def has_strangers(self, now: float) -> bool:
         """Whether a look at the directory is due, for joins whose peers the latest one could not show."""
-        return any(self._outlook(each, now).strangers for each in self._gatherings.values())
+        return any(self._has_unknown(each, now) for each in self._gatherings.values())
 
     def note_own(self, convener: str | None, redirects: bool) -> None:
         """Note with whom this peer's own join is, and whether members of its group should follow it there."""
@@ -295,12 +295,18 @@ class Convening:
         expected = roster.expected(gathering.round, now)
         if self._elsewhere is not None:
             expected.discard(self._standing.peer)
-        strangers = now >= self._looks_from and any(
+        group = frozenset(roster.group(self._standing.peer, gathering.round))
+        # Once, before the first group, peers are waited for that may still be met: a client-mode one speaks first.
+        strangers = self._has_unknown(gathering, now) or (not self._closed and roster.incomplete(now))
+        return Outlook(group, self._owed.keys(), expected, lateness.wait, lateness.reason, strangers)
+
+    def _has_unknown(self, gathering: Gathering, now: float) -> bool:
+        """Whether joins came from peers that the latest look at the directory could not show."""
+        roster = self._standing.roster
+        return now >= self._looks_from and any(
             not roster.knows(peer) and parked.arrived >= roster.seen_at
             for peer, parked in gathering.parked.items()
         )
-        group = frozenset(roster.group(self._standing.peer, gathering.round))
-        return Outlook(group, self._owed.keys(), expected, lateness.wait, lateness.reason, strangers)
 
     def _close(self, gathering: Gathering, closing: Closing, now: float) -> tuple[Manifest, str] | None:
         standing = self._standing

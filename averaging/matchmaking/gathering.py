@@ -68,7 +68,7 @@ class Outlook(msgspec.Struct, frozen=True):
         expected: Those of it worth waiting for.
         wait: Seconds to wait beyond the first.
         why_wait: Why it is that long.
-        strangers: Whether to wait for a look at the directory: joins came from peers that the latest could not show.
+        strangers: Whether to wait for peers that are not in the plan yet, though all in it have joined.
     """
 
     group: Set[str]

@@ -204,6 +204,37 @@ def test_client_mode_peers_that_are_planned_together_are_guests_elsewhere(seeds:
         assert all(len(peer.formed) >= 8 for peer in world.peers.values()), seed
 
 
+@few_and_many(5, 40)
+def test_peers_that_never_met_and_are_ready_at_once_form_one_group_though_some_cannot_be_asked(
+    seeds: range,
+) -> None:
+    for seed in seeds:
+        world = World([], 8, seed=seed, weather=Weather(directory=(0.02, 1.0)))
+        for name in names(5):
+            dialable = name in ("peer00", "peer03")
+            world.add(name, dialable=dialable)
+            world._records[name] = [(world.now, Record(name, dialable=dialable))]
+        together(world, names(5))
+        assert world.run(INITIAL_WAIT, until=lambda world=world: everyone_formed(world, names(5), 0.0)), seed
+        [(_, members)] = rounds_of(world).values()
+        assert members == tuple(names(5)), seed
+
+
+def test_a_record_of_nobody_holds_up_only_the_first_group() -> None:
+    world = World([], 8, seed=1)
+    for name in names(3):
+        world.add(name)
+    world._records["ghost"] = [(world.now, Record("ghost", dialable=False))]
+    world.run(3.0)
+    for _ in range(3):
+        began = world.now
+        together(world, names(3))
+        world.run(10.0, until=lambda since=began: everyone_formed(world, names(3), since))
+    held_up, *others = [at for at, _ in world.peers["peer00"].formed]
+    assert held_up <= 3.0 + INITIAL_WAIT + 2 * LATENCY
+    assert max(others) <= held_up + 1.0
+
+
 def test_client_mode_peers_alone_form_nothing() -> None:
     world = World([], 4)
     for name in names(3):
