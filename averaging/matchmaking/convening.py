@@ -297,7 +297,10 @@ class Convening:
             expected.discard(self._standing.peer)
         group = frozenset(roster.group(self._standing.peer, gathering.round))
         # Once, before the first group, peers are waited for that may still be met: a client-mode one speaks first.
-        strangers = self._has_unknown(gathering, now) or (not self._closed and roster.incomplete(now))
+        first = not self._closed
+        strangers = self._has_unknown(gathering, now) or (
+            first and roster.incomplete(gathering.parked.keys(), now)
+        )
         return Outlook(group, self._owed.keys(), expected, lateness.wait, lateness.reason, strangers)
 
     def _has_unknown(self, gathering: Gathering, now: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import msgspec
 
@@ -171,10 +171,11 @@ class Roster:
         # Each peer asks others first, and is asked by others: so all have met after half the questions.
         return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
 
-    def incomplete(self, now: float) -> bool:
-        """Whether peers may soon be met: some are heard without a record, or have a record and were not lost."""
+    def incomplete(self, joined: Set[str], now: float) -> bool:
+        """Whether peers but those that have `joined` may soon be met: their record or their word is there, and they
+        are not lost."""
         only_records = (other for other in self._others.values() if not self._is_met(other))
-        return bool(self._early) or any(other.suspect_until <= now for other in only_records)
+        return not self._early.keys() <= joined or any(other.suspect_until <= now for other in only_records)
 
     def knows(self, peer: str) -> bool:
         """Whether the peer is in the run as far as this one can see."""
