@@ -90,20 +90,30 @@ def run(arguments: list[str]) -> int:
     """Run the command line; returns the exit status, and prints an error as one line, or as JSON under `--json`."""
     try:
         result = equipoise.main(args=arguments, prog_name="equipoise", standalone_mode=False)
+        sys.stdout.flush()
         return result if isinstance(result, int) else ExitStatus.OK
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone; nothing more may be written, not even by the interpreter as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitStatus.FAILURE
+        _unwritten()
+        return ExitStatus.FAILURE  # The reader has gone.
     except Exception as error:
         if os.environ.get(DEBUG_ENV):
             traceback.print_exc()
-        complaint = _complaint(error)
+        complaint = _complaint(_unwritten() or error)
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     complaint.print(as_json="--json" in own)
     return complaint.status
+
+
+def _unwritten() -> EquipoiseError | None:
+    """Why what was printed cannot be written, if so; it is dropped, or the interpreter would try again as it ends."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EquipoiseError(f"cannot write to standard output: {(error.strerror or str(error)).lower()}")
+    return None
 
 
 def _complaint(error: Exception) -> Complaint:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import msgspec
@@ -90,3 +91,15 @@ def test_rounds_are_listed_after_their_script_and_their_daemon(
     assert program.run(["rounds", "--home", str(tmp_path)]) == 0
     assert "no group formed within" in capsys.readouterr().out
     assert program.run(["status", "--home", str(tmp_path)]) == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+def test_output_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(tmp_path, 3)
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert program.run(["rounds", "--home", str(tmp_path)]) == 1
+
+    assert capsys.readouterr().err == "error: cannot write to standard output: no space left on device\n"
