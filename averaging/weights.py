@@ -15,10 +15,11 @@ from collections.abc import Sequence
 ANY = "any"
 CAPPED = "capped:10"
 
-ATTENDANCE_LIMIT = 1e-3
+ATTENDANCE_LIMIT = 2.0**-30
 """Bounds the weight of a contributor that only attends: it gives zeros, so that a round has two contributors. A round
-of only those introduces them to each other, and changes nothing. Their weights are not in the median, or a contributor
-that gives something beside two that attend would count as next to nothing."""
+of only such contributors introduces them to each other, and changes nothing. Their weights are not in the median, or a
+contributor that gives something beside two that attend would count as next to nothing. All larger weights are in it, or
+honest peers with small weights would leave the median to a peer with a large one."""
 
 _CAP = re.compile(r"\Acapped:([1-9][0-9]{0,5})\Z")
 

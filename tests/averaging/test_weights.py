@@ -31,8 +31,9 @@ weights = st.lists(
         ((32.0, ATTENDANCE, ATTENDANCE, ATTENDANCE), (32.0, ATTENDANCE, ATTENDANCE, ATTENDANCE)),
         ((32.0, 32.0, 32.0, 1e6, ATTENDANCE), (32.0, 32.0, 32.0, 320.0, ATTENDANCE)),
         ((ATTENDANCE, ATTENDANCE_LIMIT), (ATTENDANCE, ATTENDANCE_LIMIT)),
+        ((2.0**-12, 2.0**-12, 2.0**-12, 1e12), (2.0**-12, 2.0**-12, 2.0**-12, 10 * 2.0**-12)),
     ],
-    ids=["boast", "two", "even", "most boast", "attend", "boast beside", "all attend"],
+    ids=["boast", "two", "even", "most boast", "attend", "boast beside", "all attend", "boast beside small"],
 )
 def test_a_contributor_counts_as_ten_medians_at_most(
     claimed: tuple[float, ...], counts: tuple[float, ...]
