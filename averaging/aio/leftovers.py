@@ -16,8 +16,8 @@ from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.ports import Directory
 
 LEFTOVER_SECONDS = 300.0
-"""Longest time that a run is kept after its trainer has left: a straggler that is not back by then takes a snapshot of
-whoever trains."""
+"""Longest time that a run is kept after its trainer has left. A straggler that is not back by then takes a snapshot of
+a peer that trains."""
 
 MAX_LEFTOVERS = 4
 """Most runs of one daemon that are kept so; each has a record in the directory. The one left first goes first."""
@@ -44,14 +44,14 @@ class Leftovers:
 
     def add(self, run: str, transfer: Transfer) -> bool:
         """Keep what there is of a run that was left just now; returns whether it is kept, else it was stopped."""
-        if not transfer.retire():
+        if not transfer.retire() or transfer.kept_bytes > LEFTOVER_BYTES:
             transfer.stop("the run was left")
             return False
         timer = asyncio.get_running_loop().call_later(LEFTOVER_SECONDS, self._discard, run)
         self._kept[run] = _Leftover(transfer, timer)
         while len(self._kept) > MAX_LEFTOVERS or self._bytes > LEFTOVER_BYTES:
             self._discard(next(iter(self._kept)))
-        return run in self._kept
+        return True
 
     def get(self, run: str) -> Transfer | None:
         """What is kept of a run."""

@@ -126,6 +126,23 @@ async def test_more_bytes_than_may_be_are_not_kept(cluster: Cluster, monkeypatch
     assert "a" not in cluster.net.records[SPEC.name]
 
 
+async def test_a_run_too_large_by_itself_takes_the_place_of_none(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.add("a", "b")
+    small, large = spec_of(0), spec_of(1, 6400)
+    for spec in (small, large):
+        for name in "ab":
+            await cluster.hubs[name].join(spec)
+        await cluster.net.acquainted(spec.name, ["a", "b"])
+        await rounds(cluster, "ab", STATE, spec)
+    monkeypatch.setattr(leftovers, "LEFTOVER_BYTES", 6400)
+    for spec in (small, large):
+        await leave(cluster, "a", spec.name)
+    kept = cluster.hubs["a"]._leftovers
+    assert [bool(kept.get(spec.name)) for spec in (small, large)] == [True, False]
+
+
 async def test_the_run_left_first_goes_first(cluster: Cluster) -> None:
     await cluster.add("a", "b")
     specs = [spec_of(number) for number in range(MAX_LEFTOVERS + 1)]
@@ -140,8 +157,8 @@ async def test_the_run_left_first_goes_first(cluster: Cluster) -> None:
     await until(lambda: "a" not in cluster.net.records[specs[0].name])
 
 
-def spec_of(number: int) -> RunSpec:
-    return RunSpec.create(f"run{number}/step", Schema.of({"w": torch.zeros(64)}), codec="fp32")
+def spec_of(number: int, values: int = 64) -> RunSpec:
+    return RunSpec.create(f"run{number}/step", Schema.of({"w": torch.zeros(values)}), codec="fp32")
 
 
 def test_no_snapshot_is_wished_of_a_trainer_that_has_left() -> None:
