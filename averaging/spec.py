@@ -29,6 +29,9 @@ MIN_PART_VALUES, MAX_PART_VALUES = 256, 1024 * 1024
 MAX_PARTS = 65_536
 """Bounds the bitmaps of parts that messages carry (8 KiB)."""
 
+SHORT_PARTS = 2 * MAX_GROUP_SIZE
+"""Most parts of a vector that are shorter than `part_values`: the last of each member's share, in both regions."""
+
 MAX_NAME_CHARS = 64
 
 MAX_TERMS = 32
@@ -119,10 +122,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             weights=weights,
             terms=check_terms(terms or {}),
         )
-        if not 0 < spec.layout.size <= part_values * MAX_PARTS:
-            raise SpecError(
-                f"expected 1 to {part_values * MAX_PARTS} values, got {spec.layout.size}; raise part_values"
-            )
+        most = part_values * (MAX_PARTS - SHORT_PARTS)
+        if not 0 < spec.layout.size <= most:
+            raise SpecError(f"expected 1 to {most} values, got {spec.layout.size}; raise part_values")
         return spec
 
     @cached_property

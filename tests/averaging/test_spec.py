@@ -7,8 +7,9 @@ import torch
 
 from equipoise.averaging.outcome import Outcome, check_weight
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.spec import RunSpec, SpecError
+from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_PARTS, SHORT_PARTS, RunSpec, SpecError
 from equipoise.compression import CodecError
+from fakes.specs import spec
 
 SCHEMA = Schema.of({"w": torch.zeros(10)})
 
@@ -84,3 +85,13 @@ def test_an_outcome_counts_its_contributors_only_if_ok() -> None:
     assert Outcome(ok=True, reason="", contributors={"a": 1.0}).counted("a")
     assert not Outcome(ok=True, reason="", contributors={"a": 1.0}).counted("b")
     assert not Outcome(ok=False, reason="", contributors={"a": 1.0}).counted("a")
+
+
+def test_of_the_largest_vector_a_message_can_name_every_part() -> None:
+    most = 512 * (MAX_PARTS - SHORT_PARTS)
+    shapes = {"w": (most - 255,), "t": (255,)}
+    layout = spec(shapes, codec="int8", part_values=512).layout
+    for fractions in ([1.0] * MAX_GROUP_SIZE, [1.0 + index / 7 for index in range(MAX_GROUP_SIZE)]):
+        assert len(layout.cut(fractions, 512)) <= MAX_PARTS
+    with pytest.raises(SpecError, match="raise part_values"):
+        spec({**shapes, "s": ()}, codec="int8", part_values=512)
