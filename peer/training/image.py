@@ -35,6 +35,23 @@ MAX_DEPTH = 16
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Hyperparameters that torch's schedulers change from epoch to epoch; all others stay as the run's terms say."""
 
+SETTINGS = frozenset(
+    {
+        "base_lrs",
+        "gamma",
+        "step_size",
+        "T_0",
+        "T_max",
+        "T_mult",
+        "eta_min",
+        "factor",
+        "start_factor",
+        "end_factor",
+    }
+    | {"total_iters", "total_steps", "power"}
+)
+"""What torch's schedulers never change of their states."""
+
 EXTRA = "extra "
 """Begins the names of the parts that are the user's own: what their values may be is theirs to say."""
 
@@ -217,8 +234,9 @@ class OptimizerPart:
             raise ImageError(
                 "expected the optimizer's groups to hold the parameters that they hold here, they differ"
             )
-        for group, terms in zip(tree["groups"], self._terms, strict=True):
-            _check_terms(_told_terms(group, self._scheduled), terms if foreign else {})
+        if foreign:
+            for group, terms in zip(tree["groups"], self._terms, strict=True):
+                _check_terms(_told_terms(group, self._scheduled), terms)
         for name, kept in _as_dict(tree["state"]).items():
             if name not in self._parameters:
                 raise ImageError(
@@ -257,9 +275,9 @@ class SchedulerPart:
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
-        ours, theirs = self._scheduler.state_dict().get("base_lrs"), _as_dict(tree).get("base_lrs")
+        theirs = _as_dict(tree)
         if foreign:
-            _check_terms({"base_lrs": str(theirs)}, {"base_lrs": str(ours)})
+            _check_terms(_settings(theirs), _settings(self._scheduler.state_dict()))
 
     def load(self, tree: Tree) -> None:
         """See `Part`."""
@@ -330,6 +348,11 @@ def _told_terms(group: Mapping[str, Any], scheduled: bool) -> dict[str, str]:
     """The hyperparameters of a group that stay as they are, as text."""
     leave = {"params"} | (SCHEDULED if scheduled else set())
     return {str(key): str(value) for key, value in group.items() if key not in leave}
+
+
+def _settings(state: Mapping[str, Any]) -> dict[str, str]:
+    """What stays as it is of a scheduler's state, as text."""
+    return {key: str(value) for key, value in state.items() if key in SETTINGS}
 
 
 def _check_terms(found: Mapping[str, str], terms: Mapping[str, str]) -> None:

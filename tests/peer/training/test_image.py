@@ -282,8 +282,9 @@ def test_a_schedule_may_change_the_learning_rate_but_not_where_it_begins() -> No
             part.check({**tree, "groups": [{**tree["groups"][0], key: 7.0}]}, foreign=True)
     paced = SchedulerPart(scheduler)
     paced.check({**paced.tree(), "last_epoch": 9}, foreign=True)
-    with pytest.raises(ImageError, match="base_lrs"):
-        paced.check({**paced.tree(), "base_lrs": [100.0]}, foreign=True)
+    for key, value in {"base_lrs": [100.0], "gamma": 1e6}.items():
+        with pytest.raises(ImageError, match=f"expected {key} = "):
+            paced.check({**paced.tree(), key: value}, foreign=True)
 
 
 @pytest.mark.parametrize("shape", [[4, 2], [3], [2, 4, 1]])
