@@ -59,7 +59,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         part_values: See there.
         weights: See there.
         terms: See there.
-        values: Length of the flat vector.
+        values: Values of all tensors, without padding.
         tensors: How many tensors it has.
         marks: `MARK_BYTES` of each of the first `MAX_MARKS` tensors.
         index: The tensor that was asked for.

@@ -409,9 +409,8 @@ class AllReduce:
             return
         if self._ledger.digest(chosen.decision) == chosen.digest:
             if vote := self._agreement.concur():
-                self._broadcast(
-                    vote
-                )  # The others keep the mean for this member until they hear that it has it.
+                # The others keep the mean for this member until they hear that it has it.
+                self._broadcast(vote)
             self._end(Finish(chosen.decision, chosen.digest), now)
             if self._agreement.leader == self.me:
                 self._send_commit(self.group.everyone)

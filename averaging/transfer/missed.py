@@ -75,7 +75,7 @@ class Missed(Answers):
 
     @property
     def behind(self) -> int:
-        """How many of those who answered are not as far as whoever asks, or look for the state themselves."""
+        """How many of the peers that answered are not as far as the one that asks, or look for the state themselves."""
         epochs = [answer.epoch for answer in self._answers.values() if not answer.left]
         return sum(epoch is None or epoch < self._after.epoch for epoch in epochs)
 

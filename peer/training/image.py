@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -35,22 +36,10 @@ MAX_DEPTH = 16
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Hyperparameters that torch's schedulers change from epoch to epoch; all others stay as the run's terms say."""
 
-SETTINGS = frozenset(
-    {
-        "base_lrs",
-        "gamma",
-        "step_size",
-        "T_0",
-        "T_max",
-        "T_mult",
-        "eta_min",
-        "factor",
-        "start_factor",
-        "end_factor",
-    }
-    | {"total_iters", "total_steps", "power"}
+SETTINGS = re.compile(
+    r"base_lrs|gamma|step_size|T_(0|max|mult)|eta_min|(start_|end_)?factor|total_(iters|steps)|power"
 )
-"""What torch's schedulers never change of their states."""
+"""Names of what torch's schedulers never change of their states."""
 
 EXTRA = "extra "
 """Begins the names of the parts that are the user's own: what their values may be is theirs to say."""
@@ -352,7 +341,7 @@ def _told_terms(group: Mapping[str, Any], scheduled: bool) -> dict[str, str]:
 
 def _settings(state: Mapping[str, Any]) -> dict[str, str]:
     """What stays as it is of a scheduler's state, as text."""
-    return {key: str(value) for key, value in state.items() if key in SETTINGS}
+    return {key: str(value) for key, value in state.items() if SETTINGS.fullmatch(key)}
 
 
 def _check_terms(found: Mapping[str, str], terms: Mapping[str, str]) -> None:

@@ -98,8 +98,8 @@ class Options(CommonOptions):
         scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
         buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
             not, each peer has its own, and neither newcomers nor checkpoints get them. Counters stay each peer's own in
-            both cases. Not with the codec int8. A peer whose statistics hold NaN or Inf gives nothing to that round,
-            and takes the others'.
+            both cases. They travel in fp32, whatever the codec. A peer whose statistics hold NaN or Inf gives nothing
+            to that round, and takes the others'.
         extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
         delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
             this peer has as much again as it gave. Gradients are then up to one step old.
