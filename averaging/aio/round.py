@@ -211,6 +211,8 @@ class Round:
         member = self._members[peer]
         if not connected:
             self._liveness.lose(member)
+        if not connected or member in self._waiting:
+            # What waited for a greeting is asked for again.
             self._waiting[member] = []
         self._tell(PeerLost(member, reason, connected))
 

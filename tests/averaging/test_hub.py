@@ -447,6 +447,56 @@ async def test_values_that_are_not_finite_fail_the_round_of_who_has_them_only(cl
         assert set(outcomes[name].contributors) == {"a", "b"}
 
 
+async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
+    cluster: Cluster, rounds: list[tuple[Hub, Round, Manifest]]
+) -> None:
+    for name in "abc":
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(3000), "abc")
+    await together(runs)
+    hub, round, manifest = next(begun for begun in rounds if begun[0] is cluster.hubs["a"])
+    size = round._task.contribution.shape
+    again = Round(dataclasses.replace(round._task, result=torch.zeros(size)), hub._mesh, lambda _: None)
+    again.start()
+    for other in set(manifest.peers) - {"a"}:
+        before = len(again._waiting[again._members[other]])
+        assert before
+        for _ in range(3):
+            again.lost(other, "one of its channels broke", connected=True)
+        assert len(again._waiting[again._members[other]]) == before
+    again.withdraw("the test is over")
+    again.close()
+
+
+@pytest.mark.parametrize("size", [1, 255])
+async def test_small_tensors_alone_are_averaged_exactly_under_int8(cluster: Cluster, size: int) -> None:
+    weights = dict.fromkeys("abc", 1.0)
+    for name in weights:
+        cluster.add(name, bandwidth=1e6 if name == "a" else 1e9)
+    values, results, outcomes = await average(cluster, spec_of(size, codec="int8"), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert torch.equal(results[name], results["a"])
+    torch.testing.assert_close(results["a"].double(), expected_mean(values, outcomes["a"]))
+
+
+async def test_our_own_small_tensor_that_is_not_finite_is_named(cluster: Cluster) -> None:
+    schema = Schema.of({"t": torch.zeros(3), "w": torch.zeros(300)})
+    for name in "ab":
+        cluster.add(name)
+    runs = await joined(cluster, RunSpec.create("run", schema, codec="int8"), "ab")
+    poisoned = torch.zeros(303)
+    poisoned[301] = float("nan")
+    outcomes = await asyncio.gather(
+        *(
+            run.average(values, torch.zeros(303), 1.0, 20.0)
+            for run, values in zip(runs, (torch.zeros(303), poisoned), strict=True)
+        )
+    )
+    assert not any(outcomes)
+    assert "our own tensor 't' is not finite at flat index 1: nan" in outcomes[1].reason
+
+
 async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) -> None:
     cluster.add("a")
     run = await cluster.hubs["a"].join(spec_of(10))
