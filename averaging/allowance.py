@@ -1,4 +1,4 @@
-"""How often what costs something is done for peers that ask: so many times each and in all, in a while."""
+"""Bounds how often a peer does something costly because others ask: for each of them, and in all, within a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Allowance:
     """Admits a few requests of a peer, and a few in all, at a time. Times are the seconds of one monotonic clock."""
 
     def __init__(self, seconds: float, count: int, each: int = 1) -> None:
-        """`count` in so many seconds, `each` of one peer."""
+        """Admit `count` requests within `seconds`, and `each` of one peer."""
         self._seconds = seconds
         self._count = count
         self._each = each

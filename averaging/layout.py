@@ -34,7 +34,7 @@ EXACT_GRANULE = 4096
 """Shares of the second region are cut at multiples of this many values, 16 KiB: a frame costs as much as that."""
 
 EXACT = parse_codec("fp32")
-"""Carries the second region."""
+"""Codec of the second region."""
 
 
 class Place(NamedTuple):
@@ -91,7 +91,7 @@ class Layout:
         return 4 * self.schema.size / self.encoded_size
 
     def codec_of(self, part: Part) -> Codec:
-        """What carries the values of a part."""
+        """The codec that carries the values of a part."""
         return self.codec if part.start < self.coded else EXACT
 
     def cut(self, fractions: Sequence[float], part_values: int) -> tuple[Part, ...]:

@@ -1,6 +1,6 @@
 """What counts of the weights that the contributors of a round claim.
 
-A weight is a peer's own word, and one that claims 1e12 samples would make the mean its own. So in a run whose weights
+A weight is a peer's own word: a peer that claims 1e12 samples would make the mean its own. So in a run whose weights
 are `capped:10` a contributor counts as at most 10 times the median. All members compute that alike, from the signed
 joins of the contributors that were decided on. In a run whose weights are `any` the claims count as they are.
 """
@@ -46,8 +46,8 @@ def counted_weights(weights: Sequence[float], contributors: int, cap: float) -> 
     Args:
         weights: As claimed, one per member, finite and >= 0.
         contributors: Bitmask of the members that are in the mean.
-        cap: The most that one counts, in medians of the contributors' weights; those that only attend are not in the
-            median. Of an even number the median is the mean of the middle two.
+        cap: The most that a contributor counts, in medians of their weights; contributors that only attend are not in
+            the median. Of an even number the median is the mean of the middle two.
 
     Returns:
         One per member; 0 for those that are not in the mean.

@@ -455,7 +455,7 @@ class Averager:
         )
 
     async def _say_left(self, reason: str) -> None:
-        """Stragglers learn from this record whom they may still ask, and all others that nobody need wait."""
+        """Announce that this peer has left: stragglers may still ask it for means, and no peer waits for it."""
         await self._directory.announce(
             self.spec.name,
             spec=self.spec.hash,

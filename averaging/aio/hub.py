@@ -246,7 +246,7 @@ class Hub:
         return self._leftovers.add(name, transfer)
 
     def _serving(self, run: str) -> Transfer | None:
-        """What gives and takes the state of a run, or gives what was left of it."""
+        """The transfer of a run that this daemon takes part in, or that it has left and still serves."""
         return self._transfers.get(run) or self._leftovers.get(run)
 
     def _busy(self) -> bool:

@@ -20,11 +20,11 @@ LEFTOVER_SECONDS = 300.0
 a peer that trains."""
 
 MAX_LEFTOVERS = 4
-"""Most runs of one daemon that are kept so; each has a record in the directory. The one left first goes first."""
+"""Most runs of one daemon that are kept so; each has a record in the directory. The run left first goes first."""
 
 LEFTOVER_BYTES = 1024 * 1024 * 1024
 """Most bytes of all runs that are kept so: eight updates in int8 of 100 million values take 0.8 GB. The run left first
-goes first, and one that is larger by itself is not kept."""
+goes first, and a run that is larger by itself is not kept."""
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class _Leftover(NamedTuple):
 
 
 class Leftovers:
-    """The runs that were left, by name, the one left first first."""
+    """The runs that were left, by name, in the order in which they were left."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory

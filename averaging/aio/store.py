@@ -138,7 +138,7 @@ class Store:
         over, shares = self._shares
         if over != contributors:
             counted = self._group.counted(contributors)
-            # `sum` rounds otherwise from Python 3.12 on, and whoever reduces must get the same bytes.
+            # `sum` rounds otherwise from Python 3.12 on, and all that reduce must get the same bytes.
             total = math.fsum(counted)
             shares = [weight / total for weight in counted]
             self._shares = (contributors, shares)

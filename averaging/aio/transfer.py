@@ -280,7 +280,7 @@ class Transfer:
             self._download.withdraw(reason)
 
     def retire(self) -> bool:
-        """The trainer has left: fetch nothing more, and serve what is kept; returns whether anything is."""
+        """Fetch nothing more, and serve what is kept, as the trainer has left; returns whether anything is kept."""
         if not self._means and not self._held:
             return False
         self.withdraw("the run was left")

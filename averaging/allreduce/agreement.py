@@ -84,7 +84,7 @@ class Agreement:
 
     @property
     def must_fetch(self) -> bool:
-        """Whether the mean is not on its way: others hold it already, or it is not the one that was proposed here."""
+        """Whether the mean is not on its way: others hold it already, or another mean was proposed here."""
         proposed, decision = self.ballot.decision, self.decision
         if proposed is None or decision is None:
             return decision is not None

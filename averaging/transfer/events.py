@@ -56,7 +56,7 @@ class EpochReached:
 
 @dataclass(frozen=True, slots=True)
 class TrainerLeft:
-    """This peer's trainer has left the run: what is kept is served, and nothing more comes."""
+    """This peer's trainer has left the run: the donor serves what it keeps, and takes no more snapshots."""
 
 
 @dataclass(frozen=True, slots=True)

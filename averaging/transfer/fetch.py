@@ -74,8 +74,8 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: it is after the mean that leads on from there, and no snapshot.
-        circle: PeerIDs of those by whom that state is known, whose offers are tried first. Of a snapshot: of the only
-            peers to take it from, while any of them is there.
+        circle: PeerIDs of the peers by whom that state is known, whose offers are tried first. For a snapshot: PeerIDs
+            of the only peers to take it from, while any of them is there.
         patient: Where nobody has that mean: whether to wait for those who are not as far.
         proved: Whether who asks can tell that mean by its digest, whoever gives it.
     """

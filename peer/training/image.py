@@ -42,7 +42,7 @@ SETTINGS = re.compile(
 """Names of what torch's schedulers never change of their states."""
 
 EXTRA = "extra "
-"""Begins the names of the parts that are the user's own: what their values may be is theirs to say."""
+"""Begins the names of the user's own parts, whose values are not checked."""
 
 Tree = Any
 """None, bool, int, float, str, tensors, and dicts, lists and tuples of those."""
@@ -65,7 +65,7 @@ class Part(Protocol):
         """The part as it is now; its tensors are not copies."""
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
-        """Raise ImageError unless `load` will take it; a `foreign` one, of another peer, is to keep to the run's
+        """Raise ImageError unless `load` will take it. A `foreign` tree is another peer's, and must keep to the run's
         terms."""
 
     def load(self, tree: Tree) -> None:

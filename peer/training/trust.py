@@ -40,7 +40,7 @@ class Known:
         self._met_at = now
 
     def add(self, names: Iterable[str]) -> None:
-        """A mean was applied to one state that these peers held too."""
+        """Remember peers that held the state to which a mean was applied."""
         for name in names:
             if name != self._name:
                 self._names[name] = None
@@ -50,7 +50,7 @@ class Known:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those whose snapshots alone are taken where one of them is there; empty if anybody's are."""
+        """PeerIDs of the only peers whose snapshots are taken, while one of them is there; empty if all peers' are."""
         return () if self._trust == "heads" else tuple(self._names)
 
     def group(self, round: RoundSucceeded, now: float) -> StateId | None:
