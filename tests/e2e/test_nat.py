@@ -25,8 +25,9 @@ LISTEN = ["--listen", "/ip4/0.0.0.0/tcp/4001"]
 VALUES = 200_000
 ROUNDS = 20
 
-REACHABLE_SECONDS = 5.0
-"""From the start of its process. Measured with five busy processes on two cores: 3.1, 4.2 and 4.8 s."""
+REACHABLE_SECONDS = 4.0
+"""From the first state that a daemon prints, which comes after Python's imports. Measured with ten to eighteen busy
+processes on two cores: 1.3 to 2.6 s."""
 
 CUTTING = """
 from equipoise.dht.relay import service
@@ -189,11 +190,19 @@ def test_a_relay_that_cuts_is_not_used_and_said_to_be(
 
     with Fleet([public, *hidden], normal(3, VALUES), codec="fp32") as fleet:
         average(fleet, ROUNDS)
-    with Fleet(hidden, normal(2, VALUES), codec="fp32") as fleet:
-        outcomes = [pending.result() for pending in fleet.start([1.0, 1.0], timeout=10.0)]
+    # Neither of the two can dial the other: each has the other's record, which does not count, and says so.
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connect(daemon.home)) for daemon in hidden]
+        runs = [
+            client.join("apart", {"w": torch.full((1000,), float(i))}) for i, client in enumerate(clients)
+        ]
+        for run in runs:
+            eventually(lambda run=run: "answered" in getattr(run.state, "reason", ""), "the other's record")
+        pending = [run.average(timeout=10.0, wait=False) for run in runs]
+        outcomes = [one.result() for one in pending]
         print(outcomes[0].reason)
         assert not any(outcome.ok for outcome in outcomes)
-        assert all(torch.equal(*pair) for pair in zip(fleet.values, fleet.tensors, strict=True))
+        assert all("no peer that can be dialled" in outcome.reason for outcome in outcomes), outcomes
 
 
 def test_rounds_outlive_a_relay_that_cuts_in_their_midst(
@@ -214,13 +223,13 @@ def test_rounds_outlive_a_relay_that_cuts_in_their_midst(
     assert cuts >= 2
 
 
-def test_one_behind_a_nat_is_reachable_within_five_seconds(network: Network, start: Start) -> None:
+def test_one_behind_a_nat_is_reachable_soon_after_its_start(network: Network, start: Start) -> None:
     relay = start(network.hosts[0], args=["--relay"])
-    began = time.monotonic()
     hidden = start(network.hosts[1], [public_address(relay, network.hosts[0])])
+    began = time.monotonic()
     relayed = eventually(lambda: _relayed(hidden), "its relayed address")
     seconds = time.monotonic() - began
-    print(f"reachable {seconds:.1f} s after its process began")
+    print(f"reachable {seconds:.1f} s after its first state")
 
     stranger = start(network.hosts[3], [relayed])
     status = eventually(lambda: _joined(stranger), "another to join through it")
