@@ -18,30 +18,21 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def behind_router(hosts: Iterable[str]) -> bool:
-    """Whether who listens at `hosts` (IP addresses) is reached by IPv4 on private networks only.
+    """Whether a peer that listens at `hosts` (IP addresses) is reached by IPv4 on private networks only.
 
     A router may then forward a port from a public address.
     """
-    found: list[ipaddress.IPv4Address] = []
-    for host in hosts:
-        if ":" not in host:
-            one = ipaddress.IPv4Address(host)
-            found += own_addresses() if one.is_unspecified else [one]
-    beyond = [one for one in found if not one.is_loopback and not one.is_link_local]
+    found: list[Address] = []
+    for one in (ipaddress.ip_address(host) for host in hosts if ":" not in host):
+        found += own_addresses() if one.is_unspecified else [one]
+    beyond = [one for one in found if one.version == 4 and not one.is_loopback and not one.is_link_local]
     return bool(beyond) and not any(one.is_global for one in beyond)
 
 
 def private_networks() -> list[Network]:
     """Return the private networks that this machine is in."""
-    found: list[Network] = []
-    for addresses in psutil.net_if_addrs().values():
-        for address in addresses:
-            if address.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            own = ipaddress.ip_address(address.address.partition("%")[0])
-            if not own.is_global and not own.is_loopback:
-                found.append(OVERLAYS if own in OVERLAYS else network_of(own))
-    return found
+    private = [one for one in own_addresses() if not one.is_global and not one.is_loopback]
+    return [OVERLAYS if one in OVERLAYS else network_of(one) for one in private]
 
 
 def network_of(own: Address) -> Network:
@@ -49,11 +40,11 @@ def network_of(own: Address) -> Network:
     return ipaddress.ip_network((own, NETWORK_BITS[own.version]), strict=False)
 
 
-def own_addresses() -> list[ipaddress.IPv4Address]:
-    """Return the IPv4 addresses of all interfaces."""
+def own_addresses() -> list[Address]:
+    """Return the IP addresses of all interfaces."""
     return [
-        ipaddress.IPv4Address(address.address)
+        ipaddress.ip_address(address.address.partition("%")[0])
         for addresses in psutil.net_if_addrs().values()
         for address in addresses
-        if address.family == socket.AF_INET
+        if address.family in (socket.AF_INET, socket.AF_INET6)
     ]
