@@ -16,13 +16,13 @@ from equipoise.dht.protocol import CallError, OtherVersion
 from equipoise.dht.state import AddressState, BootstrapStatus
 
 LOOK_SECONDS = 1.0
-"""How often it is looked whether a way in was lost."""
+"""The longest time until a lost way into the swarm is noticed."""
 
 _log = logging.getLogger(__name__)
 
 
 class Bootstrap:
-    """Tries every address to join through, for ever, and whoever was met before while nobody is there.
+    """Tries every address to join through, for ever, and the peers met before while no peer is there.
 
     Attributes:
         alive: Tells the PeerIDs in contact with this peer now; None while p2pd does not run.
@@ -106,18 +106,3 @@ class Bootstrap:
             cause = error.__cause__
             return (cause.state, str(cause)) if isinstance(cause, Unreached) else ("failed", str(error))
         return "connected", "connected"
-
-
-async def rejoin(node: Node, dialer: Dialer, remembered: Sequence[str]) -> int:
-    """Try to meet peers known from before, all at once; return how many answered."""
-
-    async def one(peer: str) -> bool:
-        try:
-            if dialer.addresses_of(peer):
-                await node.meet(peer)
-                return True
-        except CallError as error:
-            _log.debug("%s", error)
-        return False
-
-    return sum(await asyncio.gather(*(one(peer) for peer in remembered)))

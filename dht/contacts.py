@@ -13,7 +13,7 @@ from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.pulse import Pulse
 
 LOOK_SECONDS = 1.0
-"""How often it is looked who has fallen silent."""
+"""The longest time until a peer that has fallen silent is asked."""
 ANSWER_SECONDS = 2.0
 """A ping that is not answered within that counts as missed; across the world an answer takes 0.3 s."""
 
@@ -42,6 +42,10 @@ class Contacts:
         if not self._link.attached:
             return frozenset()
         return frozenset(self._protocol.acquainted & self._dialer.connected)
+
+    def greet(self) -> None:
+        """Ask all of them next: a question tells where this peer is."""
+        self._pulse.doubt()
 
     async def run(self) -> None:
         """Look and ask, until cancelled."""

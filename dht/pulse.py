@@ -34,6 +34,11 @@ class Pulse:
         """`peer` has said something."""
         self._peers[peer] = _Peer(now, self._peers[peer].asked if peer in self._peers else False)
 
+    def doubt(self) -> None:
+        """Take every peer for silent: each is asked next."""
+        for one in self._peers.values():
+            one.heard = float("-inf")
+
     def whom(self, connected: Iterable[str], now: float) -> list[str]:
         """Choose the peers to ask, the longest silent first; those that are not connected are forgotten."""
         connected = set(connected)

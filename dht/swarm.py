@@ -18,7 +18,7 @@ from equipoise.dht.address import (
     parse_announce,
     parse_listen,
 )
-from equipoise.dht.bootstrap import Bootstrap, rejoin
+from equipoise.dht.bootstrap import Bootstrap
 from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
@@ -30,7 +30,7 @@ from equipoise.dht.identity import Identity, load_or_create
 from equipoise.dht.interfaces import behind_router, private_networks
 from equipoise.dht.ledger import Ledger
 from equipoise.dht.link import Link
-from equipoise.dht.memory import MAX_PEERS, Memory
+from equipoise.dht.memory import Memory
 from equipoise.dht.node import Node
 from equipoise.dht.p2pd import P2pdOptions
 from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
@@ -366,11 +366,7 @@ class Swarm:
         self._protocol.serves = not self._reach.hidden
         self.directory.renew()
         # Others pass on where this member is: they should not go on telling what is no longer so.
-        self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(asyncio.create_task(self._tell_acquaintances()))
-
-    async def _tell_acquaintances(self) -> None:
-        await rejoin(self._node, self._dialer, sorted(self._contacts.alive)[:MAX_PEERS])
+        self._contacts.greet()
 
     def _tell_addresses(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
@@ -383,20 +379,16 @@ class Swarm:
         await self.transport.attach()
         await self._reach.attach()
         await self._puncher.attach()
+        # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
+        await self._dialer.refresh()
         self._bootstrap.network_changed()
-        self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(asyncio.create_task(self._renew_contacts()))
+        self.directory.renew()
 
     def _on_addresses(self) -> None:
         _log.info("this machine's addresses are %s", ", ".join(self._supervisor.addresses) or "none")
         self._reach.doubt()
         self._bootstrap.network_changed()
         self._on_reach()
-
-    async def _renew_contacts(self) -> None:
-        # The connections of a p2pd that was restarted are gone: nobody should wait for the next look-up to notice.
-        self.directory.renew()
-        await rejoin(self._node, self._dialer, self._protocol.peers[:MAX_PEERS])
 
     def _remembered(self) -> list[str]:
         for peer, addresses in self._memory.peers.items():
@@ -405,7 +397,7 @@ class Swarm:
 
     def _on_peer(self, met: str) -> None:
         self._memory.remember(met, self._dialer.addresses_of(met))
-        self._memory.save()  # Whoever is killed in the next moment returns by it.
+        self._memory.save()  # A daemon that is killed in the next moment returns by it.
         self.directory.refresh()
 
     def _warn(self) -> None:

@@ -38,6 +38,15 @@ def test_whoever_calls_is_not_asked_and_what_is_not_connected_is_forgotten() -> 
     assert pulse.whom(["a"], 20.0) == []
 
 
+def test_in_doubt_all_are_asked() -> None:
+    pulse = Pulse()
+    pulse.heard("a", 0.0)
+    pulse.heard("b", 1.0)
+    pulse.doubt()
+    assert sorted(pulse.whom(["a", "b"], 1.0)) == ["a", "b"]
+    assert pulse.whom(["a", "b"], 1.0) == []
+
+
 def test_a_large_swarm_is_asked_a_few_at_a_time_the_longest_silent_first() -> None:
     pulse = Pulse()
     peers = [f"p{number:03}" for number in range(5 * MAX_ASKED)]
