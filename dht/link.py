@@ -71,6 +71,8 @@ class Link:
                 if not answer.done():
                     answer.set_exception(LinkError("p2pd is gone"))
             await p2p.shutdown()
+            for task in control._handler_tasks.values():
+                task.cancel()  # Nobody is left to answer.
             # Collected here, so that how they ended is not reported as an exception that nobody looked at.
             tasks = control._read_task, control._write_task, *control._handler_tasks.values()
             await asyncio.gather(*tasks, return_exceptions=True)

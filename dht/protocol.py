@@ -14,6 +14,7 @@ import logging
 import random
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -37,6 +38,12 @@ BLACKLIST_SECONDS = 2.0
 BLACKLIST_GROWTH = 1.5
 """A peer that others still tell of but that does not answer is left out for so long, then longer."""
 MAX_ACQUAINTED = 4096
+HELD_SECONDS = 2.0
+"""How long a refused caller waits for its answer, which comes before `CALL_SECONDS` are over."""
+MAX_HELD_OF_ONE = 32
+"""Refused calls of one peer that wait; further ones are refused at once."""
+MAX_HELD = 128
+"""The same of all peers together: a call that waits keeps its message in memory, up to 256 KB here and in p2pd."""
 FORGER = "has sent a forged record: nothing is taken from it for a minute"
 
 _log = logging.getLogger(__name__)
@@ -96,6 +103,7 @@ class RecordProtocol:
         self._dialer = dialer
         self._limit = RateLimit()
         self._scrutiny = Scrutiny()
+        self._held: Counter[str] = Counter()
 
     @property
     def peers(self) -> list[str]:
@@ -212,8 +220,10 @@ class RecordProtocol:
             public_key_of(peer)
             now = time.monotonic()
             if self._scrutiny.distrusts(peer, now):
+                await self._hold(peer)
                 raise messages.MessageError(f"{peer} {FORGER}")
             if not self._limit.allow(peer, now):
+                await self._hold(peer)
                 raise messages.MessageError("too many calls; wait a second")
             try:
                 request = messages.decode(data, kind)
@@ -223,6 +233,18 @@ class RecordProtocol:
             return messages.encode(handle(peer, request))
 
         return guarded
+
+    async def _hold(self, peer: str) -> None:
+        """Let a caller wait for its refusal: a caller that is refused at once calls again at once."""
+        if self._held[peer] >= MAX_HELD_OF_ONE or self._held.total() >= MAX_HELD:
+            return
+        self._held[peer] += 1
+        try:
+            await asyncio.sleep(HELD_SECONDS)
+        finally:
+            self._held[peer] -= 1
+            if not self._held[peer]:
+                del self._held[peer]
 
     def _on_ping(self, peer: str, hello: messages.Hello) -> messages.Hello:
         self._meet(peer, hello)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from pathlib import Path
@@ -22,9 +23,10 @@ from equipoise.dht.limits import (
     Scrutiny,
 )
 from equipoise.dht.link import Link
-from equipoise.dht.protocol import RecordProtocol
+from equipoise.dht.protocol import HELD_SECONDS, MAX_HELD, MAX_HELD_OF_ONE, RecordProtocol
 from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION
+from fakes.hostile import run_at_once
 
 SECONDS = 10
 
@@ -95,17 +97,47 @@ async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
     return messages.decode(answer, messages.Stored).accepted
 
 
-async def test_forged_records_cost_one_signature_for_each_sender(
+def test_forged_records_cost_one_signature_for_each_sender(
     protocol: RecordProtocol, verified: list[str], identity: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for sender in range(1, 5):
-        for call in range(100):
-            forged = [store(identity, peer(1000 * sender + 10 * call + number)) for number in range(10)]
-            with contextlib.suppress(messages.MessageError):
-                assert await send(protocol, peer(sender), forged) == 0
-    assert len(verified) == 4
-    monkeypatch.setattr(identity, "sign", lambda *_: bytes(64), raising=False)
-    assert await send(protocol, peer(9), [store(identity, peer(9))]) == 1
+    async def forge() -> None:
+        for sender in range(1, 5):
+            for call in range(100):
+                forged = [store(identity, peer(1000 * sender + 10 * call + number)) for number in range(10)]
+                with contextlib.suppress(messages.MessageError):
+                    assert await send(protocol, peer(sender), forged) == 0
+        assert len(verified) == 4
+        monkeypatch.setattr(identity, "sign", lambda *_: bytes(64), raising=False)
+        assert await send(protocol, peer(9), [store(identity, peer(9))]) == 1
+
+    assert run_at_once(forge()) == []
+
+
+def test_a_forger_waits_for_each_refusal(
+    protocol: RecordProtocol, verified: list[str], identity: Identity
+) -> None:
+    forged, refused = [store(identity, peer(2))], []
+
+    async def call(sender: int) -> None:
+        with pytest.raises(messages.MessageError, match="forged"):
+            await send(protocol, peer(sender), forged)
+        refused.append(asyncio.get_running_loop().time())
+
+    async def forge() -> None:
+        for sender in range(1, 10):
+            assert await send(protocol, peer(sender), forged) == 0
+        for _ in range(5):
+            await asyncio.gather(*(call(1) for _ in range(8)))
+        assert refused[-1] == 5 * HELD_SECONDS
+        refused.clear()
+        await asyncio.gather(*(call(1) for _ in range(100)))
+        assert refused.count(refused[-1]) == MAX_HELD_OF_ONE, "the others do not fill the memory"
+        refused.clear()
+        await asyncio.gather(*(call(1 + number % 9) for number in range(900)))
+        assert refused.count(refused[-1]) == MAX_HELD
+        assert not protocol._held
+
+    assert run_at_once(forge()) == []
 
 
 async def test_genuine_records_of_strangers_do_not_keep_out_what_a_peer_says_of_itself(
