@@ -12,7 +12,6 @@ import torch
 
 from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
-from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
 from equipoise.peer.tensors import Gradients, named_gradients
@@ -391,7 +390,7 @@ class Member:
         return (
             isinstance(state, Idle)
             and state.peers > 1
-            and self._run.progress(self._policy.target).swarm > ATTENDANCE_LIMIT
+            and self._run.progress(self._policy.target).swarm > machine.MEETING_WEIGHT
         )
 
     def _start(self, seconds: float) -> None:

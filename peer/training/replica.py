@@ -77,9 +77,13 @@ MAX_LEAD = HELD_MEANS // 2
 """Most epochs to ask ahead, half of the means that are kept: those from there on must be held when the download
 ends."""
 
-ATTENDANCE = 2.0**-30
-"""Weight of one that has nothing to give where a round would not come about without: it needs two contributors.
-Beside any number of samples it is nothing in fp32, and what it adds are zeros."""
+ATTENDANCE = ATTENDANCE_LIMIT
+"""Weight of a peer that has nothing to give, in a round that would lack its second contributor without it. Beside any
+number of samples the weight is nothing in fp32, and what the peer adds are zeros."""
+
+MEETING_WEIGHT = 1e-3
+"""Bounds the weight with which peers have nothing to give, also that of many attending peers together. A round of only
+such contributors introduces them to each other, and changes nothing."""
 
 MAX_INTRODUCTIONS = 3
 """Rounds of newcomers among themselves, while others are known, before they believe that they are the beginning."""
@@ -259,7 +263,7 @@ class Replica:
         if group is None:
             return self._nobody_knows(now)
         self._group = group
-        givers = {name for name, weight in event.weights.items() if weight > ATTENDANCE_LIMIT}
+        givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
         # Also those who had nothing to give yet: they will have next time, and need a second contributor then.
         lasting = {name for name in event.members if event.states.get(name) == group}
         idle = [name for name in event.members if name not in lasting]
