@@ -82,8 +82,9 @@ class StateContract:
         assert fetched.image is None
 
     def test_a_fetch_can_be_cancelled_and_another_begun(self, peers: Peers) -> None:
-        (peer,) = peers(1)
-        run = peer.join("digits", [torch.zeros(2)])
+        clients = peers(2)
+        peer = clients[0]
+        run, _ = step_all(lambda _: clients, 2)
         pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON, wait=False)
         eventually(lambda: peer.status().runs[0].transfer, "that the status tells of it")
         with pytest.raises(Refused, match="already"):
@@ -157,8 +158,7 @@ class StateContract:
             run.fetch(at_least=0, limit=0)
 
     def test_a_fetch_ends_with_its_run(self, peers: Peers) -> None:
-        (peer,) = peers(1)
-        run = peer.join("digits", [torch.zeros(2)])
+        run, _ = step_all(peers, 2)
         pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON, wait=False)
         run.leave()
 
