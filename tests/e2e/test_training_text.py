@@ -45,6 +45,7 @@ def imports(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.timeout(180)
+@pytest.mark.slow
 def test_peers_train_together() -> None:
     done = train("--peers", "2", "--steps", "40", "--every", "20", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
