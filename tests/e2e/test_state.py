@@ -107,7 +107,9 @@ def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on
 def test_status_tells_who_fetches_and_who_serves(swarm: Swarm) -> None:
     daemons = swarm.daemons(2, args=["--listen", "/ip4/127.0.0.1/tcp/0"])
     (donor, run), (newcomer, fetching) = join(daemons)
-    run.accumulate([torch.ones(STEP_VALUES)], weight=1)
+    for one in (run, fetching):
+        one.accumulate([torch.ones(STEP_VALUES)], weight=1)
+    eventually(lambda: fetching.progress().swarm == 2, "that the other peer steps, too")
     pending = fetching.fetch(at_least=3, limit=1000, timeout=60.0, wait=False)
 
     eventually(lambda: run.progress().wanted, "the wish")
