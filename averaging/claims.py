@@ -39,7 +39,7 @@ class Claims:
 
         Args:
             claimed: PeerID -> weight, of all others that answer; 0 for those that are at another round.
-            target: Weight that all together are to accumulate; None if there is none, and nothing is known of a fair
+            target: Weight that all peers accumulate for a round; None if the run has no target and nothing tells a fair
                 share.
 
         Returns:

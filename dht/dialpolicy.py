@@ -1,6 +1,6 @@
 """Which places a stranger's word may have this peer dial, and how often. Sans IO.
 
-Records, credentials and answers to look-ups tell where peers listen, and identities are free: whoever makes some can
+Records, credentials and answers to look-ups tell where peers listen, and identities are free: a peer with many can
 name a third party's machine in all of them. So what is counted is places, whatever the PeerID. A peer that was met at
 a host, with the key of its PeerID, stands for that host itself, and strangers that name it do not hinder the two.
 

@@ -159,7 +159,7 @@ class AskProgress(msgspec.Struct, frozen=True, tag=True):
     """How much has been accumulated?
 
     Attributes:
-        target: Weight that all peers together are to accumulate; None if there is none.
+        target: Weight that all peers accumulate for a round; None without a target.
     """
 
     run: str

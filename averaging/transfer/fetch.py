@@ -77,7 +77,7 @@ class Request:
         circle: PeerIDs of the peers by whom that state is known, whose offers are tried first. For a snapshot: PeerIDs
             of the only peers to take it from, while any of them is there.
         patient: Where nobody has that mean: whether to wait for those who are not as far.
-        proved: Whether who asks can tell that mean by its digest, whoever gives it.
+        proved: Whether the asking peer can tell that mean by its digest, from any donor.
     """
 
     run: str

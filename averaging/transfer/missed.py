@@ -30,7 +30,7 @@ class Missed(Answers):
         after: The state.
         circle: PeerIDs of those by whom it is known.
         patient: Whether it may yet come to be, as long as some are not as far.
-        proved: Whether who asks can tell it by its digest, whoever gives it.
+        proved: Whether the asking peer can tell it by its digest, from any donor.
     """
 
     def __init__(
