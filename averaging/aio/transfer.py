@@ -70,8 +70,9 @@ KEPT_BYTES = 256 * 1024 * 1024
 """Of all means that a daemon keeps, but the last of each run, which is kept whatever its size: two of 100 million int8
 values. Runs share it alike."""
 
-ASKS_SECONDS, MAX_ASKS = 0.5, 64
-"""In so long a time so many askers are looked up in the directory, each once; what is dropped comes a second later."""
+ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 4
+"""Bounds how many new questions are looked up in the directory, in so many seconds: in all, and of one peer. A peer
+that catches up asks for one mean after another. A question that is dropped comes again a second later."""
 
 log = logging.getLogger(__name__)
 
@@ -124,10 +125,10 @@ class Transfer:
         self._is_mute = is_mute
         self._loop = asyncio.get_running_loop()
         self._donor = Donor()
-        self._asks = Allowance(ASKS_SECONDS, MAX_ASKS)
+        self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
         self._held: dict[bytes, _Held] = {}
         self._means: dict[StateId, _Kept] = {}
-        self._circle = Circle()
+        self._circle = self._attended = Circle()
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
         self._offering = asyncio.Lock()
@@ -214,6 +215,7 @@ class Transfer:
         before = mean.before
         if before is not None and not self._left:
             self._circle = self._circle.ended(before, mean.manifest, self._mesh.peer)
+            self._attended = Circle.attended(before, mean.manifest, self._mesh.peer)
             self._drop(before)
             self._means[before] = _Kept(mean, prove)
             self._tell(MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
@@ -252,6 +254,8 @@ class Transfer:
         """
         if not proved:
             self.reach(after.epoch)
+            if self._attended.knows(after) and not self._circle.knows(after):
+                self._circle = self._attended
         found: list[Outcome] = []
         wanted = keeping.Wanted(self._spec, after, None if proved else self._circle)
 

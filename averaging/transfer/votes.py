@@ -58,13 +58,22 @@ class Circle:
             return self
         peers, rounds = (self.peers, self.rounds) if self.knows(held) else (frozenset[str](), ())
         # A round that did not come to be may have been of few: it takes nobody away.
-        return Circle(held, peers or _agreed(manifest, own), (*rounds, manifest.id)[-MAX_ROUNDS:])
+        peers = peers or _agreed(manifest, held, own)
+        return Circle(held, peers, (*rounds, manifest.id)[-MAX_ROUNDS:])
 
     def ended(self, before: StateId, manifest: Manifest, own: str) -> Circle:
         """After a round that this peer began has come to a mean, which leads on from `before`."""
         if before != self.state or manifest.id not in self.rounds:
             return self
-        return replace(self, peers=_agreed(manifest, own) or self.peers, left=True)
+        return replace(self, peers=_agreed(manifest, before, own) or self.peers, left=True)
+
+    @classmethod
+    def attended(cls, before: StateId, manifest: Manifest, own: str) -> Circle:
+        """Of the peers that held `before` in a round that led on from there, which this peer attended from elsewhere.
+
+        They vouch for what comes next once the trainer stands there: it has then taken their word for the state.
+        """
+        return cls(before, _agreed(manifest, before, own), left=True)
 
     def followed(self, before: StateId) -> Circle:
         """After this peer has got the mean that led on from `before`, and believed it."""
@@ -90,10 +99,9 @@ class Circle:
         raise VotesError(f"expected votes of more than half of {whose}")
 
 
-def _agreed(manifest: Manifest, own: str) -> frozenset[str]:
-    """Who else holds what this peer holds, if that are most; newcomers of epoch 0 have no say, as in `group_state`."""
+def _agreed(manifest: Manifest, held: StateId, own: str) -> frozenset[str]:
+    """Who but `own` holds the state `held`, if most do; newcomers of epoch 0 have no say, as in `group_state`."""
     states = {join.peer: join.state for join in manifest.members if join.state is not None}
-    held = states[own]
     alike = frozenset(peer for peer, state in states.items() if state == held)
     known = sum(state == held or state.epoch > 0 for state in states.values())
     return alike - {own} if 2 * len(alike) > known else frozenset()

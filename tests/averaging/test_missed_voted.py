@@ -128,6 +128,34 @@ async def test_those_who_were_polled_for_a_snapshot_tell_what_came_next(cluster:
     assert "half of the 3 peers by whom this one knows its state, 1 of them voted" in found.reason
 
 
+@pytest.mark.parametrize("held", [None, StateId(3, "03" * 32)])
+async def test_those_who_held_the_state_of_a_round_attended_from_elsewhere_tell_what_came_next(
+    cluster: Cluster, held: StateId | None
+) -> None:
+    a, b, late = await cluster.add("a", "b", "c")
+    was_in(late, "abc", StateId(2, "02" * 32))
+    mean, proof = mean_of("abc", BEFORE, states={"c": held})
+    late.begin(mean.manifest)
+    late.keep(mean, lambda: proof)
+    keeps(*mean_of("ab", NEXT), a, b)
+    found, _, _ = await recovered(late, NEXT, proved=False)
+    assert found.ok, found.reason
+    keeps(*mean_of("xyz", LAST), a, b)
+    found, _, _ = await recovered(late, LAST, proved=False)
+    assert "half of the 2 peers by whom this one knows its state, 0 of them voted" in found.reason
+
+
+async def test_a_peer_that_catches_up_waits_for_no_second_between_two_means(cluster: Cluster) -> None:
+    a, b, late = await cluster.add("a", "b", "c")
+    was_in(late, "abc", BEFORE)
+    for state in (NEXT, LAST):
+        keeps(*mean_of("abc", state), a, b)
+    began = asyncio.get_running_loop().time()
+    for state in (NEXT, LAST):
+        assert (await recovered(late, state, proved=False))[0].ok
+    assert a._asks.admits("c", began), "neither question was dropped"
+
+
 async def test_who_copies_the_offer_of_a_snapshot_outvotes_nobody_who_had_a_say_in_it(
     cluster: Cluster,
 ) -> None:

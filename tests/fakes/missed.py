@@ -52,7 +52,7 @@ async def recovered(
 
 
 def round_of(
-    names: str, state: StateId | None, spec: RunSpec = SPEC, states: dict[str, StateId] | None = None
+    names: str, state: StateId | None, spec: RunSpec = SPEC, states: dict[str, StateId | None] | None = None
 ) -> Manifest:
     """These peers, who hold that state, or some of them others, in one round."""
     joins = [
@@ -72,9 +72,15 @@ def round_of(
     return Manifest.of(names[0], joins)
 
 
-def mean_of(names: str, state: StateId, votes: str = "", spec: RunSpec = SPEC) -> tuple[EncodedMean, Commit]:
+def mean_of(
+    names: str,
+    state: StateId,
+    votes: str = "",
+    spec: RunSpec = SPEC,
+    states: dict[str, StateId | None] | None = None,
+) -> tuple[EncodedMean, Commit]:
     """What these peers came to by themselves in such a round, and the votes of all of them, or of some."""
-    manifest = round_of(names, state, spec)
+    manifest = round_of(names, state, spec, states)
     parts = []
     for part in group_of(spec, manifest).parts:
         codec = spec.layout.codec_of(part)
