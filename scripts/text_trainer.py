@@ -146,6 +146,7 @@ class Watcher:
 
     def __init__(self, peer: Client) -> None:
         self._peer = peer
+        self._began = time.time()
         self._outcomes: dict[tuple[str, int, float], Outcome] = {}
 
     @property
@@ -166,9 +167,10 @@ class Watcher:
             time.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Take note of the rounds that have ended: the daemon forgets them when the loop leaves the run."""
+        """Take note of the rounds that have ended; the daemon also remembers those of the scripts before."""
         for outcome in self._peer.rounds(ROUNDS_IN_A_STEP):
-            self._outcomes[outcome.run, outcome.round, outcome.seconds.get("total", 0.0)] = outcome
+            if outcome.started >= self._began:
+                self._outcomes[outcome.run, outcome.round, outcome.started] = outcome
 
 
 class Measured(Iterator[Batch]):
