@@ -192,7 +192,8 @@ class Link:
                 while data := self._socket.recv(READ_BYTES):
                     for frame in decoder.feed(data):
                         self._deliver(*decode_reply(frame))
-            self._lose(self._how_it_ended())
+            if self._lost is None:  # Else this process has closed it, or the daemon has said why it does.
+                self._lose(self._how_it_ended())
         except ControlError as error:
             self._lose(DaemonLost(f"the answer of {self._daemon} cannot be understood: {error}"))
         except OSError as error:

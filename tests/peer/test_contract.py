@@ -60,6 +60,7 @@ class TestRun(RunContract):
         network.refused.add(clients[0].peer_id)
         for index, run in enumerate(runs):
             run.accumulate([torch.full((1,), float(index))], weight=index + 1)
+        eventually(lambda: all(run.progress().swarm == 6.0 for run in runs), "each other's progress")
 
         outcomes = together(*(lambda run=run: run.step(timeout=SOON) for run in runs))
 

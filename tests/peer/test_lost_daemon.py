@@ -172,9 +172,10 @@ def test_what_a_daemon_would_do_is_weather_without_one(machines: list[Machine]) 
 
 
 def test_a_daemon_of_another_version_is_told_of_once(
-    machines: list[Machine], caplog: pytest.LogCaptureFixture
+    machines: list[Machine], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, looks = machines[0].client, threading.Semaphore(0)
+    monkeypatch.setattr(client_module, "MAX_PAUSE", client_module.FIRST_PAUSE)
 
     def refuse() -> Link:
         looks.release()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from e2e.swarm import eventually
-from equipoise.peer import connect
+from equipoise.peer import connect, link
 from equipoise.peer.cli import program
 from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread
@@ -40,6 +40,17 @@ def test_silent_clients_are_in_nobodys_way(home: Path, sockets: list[socket.sock
         eventually(lambda: client.status().clients <= MAX_CONNECTIONS, "the end of a silent client")
 
     assert sockets[0].recv(1) == b""
+
+
+def test_closing_a_client_does_not_wait_for_the_end_of_the_daemon(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+    monkeypatch.setattr(link, "_has_ended", looks.append)
+
+    connect(home).close()
+
+    assert looks == []
 
 
 def test_too_many_clients_are_told_so(home: Path, sockets: list[socket.socket]) -> None:
