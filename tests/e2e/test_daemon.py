@@ -381,11 +381,15 @@ def test_launch_passes_signals_on(swarm: Swarm) -> None:
 
 def test_launch_starts_a_daemon_again_that_was_killed(swarm: Swarm) -> None:
     code = (
-        "import torch; from equipoise.peer import connect\n"
+        "import torch; from equipoise.peer import DaemonLost, connect\n"
         "with connect() as peer, peer.join('digits', [torch.ones(1)]) as run:\n"
-        "    first = peer.status().pid; print(first, flush=True)\n"
-        "    while peer.lost or peer.status().pid == first:\n"
+        "    first = now = peer.status().pid; print(first, flush=True)\n"
+        "    while now == first:\n"
         "        run.average(timeout=0.2)\n"
+        "        try:\n"
+        "            now = peer.status().pid\n"
+        "        except DaemonLost:\n"
+        "            pass\n"
         "    print(peer.status().runs[0].name)"
     )
     home = str(swarm.folder / "home")
