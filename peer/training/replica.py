@@ -281,7 +281,7 @@ class Replica:
                 self.reason = _kept_from(sum(state == most for state in event.states.values()), most)
             self._fetch_pause, self._fetch_after = FETCH_PAUSE, now
             if not introduced:
-                self._known.add(name for name, state in event.states.items() if state == group)
+                self._known.add(name for name in givers if event.states.get(name) == group)
                 self._links.append(link_of(group, event.digest))
                 actions += self._replay(now)
         else:

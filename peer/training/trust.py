@@ -40,7 +40,7 @@ class Known:
         self._met_at = now
 
     def add(self, names: Iterable[str]) -> None:
-        """Remember peers that held the state to which a mean was applied."""
+        """Remember peers that gave to a mean, and held the state to which it was applied."""
         for name in names:
             if name != self._name:
                 self._names[name] = None

@@ -10,7 +10,7 @@ from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.transfer.poll import Poll
 from equipoise.peer.training.events import RoundSucceeded
 from equipoise.peer.training.lineage import beginning
-from equipoise.peer.training.replica import Phase, Replica
+from equipoise.peer.training.replica import ATTENDANCE, Phase, Replica
 from equipoise.peer.training.trust import MAX_KNOWN, Known
 from fakes.trainers import SAMPLES, Trainer, assert_alike
 from fakes.training import FakeSwarm
@@ -107,6 +107,14 @@ def test_of_two_islands_the_one_of_which_one_is_left_joins_the_other() -> None:
 
 def test_an_astray_peer_among_strangers_alone_waits_for_those_it_knows() -> None:
     assert known("b").group(of({"a": None, "m": THEIRS}), 1.0) is None
+
+
+def test_a_peer_that_claims_the_groups_state_and_gives_nothing_is_not_one_of_them() -> None:
+    mine = Replica("a", OURS, 0.0)
+    states = dict.fromkeys("abm", OURS)
+    weights = {"a": 8.0, "b": 8.0, "m": ATTENDANCE}
+    mine.handle(RoundSucceeded(OURS, states, "m", weights, ["a", "b", "m"], 0), 0.0)
+    assert mine.known == ("b",)
 
 
 def test_those_remembered_are_bounded_and_the_recent_stay() -> None:
