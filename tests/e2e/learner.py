@@ -9,6 +9,7 @@ import hashlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -113,8 +114,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Report = Updated | Ended
 
 
-def learn(peer: Client, task: Task, codec: str, updates: int) -> None:
-    """Train one run to its end."""
+def learn(peer: Client, task: Task, codec: str, updates: int, say: Callable[[Report], None]) -> None:
+    """Train one run to its end, and `say` what comes of it."""
     name = f"learn-{codec}"
     model = network(task.hidden)
     with peer.join(name, model, codec=codec) as run:
@@ -128,12 +129,12 @@ def learn(peer: Client, task: Task, codec: str, updates: int) -> None:
             checkpoints=Checkpoints(every=task.checkpoints, resume=task.resume) if task.checkpoints else None,
         )
         meet(run, task.peers - 1)
-        loss = train(peer, run, optimizer, task, updates)
-        end(task, codec, model, optimizer.id, loss)
+        loss = train(peer, run, optimizer, task, updates, say)
+        say(end(task, codec, model, optimizer.id, loss))
 
 
-def learn_locally(peer: Client, task: Task, codec: str, steps: int) -> None:
-    """Train one run to its end with DiLoCo."""
+def learn_locally(peer: Client, task: Task, codec: str, steps: int, say: Callable[[Report], None]) -> None:
+    """Train one run to its end with DiLoCo, and `say` what comes of it."""
     name = f"learn-{codec}"
     model = network(task.hidden)
     optimizer = OPTIMIZERS[task.optimizer](model.parameters())
@@ -144,26 +145,31 @@ def learn_locally(peer: Client, task: Task, codec: str, steps: int) -> None:
             loss = loss_of(model, batch_of(task.index, number, task.samples))
             loss.backward()
             optimizer.step()
-        end(task, codec, model, group.member.id, float(loss.detach()))
+        say(end(task, codec, model, group.member.id, float(loss.detach())))
 
 
-def end(task: Task, codec: str, model: nn.Module, state: StateId, loss: float) -> None:
-    """Save the parameters, if asked to, and say what it came to."""
+def end(task: Task, codec: str, model: nn.Module, state: StateId, loss: float) -> Ended:
+    """Save the parameters, if asked to; returns what to say of the end."""
     if task.save:
         save_file(model.state_dict(), Path(task.save) / f"{codec}-{task.index}.safetensors")
-    say(
-        Ended(
-            run=f"learn-{codec}",
-            epoch=state.epoch,
-            lineage=state.lineage,
-            digest=digest(model),
-            loss=loss,
-        )
+    return Ended(
+        run=f"learn-{codec}",
+        epoch=state.epoch,
+        lineage=state.lineage,
+        digest=digest(model),
+        loss=loss,
     )
 
 
-def train(peer: Client, run: Run, optimizer: SwarmOptimizer, task: Task, updates: int) -> float:
-    """Make all updates; returns the last batch's loss."""
+def train(
+    peer: Client,
+    run: Run,
+    optimizer: SwarmOptimizer,
+    task: Task,
+    updates: int,
+    say: Callable[[Report], None],
+) -> float:
+    """Make all updates and `say` each; returns the last batch's loss."""
     pending: list[int] = []
     number = 0
     model = run.source
@@ -205,7 +211,7 @@ def digest(model: nn.Module) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
 
 
-def say(report: Report) -> None:
+def print_report(report: Report) -> None:
     print(msgspec.json.encode(report).decode(), flush=True)
 
 
@@ -215,7 +221,7 @@ def main() -> None:
     task = msgspec.json.decode(sys.argv[2], type=Task)
     with connect(sys.argv[1]) as peer:
         for codec, updates in task.runs.items():
-            (learn_locally if task.every else learn)(peer, task, codec, updates)
+            (learn_locally if task.every else learn)(peer, task, codec, updates, print_report)
 
 
 if __name__ == "__main__":

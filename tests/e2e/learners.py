@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -73,7 +73,14 @@ def start(swarm: Swarm, places: list[DaemonProcess], first: int = 0, **task: Any
     ]
 
 
-def shared(learners: Sequence[Learner]) -> dict[int, set[str]]:
+class Told(Protocol):
+    """A learner as the judges see it: what it has said of its updates."""
+
+    @property
+    def updates(self) -> list[Updated]: ...
+
+
+def shared(learners: Sequence[Told]) -> dict[int, set[str]]:
     """The epochs that all of them have reached in the group, and which lineages they had then."""
     told = [{one.epoch: one.lineage for one in learner.updates if one.contributors} for learner in learners]
     common = set.intersection(*(set(one) for one in told))

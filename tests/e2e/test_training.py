@@ -1,34 +1,99 @@
-"""Training with real daemons and real training scripts, each a process: what issue 4 promises of it."""
+"""Training with real daemons, by trainers in threads or in processes of their own: what issue 4 promises of it."""
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from e2e.learner import OPTIMIZERS
+from e2e.learner import OPTIMIZERS, Ended, Report, Task, Updated, learn, learn_locally
 from e2e.learners import LISTEN, Learner, daemons, shared, start
-from e2e.swarm import Swarm, eventually
+from e2e.swarm import DaemonProcess, Swarm, eventually
+from equipoise.peer import connect
 from oracles.training import Nesterov, batch_of, difference, network, train_diloco, train_whole
 
 pytestmark = pytest.mark.timeout(240)
 
-UPDATES, FEWER_UPDATES, SAMPLES, PEERS = 50, 10, 8, 4
+SAMPLES, PEERS = 8, 4
 
 
-def replayed(learners: Sequence[Learner], run: str, clip: float | None = None) -> dict[str, torch.Tensor]:
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
+    """Daemons that the tests share: each test has runs of its own."""
+    swarm = Swarm(tmp_path_factory.mktemp("places"))
+    yield daemons(swarm, PEERS)
+    left = swarm.close()
+    assert not left, f"these processes outlived their daemons: {left}"
+
+
+class Enough(Exception):
+    """The test has seen what it waited for."""
+
+
+class Trainer:
+    """A training script in a thread of this process: it needs no interpreter of its own.
+
+    Attributes:
+        reports: All that it has said so far.
+        enough: Ends it after its next update, once it is set.
+    """
+
+    def __init__(self, place: DaemonProcess, task: Task) -> None:
+        self.place, self.task = place, task
+        self.reports: list[Report] = []
+        self.enough = threading.Event()
+
+    @property
+    def updates(self) -> list[Updated]:
+        """The updates that it has made so far."""
+        return [report for report in self.reports if isinstance(report, Updated)]
+
+    @property
+    def ended(self) -> list[Ended]:
+        """What it came to, of each of its runs."""
+        return [report for report in self.reports if isinstance(report, Ended)]
+
+    def train(self) -> None:
+        """Train all runs to their ends."""
+        learns = learn_locally if self.task.every else learn
+        with connect(self.place.home) as peer, contextlib.suppress(Enough):
+            for codec, updates in self.task.runs.items():
+                learns(peer, self.task, codec, updates, self._say)
+
+    def _say(self, report: Report) -> None:
+        self.reports.append(report)
+        if self.enough.is_set():
+            raise Enough
+
+
+def trained(places: Sequence[DaemonProcess], **task: Any) -> list[Trainer]:
+    """A trainer on each daemon, alike but for its index, after the end of all."""
+    trainers = [
+        Trainer(place, Task(index=index, peers=len(places), **task)) for index, place in enumerate(places)
+    ]
+    with ThreadPoolExecutor(len(trainers)) as pool:
+        list(pool.map(Trainer.train, trainers))
+    return trainers
+
+
+def replayed(trainers: Sequence[Trainer], run: str, clip: float | None = None) -> dict[str, torch.Tensor]:
     """The parameters of one process that makes the same updates, each from all its samples at once."""
     epochs: dict[int, list[tuple[int, int]]] = {}
-    for learner in learners:
-        for update in learner.updates:
+    for trainer in trainers:
+        for update in trainer.updates:
             if update.run == run and update.batches:
-                epochs.setdefault(update.epoch, []).extend((learner.task.index, n) for n in update.batches)
+                epochs.setdefault(update.epoch, []).extend((trainer.task.index, n) for n in update.batches)
     assert sorted(epochs) == list(range(1, len(epochs) + 1))
     updates = [[batch_of(*which, SAMPLES) for which in epochs[epoch]] for epoch in sorted(epochs)]
     model = network()
@@ -36,34 +101,33 @@ def replayed(learners: Sequence[Learner], run: str, clip: float | None = None) -
     return dict(model.state_dict())
 
 
-def test_four_peers_train_as_one_process_with_all_their_samples(swarm: Swarm, tmp_path: Path) -> None:
-    places = daemons(swarm, PEERS)
-    runs = {"fp32": UPDATES, "fp16": FEWER_UPDATES, "bf16": FEWER_UPDATES, "int8": FEWER_UPDATES}
-    target = float(SAMPLES * PEERS)
-    learners = start(swarm, places, runs=runs, samples=SAMPLES, target=target, save=str(tmp_path))
-    ends = [learner.finish(180) for learner in learners]
-    for which, (codec, updates) in enumerate(runs.items()):
-        assert {end[which].epoch for end in ends} == {updates}
-        assert len({end[which].lineage for end in ends}) == 1, codec
-        assert len({end[which].digest for end in ends}) == 1, codec
+@pytest.mark.parametrize(
+    ("updates", "fewer"), [(10, 3), pytest.param(50, 10, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_four_peers_train_as_one_process_with_all_their_samples(
+    places: list[DaemonProcess], tmp_path: Path, updates: int, fewer: int
+) -> None:
+    runs = {"fp32": updates, "fp16": fewer, "bf16": fewer, "int8": fewer}
+    trainers = trained(places, runs=runs, samples=SAMPLES, target=float(SAMPLES * PEERS), save=str(tmp_path))
+    for which, (codec, made) in enumerate(runs.items()):
+        ends = [trainer.ended[which] for trainer in trainers]
+        assert {end.epoch for end in ends} == {made}
+        assert len({end.lineage for end in ends}) == 1, codec
+        assert len({end.digest for end in ends}) == 1, codec
         found = load_file(tmp_path / f"{codec}-0.safetensors")
-        off = difference(found, replayed(learners, f"learn-{codec}"))
-        print(f"{codec}: off by {off:.2g} after {updates} updates")
+        off = difference(found, replayed(trainers, f"learn-{codec}"))
+        print(f"{codec}: off by {off:.2g} after {made} updates")
         if codec == "fp32":
             assert off <= 1e-5
 
 
-def test_diloco_is_what_its_paper_says(swarm: Swarm, tmp_path: Path) -> None:
+def test_diloco_is_what_its_paper_says(places: list[DaemonProcess], tmp_path: Path) -> None:
     workers, every, steps = 2, 5, 20
-    learners = start(
-        swarm,
-        daemons(swarm, workers),
-        runs={"fp32": steps},
-        every=every,
-        samples=SAMPLES,
-        save=str(tmp_path),
+    trainers = trained(
+        places[:workers], runs={"fp32": steps}, every=every, samples=SAMPLES, save=str(tmp_path)
     )
-    ends = [end for learner in learners for end in learner.finish(120)]
+    ends = [end for trainer in trainers for end in trainer.ended]
+    assert len(ends) == workers
     assert {end.epoch for end in ends} == {steps // every}
     assert len({end.lineage for end in ends}) == len({end.digest for end in ends}) == 1
     model = network()
@@ -72,17 +136,26 @@ def test_diloco_is_what_its_paper_says(swarm: Swarm, tmp_path: Path) -> None:
     assert difference(load_file(tmp_path / "fp32-0.safetensors"), dict(model.state_dict())) <= 1e-5
 
 
-def test_a_peer_trains_alone_until_others_come_and_they_take_over_its_state(swarm: Swarm) -> None:
-    places = daemons(swarm, 3)
-    for_ever = {"runs": {"fp32": 10**9}, "samples": SAMPLES, "target": 3.0 * SAMPLES, "patience": 0.5}
-    (veteran,) = start(swarm, places[:1], **for_ever)
-    eventually(lambda: len(veteran.updates) >= 5, "updates of one alone", 60)
-    assert not any(update.contributors for update in veteran.updates)
-    newcomers = start(swarm, places[1:], first=1, peers=1, **for_ever)
-    everyone = [veteran, *newcomers]
-    eventually(lambda: all(together(learner) >= 5 for learner in everyone), "updates of all three", 60)
-    for learner in everyone:
-        learner.process.kill()
+def test_a_peer_trains_alone_until_others_come_and_they_take_over_its_state(
+    places: list[DaemonProcess],
+) -> None:
+    task = Task(index=0, runs={"fp32": 10**9}, samples=SAMPLES, target=3.0 * SAMPLES, patience=0.5)
+    everyone = [
+        Trainer(place, msgspec.structs.replace(task, index=index)) for index, place in enumerate(places[:3])
+    ]
+    veteran, *newcomers = everyone
+    with ThreadPoolExecutor(len(everyone)) as pool:
+        try:
+            ends = [pool.submit(veteran.train)]
+            eventually(lambda: len(veteran.updates) >= 5, "updates of one alone", 60)
+            assert not any(update.contributors for update in veteran.updates)
+            ends += [pool.submit(newcomer.train) for newcomer in newcomers]
+            eventually(lambda: all(together(one) >= 5 for one in everyone), "updates of all three", 60)
+        finally:
+            for one in everyone:
+                one.enough.set()
+        for end in ends:
+            end.result()
     alone = next(update for update in veteran.updates if update.contributors).before
     assert alone >= 5
     assert all(update.epoch == update.before + 1 for update in veteran.updates), (
@@ -92,9 +165,9 @@ def test_a_peer_trains_alone_until_others_come_and_they_take_over_its_state(swar
     assert all(len(lineages) == 1 for lineages in shared(everyone).values())
 
 
-def together(learner: Learner) -> int:
+def together(trainer: Trainer) -> int:
     """How many updates it has made from what all three gave."""
-    return sum(update.contributors == 3 for update in learner.updates)
+    return sum(update.contributors == 3 for update in trainer.updates)
 
 
 MILLIONS_10 = 3150
