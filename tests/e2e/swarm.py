@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,10 @@ from typing import Any, TypeVar
 
 import psutil
 
+from e2e.forked import Forked, environment
+
 START_SECONDS = 60.0
-"""Two seconds on an idle machine; torch and hivemind import slowly where sixteen daemons share two cores."""
+"""Far more than a daemon takes, also where sixteen of them share two cores and import torch and hivemind."""
 
 STOP_SECONDS = 20.0
 """A graceful stop may first finish an open round."""
@@ -61,10 +64,15 @@ class ChildProcess:
         self.command = list(command)
         self.out, self.err = log.with_suffix(".out"), log.with_suffix(".err")
         self._env = dict(env)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     def spawn(self, folder: Path | None = None) -> None:
-        """Start the process in `folder`; its earlier output, if any, is kept."""
+        """Start the process in `folder`, forked if it is `equipoise`; its earlier output, if any, is kept."""
+        if tuple(self.command[: len(CLI)]) == CLI:
+            self._process = Forked(
+                self.command[len(CLI) :], self._env, self.out, self.err, folder or Path.cwd()
+            )
+            return
         with self.out.open("ab") as out, self.err.open("ab") as err:
             self._process = subprocess.Popen(
                 self.command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=self._env, cwd=folder
@@ -178,15 +186,11 @@ class DaemonProcess(ChildProcess):
 
     def cli(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run `equipoise ARGS --home HOME`."""
-        return subprocess.run(
-            [*CLI, *args, "--home", str(self.home)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=self._env,
-            timeout=60,
-            check=False,
-        )
+        words = [*args, "--home", str(self.home)]
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder) / "out", Path(folder) / "err"
+            status = Forked(words, self._env, out, err, Path.cwd()).wait(60)
+            return subprocess.CompletedProcess(words, status, out.read_text(), err.read_text())
 
     def json(self, *args: str) -> Any:
         """Run `equipoise ARGS --json --home HOME`, which must succeed, and parse what it prints."""
@@ -206,9 +210,7 @@ class Swarm:
     @property
     def env(self) -> dict[str, str]:
         """The environment of every process of this swarm."""
-        own = {MARK: self.mark, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
-        own["EQUIPOISE_UPNP"] = "0"  # No router of the machine that runs the tests is asked for anything.
-        return {**{k: v for k, v in os.environ.items() if not k.startswith("EQUIPOISE_")}, **own}
+        return {**environment(), MARK: self.mark}
 
     def daemon(
         self,

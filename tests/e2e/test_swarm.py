@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
 
-from e2e.swarm import Swarm, eventually
+from e2e.forked import Forked, environment
+from e2e.swarm import CLI, Swarm, eventually
 
 ORPHAN = """
 import subprocess, sys
@@ -36,6 +38,18 @@ def test_a_paused_process_is_ended_too(tmp_path: Path) -> None:
 
     assert swarm.close() == []
     assert not script.running
+
+
+@pytest.mark.parametrize("words", [("daemon", "--show-config"), ("status",), ("rounds", "--limit", "0")])
+def test_a_forked_process_does_as_an_executed_one(tmp_path: Path, words: tuple[str, ...]) -> None:
+    env = {**environment(), "EQUIPOISE_HOME": "home", "EQUIPOISE_NAME": "box"}
+    done = subprocess.run([*CLI, *words], env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    out, err = tmp_path / "out", tmp_path / "err"
+
+    status = Forked(words, env, out, err, tmp_path).wait(60)
+
+    assert (status, out.read_text(), err.read_text()) == (done.returncode, done.stdout, done.stderr)
+    assert done.stdout or done.stderr
 
 
 def test_waiting_in_vain_says_for_what() -> None:
