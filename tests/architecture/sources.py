@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("averaging", "compression", "dht", "peer")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Source:
-    """One file, its path relative to the repository's root."""
+    """One file, its path relative to the repository's root, and all nodes of its tree, each looked at by many tests."""
 
     path: Path
     text: str
     tree: ast.Module
+    nodes: tuple[ast.AST, ...]
 
     def __repr__(self) -> str:
         return str(self.path)
@@ -44,24 +46,25 @@ def sources(*folders: str) -> list[Source]:
     return [_source(path) for path in paths]
 
 
-def imports(source: Source) -> Iterator[Import]:
+@functools.cache
+def imports(source: Source) -> tuple[Import, ...]:
     """Every import of a file, wherever it stands."""
-    typing_only = {id(node) for block in _typing_blocks(source.tree) for node in ast.walk(block)}
-    for node in ast.walk(source.tree):
+    typing_only = {id(node) for block in _typing_blocks(source) for node in ast.walk(block)}
+    found: list[Import] = []
+    for node in source.nodes:
         if isinstance(node, ast.Import):
-            yield from (
-                Import(alias.name, None, node.lineno, id(node) in typing_only) for alias in node.names
-            )
+            found += (Import(alias.name, None, node.lineno, id(node) in typing_only) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            yield from (
+            found += (
                 Import(module, alias.name, node.lineno, id(node) in typing_only) for alias in node.names
             )
+    return tuple(found)
 
 
 def calls(source: Source) -> Iterator[tuple[str, ast.Call]]:
     """Every call with the dotted name of what is called, as `torch.load`; other callees are skipped."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call):
             name = _dotted(node.func)
             if name:
@@ -77,12 +80,14 @@ def _dotted(node: ast.expr) -> str:
     return ""
 
 
-def _typing_blocks(tree: ast.Module) -> Iterator[ast.If]:
-    for node in ast.walk(tree):
+def _typing_blocks(source: Source) -> Iterator[ast.If]:
+    for node in source.nodes:
         if isinstance(node, ast.If) and _dotted(node.test).endswith("TYPE_CHECKING"):
             yield node
 
 
+@functools.cache
 def _source(path: Path) -> Source:
     text = path.read_text()
-    return Source(path.relative_to(ROOT), text, ast.parse(text, str(path)))
+    tree = ast.parse(text, str(path))
+    return Source(path.relative_to(ROOT), text, tree, tuple(ast.walk(tree)))

@@ -28,7 +28,7 @@ def test_no_class_has_a_vague_name() -> None:
     assert not [
         (source, node.name)
         for source in FILES
-        for node in ast.walk(source.tree)
+        for node in source.nodes
         if isinstance(node, ast.ClassDef) and VAGUE_CLASS.search(node.name)
     ]
 

@@ -40,7 +40,7 @@ def test_constructors_take_few_arguments() -> None:
 
 
 def _functions(source: Source) -> Iterator[Function]:
-    return (node for node in ast.walk(source.tree) if isinstance(node, Function))
+    return (node for node in source.nodes if isinstance(node, Function))
 
 
 def _lines(function: Function) -> int:
