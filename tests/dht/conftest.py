@@ -42,7 +42,7 @@ class Members:
         return member
 
     async def stop(self) -> None:
-        for member in self.all:
+        for member in reversed(self.all):  # Those through which others joined last: farewells need them.
             await member.stop()
 
 

@@ -40,10 +40,12 @@ async def knows_another(member: Swarm) -> bool:
 
 
 @pytest.fixture
-async def trio(members, until) -> Trio:
+async def trio(members, until, monkeypatch) -> Trio:
+    monkeypatch.setattr(puncher, "CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(wishes, "PATIENCE_SECONDS", 0.0)
     relay = await members.start("relay", relay=RelayRules())
     elsewhere = {"join": relay.addresses, "announce": ("/ip4/127.0.0.1/tcp/9",)}
-    hidden = [await members.start(name, **elsewhere) for name in ("a", "b")]
+    hidden = await asyncio.gather(*(members.start(name, **elsewhere) for name in ("a", "b")))
     for member in hidden:
         await until(lambda member=member: member.status().reach.state == "relayed")
         assert member._reach.mirrors == [("127.0.0.1", relay.direct.port)]
@@ -95,6 +97,15 @@ async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
     assert (await trio.first.transport.open(trio.second.peer)).peer == trio.second.peer
 
 
+@pytest.fixture
+def eager(monkeypatch) -> None:
+    """Punches begin anew at once, and as often as there are tries left."""
+    monkeypatch.setattr(machine, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(wishes, "FIRST_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(puncher, "CALLS_PER_SECOND", 1e9)
+
+
+@pytest.mark.usefixtures("eager")
 async def test_no_address_is_tried_without_end_whoever_names_it(trio: Trio, until, monkeypatch) -> None:
     tried: list[tuple[str, int]] = []
 
@@ -103,11 +114,6 @@ async def test_no_address_is_tried_without_end_whoever_names_it(trio: Trio, unti
         raise ConnectionRefusedError
 
     monkeypatch.setattr(SharedPort, "connect", refuse)
-    monkeypatch.setattr(machine, "TRY_SECONDS", 0.01)
-    monkeypatch.setattr(wishes, "FIRST_RETRY_SECONDS", 0.0)
-    monkeypatch.setattr(puncher, "CALLS_PER_SECOND", 1e9)
-    monkeypatch.setattr(puncher, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(wishes, "PATIENCE_SECONDS", 0.0)
     loop = asyncio.get_running_loop()
     began = loop.time()
     await trio.meet(until)
@@ -128,24 +134,20 @@ async def test_who_is_admitted_for_a_transfer_alone_gets_no_hole(trio: Trio, unt
         assert one._puncher._wishes.refusal("12D3KooWNobody", 0.0)
 
 
-@pytest.mark.parametrize(
-    ("asker", "asked", "why"),
-    [
-        ("first", "relay", "not behind a NAT"),
-        ("first", "second", "in no round"),
-        ("second", "first", "for itself to begin"),
-    ],
-)
-async def test_who_has_no_part_in_it_says_so(trio: Trio, asker: str, asked: str, why: str) -> None:
-    one, other = getattr(trio, asker), getattr(trio, asked)
-    one._dialer.learn(other.peer, other.addresses)
-    await one._dialer.reach(other.peer)
-    reasons = []
-    for _ in range(5):
-        stream = await one._link.open_stream(other.peer, PUNCH_PROTOCOL)
-        said = decode(await receive_message(stream))
-        stream.close()
-        assert isinstance(said, End)
-        reasons.append(said.reason)
-    assert all(why in reason for reason in reasons[:3])
-    assert "too often" in reasons[-1]
+async def test_who_has_no_part_in_it_says_so(trio: Trio) -> None:
+    for one, other, why in (
+        (trio.first, trio.relay, "not behind a NAT"),
+        (trio.first, trio.second, "in no round"),
+        (trio.second, trio.first, "for itself to begin"),
+    ):
+        one._dialer.learn(other.peer, other.addresses)
+        await one._dialer.reach(other.peer)
+        reasons = []
+        for _ in range(5):
+            stream = await one._link.open_stream(other.peer, PUNCH_PROTOCOL)
+            said = decode(await receive_message(stream))
+            stream.close()
+            assert isinstance(said, End)
+            reasons.append(said.reason)
+        assert all(why in reason for reason in reasons[:3])
+        assert "too often" in reasons[-1]

@@ -13,6 +13,7 @@ from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.direct.preface import PREFACE_BYTES
 from equipoise.dht.direct.refusals import Refused
 from equipoise.dht.direct.transport import DirectTransport
+from equipoise.dht.punch import machine
 from equipoise.dht.punch.coordination import Coordination
 from equipoise.dht.punch.messages import Offer, encode
 from equipoise.dht.punch.places import NoPlace
@@ -139,7 +140,8 @@ async def test_a_newer_one_takes_the_place_of_one_that_is_parked(peers: Peers, h
         stream.close()
 
 
-async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden) -> None:
+async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "TRY_SECONDS", 0.5)
     hidden.first.admit(hidden.second.peer, hidden.second.credential)
     sides = hidden.side(hidden.first, hidden.second, True), hidden.side(hidden.second, hidden.first, False)
     reasons = await run(*sides)
@@ -148,7 +150,10 @@ async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden) -> None:
     assert hidden.first.status().channels == hidden.second.status().channels == 0
 
 
-async def test_no_hole_leads_to_another_than_was_meant(hidden: Hidden, peers: Peers) -> None:
+async def test_no_hole_leads_to_another_than_was_meant(
+    hidden: Hidden, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "TRY_SECONDS", 0.5)
     third = peers.make("c", listen=())
     introduce(hidden.first, hidden.second, third)
     sides = hidden.side(hidden.first, hidden.second, True), hidden.side(hidden.second, third, False)
