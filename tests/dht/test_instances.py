@@ -35,7 +35,8 @@ def test_strangers_take_little_memory() -> None:
     assert len(instances._heard) == len(instances._doubled) == MAX_PEERS
 
 
-async def test_a_copied_home_is_warned_of(members, until) -> None:
+async def test_a_copied_home_is_warned_of(members, until, monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.swarm.HOUSEKEEPING_SECONDS", 0.2)
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     home = members.home("copy")

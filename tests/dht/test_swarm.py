@@ -197,6 +197,7 @@ async def answers(member: Swarm, other: Swarm) -> bool:
 
 
 async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.supervisor.WATCH_SECONDS", 0.1)
     monkeypatch.setattr("equipoise.dht.link.REQUEST_SECONDS", 0.5)
     first = await members.start("first")
     os.kill(first.status().p2pd_pid, signal.SIGSTOP)
@@ -206,6 +207,8 @@ async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
 async def test_one_that_falls_silent_is_gone_before_its_record_lapses(members, until, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.directory.TTL_SECONDS", 60.0)
     monkeypatch.setattr("equipoise.dht.contacts.ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("equipoise.dht.contacts.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("equipoise.dht.pulse.QUIET_SECONDS", 0.2)
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     for member in (first, second):
@@ -224,7 +227,7 @@ async def test_one_that_falls_silent_is_gone_before_its_record_lapses(members, u
     await until(sees(first, first, second))
 
 
-async def test_addresses_follow_those_of_the_interfaces(members, until) -> None:
+async def test_addresses_follow_those_of_the_interfaces(members, until, monkeypatch) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.peer in second.status().connected)
@@ -233,6 +236,7 @@ async def test_addresses_follow_those_of_the_interfaces(members, until) -> None:
     first._on_addresses()
     old = (f"/ip4/192.0.2.9/tcp/4001/p2p/{first.peer}",)
     await until(lambda: second._dialer.addresses_of(first.peer) == old)
+    monkeypatch.setattr("equipoise.dht.supervisor.WATCH_SECONDS", 0.1)
     await until(lambda: first.addresses == true)
     await until(lambda: second._dialer.addresses_of(first.peer) == tuple(true))
 
@@ -250,7 +254,9 @@ async def test_where_peers_are_now_is_what_is_remembered(members, until, monkeyp
     await until(lambda: json.loads(kept.read_text())["peers"] == {first.peer: list(now)})
 
 
-async def test_a_broken_attachment_is_made_again(members, until) -> None:
+async def test_a_broken_attachment_is_made_again(members, until, monkeypatch) -> None:
+    monkeypatch.setattr("equipoise.dht.supervisor.WATCH_SECONDS", 0.1)
+    monkeypatch.setattr("equipoise.dht.directory.REFRESH_SECONDS", 0.1)
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     pid = first.status().p2pd_pid
