@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import pytest
 
 from e2e.learner import Ended, Report, Task, Updated
 from e2e.swarm import ChildProcess, DaemonProcess, Swarm
@@ -62,6 +64,20 @@ class Learner:
 def daemons(swarm: Swarm, count: int) -> list[DaemonProcess]:
     """`count` daemons that only this machine can reach."""
     return swarm.daemons(count, args=LISTEN)
+
+
+@contextlib.contextmanager
+def shared_daemons(folders: pytest.TempPathFactory, count: int) -> Iterator[list[DaemonProcess]]:
+    """`count` daemons that the tests of a module share, so that each needs a run of another name."""
+    swarm = Swarm(folders.mktemp("daemons"))
+    try:
+        yield daemons(swarm, count)
+    except BaseException:
+        print(swarm.logs())
+        raise
+    finally:
+        left = swarm.close()
+    assert not left, f"these processes outlived their daemons: {left}"
 
 
 def start(swarm: Swarm, places: list[DaemonProcess], first: int = 0, **task: Any) -> list[Learner]:

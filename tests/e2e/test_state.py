@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from e2e.swarm import DaemonProcess, Swarm, eventually
+from e2e.learners import shared_daemons
+from e2e.swarm import DaemonProcess, eventually
 from equipoise.averaging.state import StateId
 from equipoise.peer import Client, Outcome, Run, connect
 
@@ -25,12 +25,11 @@ STEP_VALUES = 100_000
 """Of the rounds that go on meanwhile."""
 
 
-@pytest.fixture
-def swarm(tmp_path: Path) -> Iterator[Swarm]:
-    swarm = Swarm(tmp_path)
-    yield swarm
-    left = swarm.close()
-    assert not left, f"these processes outlived their daemons: {left}"
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
+    """Daemons that both tests share, each for a run of its own; the last test kills one of them."""
+    with shared_daemons(tmp_path_factory, 4) as places:
+        yield places
 
 
 class Donor(threading.Thread):
@@ -59,18 +58,39 @@ class Donor(threading.Thread):
         self.join(30.0)
 
 
-def join(daemons: list[DaemonProcess]) -> list[tuple[Client, Run]]:
+def join(daemons: list[DaemonProcess], name: str) -> list[tuple[Client, Run]]:
     clients = [connect(daemon.home) for daemon in daemons]
-    runs = [client.join("big", [torch.zeros(STEP_VALUES)], codec="fp32") for client in clients]
+    runs = [client.join(name, [torch.zeros(STEP_VALUES)], codec="fp32") for client in clients]
     for run in runs:
         eventually(lambda run=run: getattr(run.state, "peers", 0) == len(runs) - 1, "the other peers", 60.0)
     return list(zip(clients, runs, strict=True))
 
 
-def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on(swarm: Swarm) -> None:
-    daemons = swarm.daemons(4, args=["--listen", "/ip4/127.0.0.1/tcp/0"])
+def test_status_tells_who_fetches_and_who_serves(places: list[DaemonProcess]) -> None:
+    daemons = places[2:]  # That the other test kills none of.
+    (donor, run), (newcomer, fetching) = join(daemons, "small")
+    for one in (run, fetching):
+        one.accumulate([torch.ones(STEP_VALUES)], weight=1)
+    eventually(lambda: fetching.progress().swarm == 2, "that the other peer steps, too")
+    pending = fetching.fetch(at_least=3, limit=1000, timeout=60.0, wait=False)
+
+    eventually(lambda: run.progress().wanted, "the wish")
+    assert "want the state of epoch 3" in daemons[0].cli("status").stdout
+    assert "fetching a state" in daemons[1].cli("status").stdout
+    assert "peers want" in donor.status().runs[0].transfer
+    run.offer(StateId(3, "3" * 64), b"image")
+
+    fetched = pending.result()
+    assert fetched.ok, fetched.reason
+    assert fetched.image == b"image"
+    assert newcomer.status().runs[0].transfer == ""
+
+
+def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on(
+    places: list[DaemonProcess],
+) -> None:
     image = np.random.default_rng(1).bytes(12 * VALUES)
-    *donors, (newcomer, fetching) = join(daemons)
+    *donors, (newcomer, fetching) = join(places, "big")
     trainers = [Donor(run) for _, run in donors]
     for trainer in trainers:
         trainer.start()
@@ -80,7 +100,7 @@ def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on
 
     pending = fetching.fetch(at_least=STATE.epoch, limit=2 * len(image), timeout=60.0, wait=False)
     eventually(lambda: pending.done() or "from 3 peers" in newcomer.status().runs[0].transfer, "three donors")
-    daemons[1].kill()
+    places[1].kill()
     cut = not pending.done()
     rounds = [len(trainer.outcomes) for trainer in trainers]
     fetched = pending.result()
@@ -102,23 +122,3 @@ def test_an_image_of_120_mb_from_three_of_which_one_is_killed_while_rounds_go_on
     assert cut, "the download was over before the kill; a larger image would not be"
     assert len(fetched.sources) >= 2
     print(f"{len(image) / 1e6 / fetched.seconds:.0f} MB/s; {fetched.reason}; {fetched.sources}")
-
-
-def test_status_tells_who_fetches_and_who_serves(swarm: Swarm) -> None:
-    daemons = swarm.daemons(2, args=["--listen", "/ip4/127.0.0.1/tcp/0"])
-    (donor, run), (newcomer, fetching) = join(daemons)
-    for one in (run, fetching):
-        one.accumulate([torch.ones(STEP_VALUES)], weight=1)
-    eventually(lambda: fetching.progress().swarm == 2, "that the other peer steps, too")
-    pending = fetching.fetch(at_least=3, limit=1000, timeout=60.0, wait=False)
-
-    eventually(lambda: run.progress().wanted, "the wish")
-    assert "want the state of epoch 3" in daemons[0].cli("status").stdout
-    assert "fetching a state" in daemons[1].cli("status").stdout
-    assert "peers want" in donor.status().runs[0].transfer
-    run.offer(StateId(3, "3" * 64), b"image")
-
-    fetched = pending.result()
-    assert fetched.ok, fetched.reason
-    assert fetched.image == b"image"
-    assert newcomer.status().runs[0].transfer == ""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from e2e.learners import daemons
-from e2e.swarm import DaemonProcess, Swarm, eventually
+from e2e.learners import shared_daemons
+from e2e.swarm import DaemonProcess, eventually
 from equipoise.peer import Run, connect
 from equipoise.peer.fetching import PendingMean, Recovered
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
@@ -21,6 +21,13 @@ from oracles.training import batch_of, loss_of, network
 pytestmark = pytest.mark.timeout(240)
 
 SAMPLES, PEERS = 8, 4
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
+    """Daemons that both tests share: each has a run of its own."""
+    with shared_daemons(tmp_path_factory, PEERS) as places:
+        yield places
 
 
 class Watched:
@@ -58,10 +65,12 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(places: Sequence[DaemonProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Watched]]:
+def watched(
+    places: Sequence[DaemonProcess], name: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Watched]]:
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(connect(place.home)) for place in places]
-        runs = [stack.enter_context(peer.join("missed", network(), codec="int8")) for peer in peers]
+        runs = [stack.enter_context(peer.join(name, network(), codec="int8")) for peer in peers]
         yield [Watched(run, index, monkeypatch) for index, run in enumerate(runs)]
 
 
@@ -79,10 +88,10 @@ def train_to_the_end(trainer: Watched, optimizer: SwarmOptimizer, epoch: int) ->
 
 
 def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+    places: list[DaemonProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
-        watched(daemons(swarm, PEERS), monkeypatch) as trainers,
+        watched(places, "missed", monkeypatch) as trainers,
         ThreadPoolExecutor(PEERS) as pool,
     ):
         optimizers = [
@@ -112,7 +121,7 @@ def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
 
 
 def test_a_straggler_ends_with_the_last_exchange_that_it_missed(
-    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+    places: list[DaemonProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     every = 4
     groups: dict[int, DiLoCo] = {}
@@ -133,7 +142,7 @@ def test_a_straggler_ends_with_the_last_exchange_that_it_missed(
                 )
 
     with (
-        watched(daemons(swarm, PEERS), monkeypatch) as trainers,
+        watched(places, "late", monkeypatch) as trainers,
         ThreadPoolExecutor(PEERS) as pool,
     ):
         list(pool.map(work, trainers))
