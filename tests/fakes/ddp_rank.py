@@ -1,4 +1,4 @@
-"""One rank of a machine that is one peer: `python ddp_rank.py RANK FOLDER SCENARIO`; what it comes to is saved there.
+"""One rank of a machine that is one peer: `python ddp_rank.py RANK FOLDER SCENARIO...`; saves each scenario's result.
 
 The swarm lives in rank 0: another peer, whose gradients are known, trains in a thread of that process.
 """
@@ -163,14 +163,14 @@ SCENARIOS: dict[str, Callable[[int, Path], dict[str, torch.Tensor]]] = {
 
 
 def main() -> None:
-    rank, folder, scenario = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    rank, folder, scenarios = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:]
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet-{scenario}", rank=rank, world_size=RANKS
-    )
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=RANKS)
     try:
-        save_file(SCENARIOS[scenario](rank, folder), folder / f"{scenario}-{rank}.safetensors")
-        dist.barrier()  # One that leaves while the other's last sum is on its way takes gloo's threads down with it.
+        for scenario in scenarios:
+            save_file(SCENARIOS[scenario](rank, folder), folder / f"{scenario}-{rank}.safetensors")
+            # One that leaves while the other's last sum is on its way takes gloo's threads down with it.
+            dist.barrier()
     except (ConnectionError, RankZeroFailed) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
     dist.destroy_process_group()

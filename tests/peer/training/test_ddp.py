@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,12 +32,12 @@ SCRIPT = Path(ddp_rank.__file__)
 Tensors = dict[str, torch.Tensor]
 
 
-def ranks(folder: Path, scenario: str) -> list[subprocess.CompletedProcess[str]]:
-    """What both ranks came to."""
+def ranks(folder: Path, *scenarios: str) -> list[subprocess.CompletedProcess[str]]:
+    """What both ranks said, who went through these scenarios one after another."""
     command = [sys.executable, str(SCRIPT)]
     started = [
         subprocess.Popen(
-            [*command, str(rank), str(folder), scenario],
+            [*command, str(rank), str(folder), *scenarios],
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -55,10 +55,23 @@ def ranks(folder: Path, scenario: str) -> list[subprocess.CompletedProcess[str]]
     ]
 
 
-def results(folder: Path, scenario: str) -> list[Tensors]:
-    done = ranks(folder, scenario)
-    assert [one.returncode for one in done] == [0, 0], done[0].stderr[-3000:] + done[1].stderr[-3000:]
-    return [load_file(folder / f"{scenario}-{rank}.safetensors") for rank in range(RANKS)]
+class Ran(NamedTuple):
+    """Both ranks after their end: where their results are, and what they said."""
+
+    folder: Path
+    done: list[subprocess.CompletedProcess[str]]
+
+    def results(self, scenario: str) -> list[Tensors]:
+        first, second = self.done
+        assert [one.returncode for one in self.done] == [0, 0], first.stderr[-3000:] + second.stderr[-3000:]
+        return [load_file(self.folder / f"{scenario}-{rank}.safetensors") for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """Two processes for all scenarios: to start them takes longer than to run them. The last one breaks."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return Ran(folder, ranks(folder, "hook", "shared", "broken"))
 
 
 def expected(failed: int | None = None) -> Tensors:
@@ -78,13 +91,17 @@ def expected(failed: int | None = None) -> Tensors:
     return found
 
 
-@pytest.mark.parametrize(
-    ("scenario", "failed"), [("hook", None), pytest.param("failed", 1, marks=pytest.mark.slow)]
-)
-def test_backward_leaves_the_swarms_mean_on_every_rank_after_one_round(
-    tmp_path: Path, scenario: str, failed: int | None
-) -> None:
-    first, second = results(tmp_path, scenario)
+def test_backward_leaves_the_swarms_mean_on_every_rank_after_one_round(ran: Ran) -> None:
+    assert_means(ran.results("hook"), failed=None)
+
+
+@pytest.mark.slow
+def test_a_round_that_failed_leaves_the_machines_own_mean(tmp_path: Path) -> None:
+    assert_means(Ran(tmp_path, ranks(tmp_path, "failed")).results("failed"), failed=1)
+
+
+def assert_means(results: list[Tensors], failed: int | None) -> None:
+    first, second = results
     wanted = expected(failed)
     assert first.pop("rounds") == STEPS
     assert first["buckets"] > 2
@@ -94,8 +111,8 @@ def test_backward_leaves_the_swarms_mean_on_every_rank_after_one_round(
         torch.testing.assert_close(first[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def test_an_error_of_rank_0_ends_the_others_too(tmp_path: Path) -> None:
-    first, second = ranks(tmp_path, "broken")
+def test_an_error_of_rank_0_ends_the_others_too(ran: Ran) -> None:
+    first, second = ran.done
     assert "the daemon has gone" in first.stdout + first.stderr
     assert "rank 0 could not step" in second.stdout + second.stderr
 
@@ -117,8 +134,8 @@ def test_another_state_of_the_same_epoch_is_shared_too(monkeypatch: pytest.Monke
     assert shared.epoch == 3
 
 
-def test_a_shared_optimizer_keeps_ranks_and_peers_alike(tmp_path: Path) -> None:
-    first, second = results(tmp_path, "shared")
+def test_a_shared_optimizer_keeps_ranks_and_peers_alike(ran: Ran) -> None:
+    first, second = ran.results("shared")
     model = network()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):
