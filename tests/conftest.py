@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.swarm import Swarm
+from e2e.swarm import ChildProcess, Swarm
 
 CALL_REPORT = pytest.StashKey[pytest.TestReport]()
 
@@ -16,6 +16,7 @@ CALL_REPORT = pytest.StashKey[pytest.TestReport]()
 def pytest_configure() -> None:
     """Have daemons heed SIGINT though the tests run in the background of a shell, which has its children ignore it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    ChildProcess.forks = True
 
 
 @pytest.hookimpl(wrapper=True)
