@@ -106,11 +106,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         """Whether it takes part no more, and serves what it kept."""
         return self.state == "left"
 
-    @property
-    def shown_reason(self) -> str:
-        """The reason, fit for a terminal."""
-        return printable(self.reason)
-
 
 Key = Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
 

@@ -59,8 +59,3 @@ class BufferPool:
         lent = _Lent(size, np.uint8, base)
         lent.pool = self
         return lent.data
-
-    def trim(self) -> None:
-        """Let go of all buffers that are not lent."""
-        self.idle.clear()
-        self.idle_bytes = 0

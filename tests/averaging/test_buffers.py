@@ -38,15 +38,6 @@ def test_little_is_lent_beyond_what_was_asked_for(size: int) -> None:
     assert size <= pool.idle_bytes <= max(size * 9 / 8, MIN_GRAIN_BYTES)
 
 
-def test_trimming_lets_go_of_what_is_idle() -> None:
-    pool = BufferPool()
-    kept = pool.take(10)
-    del kept
-    assert pool.idle_bytes == MIN_GRAIN_BYTES
-    pool.trim()
-    assert pool.idle_bytes == 0
-
-
 def test_what_comes_back_is_kept_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("equipoise.averaging.aio.buffers.MAX_IDLE_BYTES", 3 * SIZE)
     pool = BufferPool()

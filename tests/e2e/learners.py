@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +22,26 @@ LISTEN = ("--listen", "/ip4/127.0.0.1/tcp/0")
 _decoder: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
-class Learner:
+class Reporting(ABC):
+    """A training script that reports what it does, in a thread or in a process of its own."""
+
+    @property
+    @abstractmethod
+    def reports(self) -> Sequence[Report]:
+        """All reports so far."""
+
+    @property
+    def updates(self) -> list[Updated]:
+        """The updates that the script has made so far."""
+        return [report for report in self.reports if isinstance(report, Updated)]
+
+    @property
+    def ended(self) -> list[Ended]:
+        """The script's last report of each of its runs that has ended."""
+        return [report for report in self.reports if isinstance(report, Ended)]
+
+
+class Learner(Reporting):
     """One started training script on the daemon of its peer."""
 
     def __init__(self, swarm: Swarm, daemon: DaemonProcess, task: Task) -> None:
@@ -35,27 +55,17 @@ class Learner:
 
     @property
     def reports(self) -> list[Report]:
-        """All that it has said so far."""
+        """See `Reporting`."""
         lines = self.process.output.splitlines(keepends=True)
         return [_decoder.decode(line) for line in lines if line.startswith("{") and line.endswith("\n")]
 
     @property
-    def updates(self) -> list[Updated]:
-        """The updates that it has made so far."""
-        return [report for report in self.reports if isinstance(report, Updated)]
-
-    @property
     def reached(self) -> int:
-        """The epoch that it has come to."""
+        """The epoch of the script's last update."""
         return self.updates[-1].epoch if self.updates else 0
 
-    @property
-    def ended(self) -> list[Ended]:
-        """What it came to, of each of its runs."""
-        return [report for report in self.reports if isinstance(report, Ended)]
-
     def finish(self, seconds: float) -> list[Ended]:
-        """Wait for its end, which must be a good one, and return what it came to."""
+        """Wait for the script's end, whose status must be 0; returns the last report of each run."""
         status = self.process.wait(seconds)
         assert status == 0, self.process.errors[-4000:]
         return self.ended
@@ -89,14 +99,7 @@ def start(swarm: Swarm, places: list[DaemonProcess], first: int = 0, **task: Any
     ]
 
 
-class Told(Protocol):
-    """A learner as the judges see it: what it has said of its updates."""
-
-    @property
-    def updates(self) -> list[Updated]: ...
-
-
-def shared(learners: Sequence[Told]) -> dict[int, set[str]]:
+def shared(learners: Sequence[Reporting]) -> dict[int, set[str]]:
     """The epochs that all of them have reached in the group, and which lineages they had then."""
     told = [{one.epoch: one.lineage for one in learner.updates if one.contributors} for learner in learners]
     common = set.intersection(*(set(one) for one in told))

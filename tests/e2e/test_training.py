@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from e2e.learner import OPTIMIZERS, Ended, Report, Task, Updated, learn, learn_locally
-from e2e.learners import LISTEN, Learner, daemons, shared, shared_daemons, start
+from e2e.learner import OPTIMIZERS, Report, Task, learn, learn_locally
+from e2e.learners import LISTEN, Learner, Reporting, daemons, shared, shared_daemons, start
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import Client, Refused, Run, connect
 from equipoise.peer.training import SwarmOptimizer
@@ -41,28 +41,22 @@ class Enough(Exception):
     """The test has seen what it waited for."""
 
 
-class Trainer:
-    """A training script in a thread of this process: it needs no interpreter of its own.
+class Trainer(Reporting):
+    """A training script in a thread of this process.
 
     Attributes:
-        reports: All that it has said so far.
-        enough: Ends it after its next update, once it is set.
+        enough: Ends the script after its next update, once set.
     """
 
     def __init__(self, place: DaemonProcess, task: Task) -> None:
         self.place, self.task = place, task
-        self.reports: list[Report] = []
+        self._reports: list[Report] = []
         self.enough = threading.Event()
 
     @property
-    def updates(self) -> list[Updated]:
-        """The updates that it has made so far."""
-        return [report for report in self.reports if isinstance(report, Updated)]
-
-    @property
-    def ended(self) -> list[Ended]:
-        """What it came to, of each of its runs."""
-        return [report for report in self.reports if isinstance(report, Ended)]
+    def reports(self) -> list[Report]:
+        """See `Reporting`."""
+        return self._reports
 
     def train(self) -> None:
         """Train all runs to their ends."""
@@ -72,7 +66,7 @@ class Trainer:
                 learns(peer, self.task, codec, updates, self._say)
 
     def _say(self, report: Report) -> None:
-        self.reports.append(report)
+        self._reports.append(report)
         if self.enough.is_set():
             raise Enough
 
