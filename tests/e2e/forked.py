@@ -17,6 +17,9 @@ from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from unittest import mock
 
+PROGRAM = (sys.executable, "-c", "from equipoise.peer.cli import main; main()")
+"""Begins each command that is forked. A command that begins in another way is executed."""
+
 TESTS = Path(__file__).resolve().parents[1]
 
 _context = multiprocessing.get_context("forkserver")

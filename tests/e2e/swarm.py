@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 import psutil
 
-from e2e.forked import Forked, environment
+from e2e.forked import PROGRAM, Forked, environment
 
 START_SECONDS = 60.0
 """Far more than a daemon takes, also where sixteen of them share two cores and import torch and hivemind."""
@@ -34,7 +34,8 @@ LEFTOVER_SECONDS = 5.0
 MARK = "SWARM_UNDER_TEST"
 """Not EQUIPOISE_..., which the daemon and the demo take for their own."""
 
-CLI = (sys.executable, "-c", "from equipoise.peer.cli import main; main()")
+CLI = PROGRAM
+"""Starts `equipoise`; tests that bend the program put their own in its place, and that is executed."""
 
 STATES = ("offline:", "searching:", "joined:", "ready:")
 
@@ -75,10 +76,9 @@ class ChildProcess:
 
     def spawn(self, folder: Path | None = None) -> None:
         """Start the process in `folder`; its earlier output, if any, is kept."""
-        if self.forks and tuple(self.command[: len(CLI)]) == CLI:
-            self._process = Forked(
-                self.command[len(CLI) :], self._env, self.out, self.err, folder or Path.cwd()
-            )
+        if self.forks and tuple(self.command[: len(PROGRAM)]) == PROGRAM:
+            words = self.command[len(PROGRAM) :]
+            self._process = Forked(words, self._env, self.out, self.err, folder or Path.cwd())
             return
         with self.out.open("ab") as out, self.err.open("ab") as err:
             self._process = subprocess.Popen(
