@@ -14,14 +14,9 @@ from typing import Annotated
 
 import msgspec
 
+from equipoise.averaging.options import Number, RunOptions, Word
 from equipoise.averaging.schema import TensorSpec
-from equipoise.averaging.spec import (
-    MAX_TERM_CHARS,
-    MAX_TERM_VALUE_CHARS,
-    MAX_TERMS,
-    PROTOCOL_VERSION,
-    RunSpec,
-)
+from equipoise.averaging.spec import MAX_TERM_VALUE_CHARS, MAX_TERMS, PROTOCOL_VERSION, RunSpec
 
 MARK_BYTES = 4
 """Two tensors of the same place look alike by chance once in four thousand million."""
@@ -32,7 +27,6 @@ MAX_MARKS = 8192
 MAX_NOTE_CHARS = 160
 """A line of a terminal, for a tensor's name and shape."""
 
-MAX_NUMBER = 2**53
 MAX_SHOWN = 60
 """Characters of a value that a line shows: the optimizer's options are one value, and one of them differs."""
 
@@ -42,8 +36,6 @@ LEAD = 16
 MAX_DIFFERENCES = 3
 """Differences that a line names; who mixed up two scripts need not read all of them."""
 
-Number = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER)]
-Word = Annotated[str, msgspec.Meta(max_length=MAX_TERM_CHARS, pattern=r"\A[ -~]*\Z")]
 Value = Annotated[str, msgspec.Meta(max_length=MAX_TERM_VALUE_CHARS, pattern=r"\A[ -~]*\Z")]
 Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS, pattern=r"\A[ -~]*\Z")]
 
@@ -53,12 +45,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         version: Protocol version.
-        strategy: As in the spec; so are codec, group_size, part_values, weights and terms.
-        codec: See there.
-        group_size: See there.
-        part_values: See there.
-        weights: See there.
-        terms: See there.
+        options: As in the spec.
+        terms: As in the spec.
         values: Values of all tensors, without padding.
         tensors: How many tensors it has.
         marks: `MARK_BYTES` of each of the first `MAX_MARKS` tensors.
@@ -67,11 +55,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
     """
 
     version: Number
-    strategy: Word
-    codec: Word
-    group_size: Number
-    part_values: Number
-    weights: Word
+    options: RunOptions
     terms: Annotated[tuple[tuple[Word, Value], ...], msgspec.Meta(max_length=MAX_TERMS)]
     values: Number
     tensors: Number
@@ -85,11 +69,7 @@ def describe(spec: RunSpec) -> Description:
     tensors = spec.schema.tensors
     return Description(
         version=PROTOCOL_VERSION,
-        strategy=spec.strategy,
-        codec=spec.codec,
-        group_size=spec.group_size,
-        part_values=spec.part_values,
-        weights=spec.weights,
+        options=spec.options,
         terms=spec.terms,
         values=spec.schema.size,
         tensors=len(tensors),
@@ -128,8 +108,9 @@ def differences(here: Description, there: Description) -> str:
         _differs(name, own.get(name, "nothing"), others.get(name, "nothing"))
         for name in sorted({**own, **others})
     ]
-    for name in ("codec", "group_size", "part_values", "strategy", "weights"):
-        found.append(_differs(name.replace("_", " "), str(getattr(here, name)), str(getattr(there, name))))
+    for name in sorted(RunOptions.__struct_fields__):
+        ours, theirs = (str(getattr(one.options, name)) for one in (here, there))
+        found.append(_differs(name.replace("_", " "), ours, theirs))
     found = [each for each in found if each]
     more = len(found) - MAX_DIFFERENCES
     return "; ".join(found[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")

@@ -150,6 +150,14 @@ class Layout:
                 if spec.name in tensors:
                     tensors[spec.name].copy_(flat[start:stop].view(spec.shape))
 
+    def shift(self, before: torch.Tensor, after: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Move checked tensors, in place, by what two flat vectors, f32 [D], differ: tensors += after - before."""
+        with torch.no_grad():
+            for spec, start, stop in self.places:
+                if spec.name in tensors:
+                    moved = (after[start:stop] - before[start:stop]).view(spec.shape)
+                    tensors[spec.name].add_(moved.to(tensors[spec.name].device))
+
     def locate(self, index: int) -> tuple[str, int]:
         """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""
         return next((spec.name, index - start) for spec, start, stop in self.places if index < stop)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -188,7 +188,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
                 return index
         raise ManifestError(f"expected {peer} among the {len(self.members)} members, it is not")
 
-    def check(self, verify: Verify, *, spec: str, group_size: int, own: Join | None) -> None:
+    def check(self, verify: Verify, *, spec: str, group_size: int, own: Join | None, quorum: int = 2) -> None:
         """Refuse a manifest that this peer must not act on.
 
         Args:
@@ -196,12 +196,13 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             spec: Hash of this peer's RunSpec.
             group_size: Most members.
             own: The join that must be among the members, unaltered; None for a manifest of others.
+            quorum: Fewest contributors.
 
         Raises:
             ManifestError: Naming the first thing that is wrong.
         """
         self._check_frame(spec, group_size)
-        self._check_members()
+        self._check_members(quorum)
         if own is not None and own not in self.members:
             raise ManifestError(
                 f"expected this peer's own join of round {own.round} unaltered, it is not there"
@@ -218,7 +219,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         if not 2 <= len(self.members) <= group_size:
             raise ManifestError(f"expected 2 to {group_size} members, got {len(self.members)}")
 
-    def _check_members(self) -> None:
+    def _check_members(self, quorum: int) -> None:
         peers = self.peers
         if any(first >= second for first, second in itertools.pairwise(peers)):
             raise ManifestError("expected members sorted by PeerID, each once, they are not")
@@ -227,16 +228,16 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
                 raise ManifestError(
                     f"expected joins of this spec and round {self.round}, {join.peer}'s differs"
                 )
-        problem = shortfall(self.members)
+        problem = shortfall(self.members, quorum)
         if problem:
             raise ManifestError(problem)
 
 
-def shortfall(joins: tuple[Join, ...] | list[Join]) -> str:
+def shortfall(joins: Sequence[Join], quorum: int = 2) -> str:
     """What these joins lack to make a group whose round can succeed; empty if nothing."""
     contributors = sum(join.weight > 0 for join in joins)
-    if contributors < 2:
-        return f"expected at least 2 members with a weight above 0, there {_are(contributors)}"
+    if contributors < quorum:
+        return f"expected at least {quorum} members with a weight above 0, there {_are(contributors)}"
     if not any(join.dialable for join in joins):
         return "expected at least 1 member that the others can dial, there is none"
     return ""

@@ -1,4 +1,4 @@
-"""`Outcome`: what a round came to, as a value; and `RunState`: where the next round stands."""
+"""`Outcome`: a round's result as a value. `RunState`: where the next round stands."""
 
 from __future__ import annotations
 
@@ -40,6 +40,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         states: PeerID -> state that it said it holds, of the members that said one, whether or not ok.
         events: What went wrong on the way (a peer lost, an owner replaced), one line each, oldest first.
         started: When this member asked for the round, in unix seconds of its own clock.
+        apart: Of an exchange of two that is ok, how far they were apart before: the norm of their difference over that
+            of the mean; else None.
+        in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it. Never so
+            where ok.
     """
 
     ok: bool
@@ -57,6 +61,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     states: dict[str, StateId] = {}
     events: tuple[str, ...] = ()
     started: float = 0.0
+    apart: float | None = None
+    in_doubt: bool = False
 
     def __bool__(self) -> bool:
         """Whether it is ok."""
@@ -68,6 +74,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         told = [
             f"<Outcome {'ok' if self.ok else 'failed'}: run {self.run!r}, round {self.round}: {self.reason}",
             *([f"contributors {who}"] if who else []),
+            *(["in doubt: the others may hold a mean"] if self.in_doubt else []),
             *([f"digest {self.digest[:SHOWN_CHARS]}"] if self.digest else []),
             *([f"{self.seconds['total']:.3f} s"] if "total" in self.seconds else []),
             *self.events,

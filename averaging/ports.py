@@ -1,7 +1,7 @@
 """What `averaging` asks of the world: a transport of frames and a directory of peers.
 
-Both are structural Protocols. `equipoise.dht` implements them over libp2p, `equipoise.averaging.sim` in memory;
-`equipoise.peer` wires one or the other in. A frame is a small header (a msgpack control message) and an optional
+Both are structural Protocols. `equipoise.dht` implements them over libp2p, tests in memory;
+`equipoise.peer` wires them in. A frame is a small header (a msgpack control message) and an optional
 body (bulk values). Peers are named by their PeerID in base58, a `str`.
 """
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Literal, cast, get_args
 
 import msgspec
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_TENSORS = 100_000
 """Far above any model of today; bounds what a hostile schema can make us allocate."""
@@ -14,23 +17,19 @@ MAX_TENSORS = 100_000
 MAX_NAME_CHARS = 512
 """Module paths of deep models reach about 150 characters."""
 
-DTYPES: Mapping[str, torch.dtype] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-"""What can be averaged: floating-point tensors, exchanged through fp32."""
+MAX_DIMENSIONS = 64
+"""torch itself stops at 64 dimensions."""
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+Dtype = Literal["float64", "float32", "float16", "bfloat16"]
+"""What can be averaged: floating-point tensors, exchanged through fp32."""
 
 
 class SchemaError(ValueError):
     """Tensors do not fit the schema; the message names the tensor, what was expected and what came."""
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
-    """One tensor of a schema.
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a schema. The types bound what another process may send.
 
     Attributes:
         name: Its name.
@@ -40,9 +39,9 @@ class TensorSpec(msgspec.Struct, frozen=True):
             codec rounds them away every time.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    shape: Annotated[tuple[Annotated[int, msgspec.Meta(ge=0)], ...], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    dtype: Dtype
     buffer: bool = False
 
     @property
@@ -52,9 +51,17 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Schema(msgspec.Struct, frozen=True):
-    """The tensors of a run; `layout` says where they lie in the flat vector."""
+    """The tensors of a run; `layout` says where they lie in the flat vector.
 
-    tensors: tuple[TensorSpec, ...]
+    Raises:
+        SchemaError: Two have one name. (A message that holds such a schema does not decode.)
+    """
+
+    tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
+
+    def __post_init__(self) -> None:
+        if len({spec.name for spec in self.tensors}) < len(self.tensors):
+            raise SchemaError(f"expected {len(self.tensors)} tensors of different names")
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], buffers: Collection[str] = ()) -> Schema:
@@ -90,9 +97,9 @@ class Schema(msgspec.Struct, frozen=True):
                 raise SchemaError(
                     f"tensor {spec.name!r}: expected shape {list(spec.shape)}, got {list(tensor.shape)}"
                 )
-            if _DTYPE_NAMES.get(tensor.dtype) != spec.dtype:
+            if _name(tensor.dtype) != spec.dtype:
                 raise SchemaError(
-                    f"tensor {spec.name!r}: expected dtype {spec.dtype}, got {_short(tensor.dtype)}"
+                    f"tensor {spec.name!r}: expected dtype {spec.dtype}, got {_name(tensor.dtype)}"
                 )
         if len(tensors) > len(self.tensors):
             known = {spec.name for spec in self.tensors}
@@ -110,6 +117,8 @@ def tensors_by_name(tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
 def _describe(name: str, tensor: torch.Tensor, buffer: bool) -> TensorSpec:
+    import torch  # Schemas also travel through processes that do without it.
+
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise SchemaError(
             f"expected a tensor name of 1 to {MAX_NAME_CHARS} characters, got {str(name)[:64]!r}"
@@ -118,12 +127,13 @@ def _describe(name: str, tensor: torch.Tensor, buffer: bool) -> TensorSpec:
         raise SchemaError(f"tensor {name!r}: expected a torch.Tensor, got {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise SchemaError(f"tensor {name!r}: expected a dense tensor, got layout {tensor.layout}")
-    if tensor.dtype not in _DTYPE_NAMES:
+    dtype = _name(tensor.dtype)
+    if dtype not in get_args(Dtype):
         raise SchemaError(
-            f"tensor {name!r}: expected dtype {' or '.join(DTYPES)}, got {_short(tensor.dtype)}; leave it out"
+            f"tensor {name!r}: expected dtype {' or '.join(get_args(Dtype))}, got {_name(tensor.dtype)}; leave it out"
         )
-    return TensorSpec(name, tuple(tensor.shape), _DTYPE_NAMES[tensor.dtype], buffer)
+    return TensorSpec(name, tuple(tensor.shape), cast(Dtype, dtype), buffer)
 
 
-def _short(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -11,14 +11,15 @@ from functools import cached_property
 import msgspec
 
 from equipoise.averaging.layout import Layout
+from equipoise.averaging.options import MAX_TERM_CHARS, RunOptions, Terms
+from equipoise.averaging.rules import Rule, parse_rule
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.weights import CAPPED, cap_of
+from equipoise.averaging.strategy import Strategy, parse_strategy
+from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised when messages change in a way that older peers would misread; part of every spec's hash."""
-
-STRATEGIES = ("allreduce",)
 
 MAX_GROUP_SIZE = 64
 """A member exchanges with every other, so cost grows with the square; the manifest must fit one header."""
@@ -37,13 +38,8 @@ MAX_NAME_CHARS = 64
 MAX_TERMS = 32
 """An optimizer with its schedule takes about ten; all of them are shown to peers whose terms differ."""
 
-MAX_TERM_CHARS = 64
 MAX_TERM_VALUE_CHARS = 256
 """An optimizer with all its options takes 200; more than that nobody compares by eye."""
-
-Terms = tuple[tuple[str, str], ...]
-"""Pairs of what was agreed on and what it is, sorted."""
-
 
 _PRINTABLE = re.compile(r"\A[ -~]*\Z")
 
@@ -58,21 +54,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     Attributes:
         name: The run's name, 1 to 64 printable characters.
         schema: The tensors.
-        strategy: How the run averages; one of `STRATEGIES`.
-        codec: Codec spec in canonical form, as `int8:block=128`.
-        group_size: Most peers that average together in one round, 2 to 64.
-        part_values: Values per part of a share (512 Ki measured best), a multiple of 256 and of the codec's block.
-        weights: What counts of a contributor's weight: `capped:10`, at most 10 times the group's median, or `any`.
+        options: How the run averages.
         terms: What else the peers must have alike, as ("target batch size", "4096"); nothing here acts on it.
     """
 
     name: str
     schema: Schema
-    strategy: str = "allreduce"
-    codec: str = "int8"
-    group_size: int = 16
-    part_values: int = 512 * 1024
-    weights: str = CAPPED
+    options: RunOptions
     terms: Terms = ()
 
     @classmethod
@@ -80,49 +68,21 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         cls,
         name: str,
         schema: Schema,
-        *,
-        strategy: str = "allreduce",
-        codec: str = "int8",
-        group_size: int = 16,
-        part_values: int = 512 * 1024,
-        weights: str = CAPPED,
+        options: RunOptions = RunOptions(),  # noqa: B008 - frozen
         terms: Mapping[str, str] | None = None,
     ) -> RunSpec:
-        """Check every option and bring the codec into its canonical form.
+        """Check everything and bring it into its canonical form.
 
         Raises:
-            SpecError: An option is out of its range.
+            SpecError: Something is out of its range.
             equipoise.compression.CodecError: The codec is unknown.
         """
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
             raise SpecError(
                 f"expected a run name of 1 to {MAX_NAME_CHARS} printable characters, got {str(name)[:80]!r}"
             )
-        if strategy not in STRATEGIES:
-            raise SpecError(f"unknown strategy {strategy!r}: expected one of {', '.join(STRATEGIES)}")
-        if not isinstance(group_size, int) or not 2 <= group_size <= MAX_GROUP_SIZE:
-            raise SpecError(f"expected a group size of 2 to {MAX_GROUP_SIZE}, got {group_size!r}")
-        parsed = parse_codec(codec)
-        unit = math.lcm(MIN_PART_VALUES, parsed.granule)
-        if not unit <= part_values <= MAX_PART_VALUES or part_values % unit:
-            raise SpecError(
-                f"expected part_values to be a multiple of {unit} up to {MAX_PART_VALUES}, got {part_values}"
-            )
-        try:
-            cap_of(weights)
-        except ValueError as error:
-            raise SpecError(str(error)) from None
-        spec = cls(
-            name=name,
-            schema=schema,
-            strategy=strategy,
-            codec=parsed.spec,
-            group_size=group_size,
-            part_values=part_values,
-            weights=weights,
-            terms=check_terms(terms or {}),
-        )
-        most = part_values * (MAX_PARTS - SHORT_PARTS)
+        spec = cls(name=name, schema=schema, options=checked(options), terms=check_terms(terms or {}))
+        most = spec.options.part_values * (MAX_PARTS - SHORT_PARTS)
         if not 0 < spec.layout.size <= most:
             raise SpecError(f"expected 1 to {most} values, got {spec.layout.size}; raise part_values")
         return spec
@@ -130,13 +90,50 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def layout(self) -> Layout:
         """Where the tensors lie in the flat vector; follows from what is hashed."""
-        return Layout(self.schema, parse_codec(self.codec))
+        return Layout(self.schema, parse_codec(self.options.codec))
+
+    @cached_property
+    def strategy(self) -> Strategy:
+        """Who meets whom."""
+        return parse_strategy(self.options.strategy)
+
+    @cached_property
+    def rule(self) -> Rule:
+        """How contributions become one vector."""
+        return parse_rule(self.options.rule)
 
     @property
     def hash(self) -> str:
         """SHA-256 in hex, 64 characters, of the spec and the protocol version."""
         content = msgspec.json.encode((PROTOCOL_VERSION, self))
         return hashlib.sha256(content).hexdigest()
+
+
+def checked(options: RunOptions) -> RunOptions:
+    """Options whose specs are in their canonical form.
+
+    Raises:
+        SpecError: An option is out of its range.
+        equipoise.compression.CodecError: The codec is unknown.
+    """
+    if not isinstance(options.group_size, int) or not 2 <= options.group_size <= MAX_GROUP_SIZE:
+        raise SpecError(f"expected a group size of 2 to {MAX_GROUP_SIZE}, got {options.group_size!r}")
+    codec, values = parse_codec(options.codec), options.part_values
+    unit = math.lcm(MIN_PART_VALUES, codec.granule)
+    if not unit <= values <= MAX_PART_VALUES or values % unit:
+        raise SpecError(
+            f"expected part_values to be a multiple of {unit} up to {MAX_PART_VALUES}, got {values}"
+        )
+    try:
+        cap_of(options.weights)
+        strategy, rule = parse_strategy(options.strategy), parse_rule(options.rule)
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+    if strategy.quorum > options.group_size:
+        raise SpecError(
+            f"expected a quorum of at most the group size {options.group_size}, got {strategy.quorum}"
+        )
+    return msgspec.structs.replace(options, strategy=strategy.spec, rule=rule.spec, codec=codec.spec)
 
 
 def check_terms(terms: Mapping[str, str]) -> Terms:

@@ -1,6 +1,6 @@
 """Codecs: flat fp32 vectors to bytes and back."""
 
-from equipoise.compression.buffers import unwrapped
+from equipoise.compression.buffers import Values, unwrapped
 from equipoise.compression.choice import kernels
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
@@ -12,6 +12,7 @@ __all__ = [
     "CodecError",
     "EncodeReport",
     "NonFiniteError",
+    "Values",
     "first_non_finite",
     "kernels",
     "parse_codec",

@@ -6,7 +6,8 @@ import ipaddress
 import re
 from dataclasses import dataclass
 
-from equipoise.dht import base58
+import base58
+
 from equipoise.dht.identity import public_key_of
 
 EXAMPLE = "/ip4/192.0.2.7/tcp/31337/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -15,6 +16,9 @@ ANNOUNCE_EXAMPLE = "/dns4/gpu.example.org/tcp/31337"
 
 MAX_ADDRESS_CHARACTERS = 512
 """A DNS name has at most 253 characters, a PeerID 52; a relayed address holds two of each."""
+
+MAX_HOST_CHARACTERS = 253
+"""Of a DNS name."""
 
 _HOSTNAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 _HOST_PROTOCOLS = ("ip4", "ip6", "dns", "dns4", "dns6")
@@ -110,11 +114,7 @@ def parse_address(text: str) -> Address:
 
 
 def parse_listen(text: str) -> ListenAddress:
-    """Parse what `--listen` takes: `/ip4|ip6/ADDRESS/tcp/PORT`.
-
-    Raises:
-        AddressError: It is malformed.
-    """
+    """Parse what `--listen` takes: `/ip4|ip6/ADDRESS/tcp/PORT`; raises AddressError if it is malformed."""
     parts = _split(text, LISTEN_EXAMPLE)
     host, port = _first_hop(text, parts, LISTEN_EXAMPLE)
     if parts[0] not in ("ip4", "ip6"):
@@ -144,6 +144,22 @@ def is_relayed(text: str) -> bool:
     return "/p2p-circuit" in text
 
 
+def is_ip(host: str) -> bool:
+    """Whether `host` is an IP address and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_host(host: str) -> bool:
+    """Whether `host` is an IP address that has no zone, or may be the name of a host."""
+    if is_ip(host):
+        return "%" not in host
+    return len(host) <= MAX_HOST_CHARACTERS and _HOSTNAME.fullmatch(host) is not None
+
+
 def is_loopback(host: str) -> bool:
     """Whether `host` is an IP address that only this machine reaches."""
     try:
@@ -157,7 +173,7 @@ def _encode_value(protocol: str, value: str) -> bytes:
         return ipaddress.ip_address(value).packed
     if protocol == "tcp":
         return int(value).to_bytes(2, "big")
-    data = base58.decode(value) if protocol == "p2p" else value.encode()
+    data = base58.b58decode(value) if protocol == "p2p" else value.encode()
     # A host name may have 253 bytes: two bytes of varint from 128 on.
     size = bytes([len(data)]) if len(data) < 128 else bytes([len(data) & 0x7F | 0x80, len(data) >> 7])
     return size + data
@@ -198,7 +214,7 @@ def _first_hop(text: str, parts: list[str], example: str) -> tuple[str, int]:
 
 def _check_host(text: str, protocol: str, host: str, example: str) -> None:
     if protocol.startswith("dns"):
-        if len(host) > 253 or not _HOSTNAME.fullmatch(host):
+        if len(host) > MAX_HOST_CHARACTERS or not _HOSTNAME.fullmatch(host):
             raise _error(text, f"expected a host name, got {host[:64]!r}", example)
         return
     version = ipaddress.IPv4Address if protocol == "ip4" else ipaddress.IPv6Address

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import OrderedDict
+
+from equipoise.dht.limits import LruDict
 
 MAX_SAMPLES = 64
 """Peers whose clocks are remembered: a median of so many is not moved by a few liars."""
@@ -21,14 +22,11 @@ class SwarmClock:
     """Time that peers roughly agree on, so that a machine whose clock is off can take part."""
 
     def __init__(self) -> None:
-        self._samples: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._samples: LruDict[str, tuple[float, float]] = LruDict(MAX_SAMPLES)
 
     def learn(self, peer: str, theirs: float, asked: float, answered: float) -> None:
         """Take the clock that `peer` sent between two readings of ours, all in seconds since 1970."""
         self._samples[peer] = theirs - (asked + answered) / 2, time.monotonic()
-        self._samples.move_to_end(peer)
-        if len(self._samples) > MAX_SAMPLES:
-            self._samples.popitem(last=False)
 
     @property
     def offset(self) -> float:

@@ -1,17 +1,26 @@
-"""The peers in contact with this one, now: the driver of `pulse`."""
+"""Who is still there: a connected peer that has fallen silent is asked, and given up if it does not answer.
+
+A machine that loses its power or its cable closes no connection, and libp2p notices after half a minute at best.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from equipoise.dht.dialer import Dialer
 from equipoise.dht.link import Link, LinkError
 from equipoise.dht.protocol import CallError, RecordProtocol
-from equipoise.dht.pulse import Pulse
+from equipoise.dht.tasks import TaskSet
 
+QUIET_SECONDS = 2.0
+"""A peer that has said nothing for so long is asked."""
+MAX_MISSED = 2
+"""Questions in a row that go unanswered before a peer is given up: a busy one may miss the first."""
+MAX_ASKED = 32
+"""Peers that are asked at once: the next ones wait, so that a large swarm costs no more than a small one."""
 LOOK_SECONDS = 1.0
 """The longest time until a peer that has fallen silent is asked."""
 ANSWER_SECONDS = 2.0
@@ -20,20 +29,69 @@ ANSWER_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class _Peer:
+    heard: float
+    asked: bool = False
+    missed: int = 0
+
+
+class Pulse:
+    """Keeps when each connected peer was last heard. Sans IO."""
+
+    def __init__(self) -> None:
+        self._peers: dict[str, _Peer] = {}
+
+    def heard(self, peer: str, now: float) -> None:
+        """`peer` has said something."""
+        self._peers[peer] = _Peer(now, self._peers[peer].asked if peer in self._peers else False)
+
+    def doubt(self) -> None:
+        """Take every peer for silent: each is asked next."""
+        for one in self._peers.values():
+            one.heard = float("-inf")
+
+    def whom(self, connected: Iterable[str], now: float) -> list[str]:
+        """Choose the peers to ask, the longest silent first; those that are not connected are forgotten."""
+        connected = set(connected)
+        self._peers = {peer: one for peer, one in self._peers.items() if peer in connected or one.asked}
+        room = MAX_ASKED - sum(one.asked for one in self._peers.values())
+        silent = [
+            peer
+            for peer, one in self._peers.items()
+            if not one.asked and (one.missed or one.heard + QUIET_SECONDS <= now)
+        ]
+        silent.sort(key=lambda peer: self._peers[peer].heard)
+        for peer in silent[: max(0, room)]:
+            self._peers[peer].asked = True
+        return silent[: max(0, room)]
+
+    def answered(self, peer: str, now: float) -> None:
+        """`peer` has answered."""
+        self._peers[peer] = _Peer(now)
+
+    def missed(self, peer: str) -> bool:
+        """`peer` has not answered; return whether it is given up now."""
+        one = self._peers.get(peer)
+        if one is None:
+            return False
+        one.asked, one.missed = False, one.missed + 1
+        if one.missed < MAX_MISSED:
+            return False
+        del self._peers[peer]
+        return True
+
+
 class Contacts:
-    """Asks connected peers that have fallen silent, and hangs up on those that do not answer.
+    """Asks connected peers that have fallen silent, hangs up on those that do not answer, and tells `on_lost`."""
 
-    Attributes:
-        on_lost: Called with the PeerID of a peer that was given up.
-    """
-
-    def __init__(self, link: Link, dialer: Dialer, protocol: RecordProtocol) -> None:
+    def __init__(self, link: Link, protocol: RecordProtocol) -> None:
         self.on_lost: Callable[[str], None] = lambda peer: None
         self._link = link
-        self._dialer = dialer
+        self._dialer = protocol.dialer
         self._protocol = protocol
         self._pulse = Pulse()
-        self._questions: set[asyncio.Task[None]] = set()
+        self._questions = TaskSet()
         protocol.on_heard = lambda peer: self._pulse.heard(peer, time.monotonic())
 
     @property
@@ -54,14 +112,9 @@ class Contacts:
                 await asyncio.sleep(LOOK_SECONDS)
                 if self._link.attached:
                     for peer in self._pulse.whom(self._dialer.connected, time.monotonic()):
-                        task = asyncio.create_task(self._ask(peer))
-                        self._questions.add(task)
-                        task.add_done_callback(self._questions.discard)
+                        self._questions.spawn(self._ask(peer))
         finally:
-            for task in self._questions:
-                task.cancel()
-            if self._questions:
-                await asyncio.wait(self._questions)
+            await self._questions.stop()
 
     async def _ask(self, peer: str) -> None:
         try:

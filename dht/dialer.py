@@ -12,15 +12,16 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
 from equipoise.dht.dialpolicy import DialPolicy
-from equipoise.dht.escaping import printable
+from equipoise.dht.limits import LruDict
 from equipoise.dht.link import Link, LinkError
+from equipoise.dht.sanitize import printable
 from equipoise.dht.state import AddressState
+from equipoise.dht.tasks import end
 
 PROBE_SECONDS = 2.0
 """A TCP handshake takes one round trip; a packet lost once is sent again after 1 s."""
@@ -36,11 +37,7 @@ FRESH_SECONDS = 0.05
 
 
 class Unreached(ConnectionError):
-    """A peer cannot be reached.
-
-    Attributes:
-        state: The kind of cause.
-    """
+    """A peer cannot be reached; `state` is the kind of cause."""
 
     def __init__(self, state: AddressState, reason: str) -> None:
         super().__init__(reason)
@@ -51,6 +48,7 @@ class Dialer:
     """Knows addresses of peers, and which of them are connected.
 
     Attributes:
+        connected: PeerIDs that were connected when last asked.
         paths: Multiaddrs at the other ends of p2pd's connections when last asked, by PeerID.
         failures: Why peers could not be reached when last tried, by PeerID.
     """
@@ -60,18 +58,13 @@ class Dialer:
         self._own = own
         self._policy = policy
         self._tries_ended = asyncio.Event()
-        self._known: OrderedDict[str, tuple[Address, ...]] = OrderedDict()
-        self._connected: frozenset[str] = frozenset()
+        self._known: LruDict[str, tuple[Address, ...]] = LruDict(MAX_KNOWN_PEERS)
+        self.connected: frozenset[str] = frozenset()
         self._asked = float("-inf")
         self._asking = asyncio.Lock()
         self.paths: dict[str, tuple[str, ...]] = {}
-        self.failures: OrderedDict[str, str] = OrderedDict()
-        self._causes: OrderedDict[str, Unreached] = OrderedDict()
-
-    @property
-    def connected(self) -> frozenset[str]:
-        """PeerIDs that were connected when last asked."""
-        return self._connected
+        self.failures: LruDict[str, str] = LruDict(MAX_KNOWN_PEERS)
+        self._causes: LruDict[str, Unreached] = LruDict(MAX_KNOWN_PEERS)
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
         """Remember where `peer` says it listens; malformed addresses and other peers' are ignored."""
@@ -82,9 +75,6 @@ class Dialer:
         mine = tuple(address for address in found if address.peer == peer)
         if mine:
             self._known[peer] = mine
-            self._known.move_to_end(peer)
-        while len(self._known) > MAX_KNOWN_PEERS:
-            self._known.popitem(last=False)
 
     def hear(self, peer: str, addresses: Sequence[str]) -> None:
         """Take others' word for where `peer` listens, unless it is known already."""
@@ -96,19 +86,15 @@ class Dialer:
         return tuple(address.text for address in self._known.get(peer, ()))
 
     async def refresh(self) -> frozenset[str]:
-        """Ask p2pd which peers are connected.
-
-        Raises:
-            LinkError: p2pd does not answer.
-        """
+        """Ask p2pd which peers are connected; raises LinkError if p2pd does not answer."""
         self.paths = await self._link.connections()
-        self._connected = frozenset(self.paths) - {self._own}
+        self.connected = frozenset(self.paths) - {self._own}
         self._asked = now = self._now()
         for peer, paths in self.paths.items():
             for path in paths:
                 if not is_relayed(path):
                     self._policy.meet(peer, path.split("/")[2], now)
-        return self._connected
+        return self.connected
 
     async def reach(self, peer: str) -> None:
         """See to it that p2pd is connected to `peer`.
@@ -121,13 +107,10 @@ class Dialer:
             if self._now() - self._asked > FRESH_SECONDS:
                 await self.refresh()
         try:
-            if peer not in self._connected:
+            if peer not in self.connected:
                 await self._connect_any(self._dialled(peer))
         except Unreached as error:
             self.failures[peer] = str(error)
-            self.failures.move_to_end(peer)
-            if len(self.failures) > MAX_KNOWN_PEERS:
-                self.failures.popitem(last=False)
             raise
         self.failures.pop(peer, None)
 
@@ -151,9 +134,7 @@ class Dialer:
                 except Unreached as error:
                     failures.append(error)
         finally:
-            for task in attempts:
-                task.cancel()
-            await asyncio.wait(attempts)
+            await end(attempts)
         raise failures[0]
 
     async def _try(self, address: Address) -> None:
@@ -163,7 +144,7 @@ class Dialer:
             Unreached: It is not there, or is not to be tried now; says why.
         """
         place, failure = (address.host, address.port), "it was broken off"
-        while address.first not in self._connected:
+        while address.first not in self.connected:
             refusal = self._policy.begin(address.first, place, self._now())
             if refusal is None:
                 break
@@ -181,7 +162,7 @@ class Dialer:
             raise
         finally:
             # Connected, maybe by another address of it that was tried at once: then nothing speaks against this one.
-            there = address.first in self._connected
+            there = address.first in self.connected
             self._policy.end(address.first, place, self._now(), "" if there else failure)
             self._tries_ended.set()
             self._tries_ended = asyncio.Event()
@@ -190,7 +171,7 @@ class Dialer:
         """Return `address` with an IP address in place of a name, so that what is checked is what is dialled."""
         if address.text.startswith("/ip"):
             return address
-        async with _told(address.host, address.port):
+        async with told(address.host, address.port):
             found = await asyncio.get_running_loop().getaddrinfo(
                 address.host, address.port, type=socket.SOCK_STREAM
             )
@@ -205,11 +186,7 @@ class Dialer:
         return asyncio.get_running_loop().time()
 
     async def connect(self, address: Address) -> None:
-        """Connect to the peer at `address`, which a person has given.
-
-        Raises:
-            Unreached: It is not there; says why.
-        """
+        """Connect to the peer at `address`, which a person has given; raises Unreached if it is not there."""
         if address.peer == self._own:
             raise Unreached("wrong peer", "that is this peer itself")
         await self._connect(address, b"")
@@ -222,7 +199,7 @@ class Dialer:
         except LinkError as error:
             raise self._cause(address, str(error)) from error
         self._causes.pop(address.text, None)
-        self._connected |= {address.peer}
+        self.connected |= {address.peer}
 
     def _cause(self, address: Address, message: str) -> Unreached:
         """Return why libp2p cannot connect; while it only pauses after a failure, why that attempt failed."""
@@ -231,9 +208,6 @@ class Dialer:
             return Unreached(known.state, str(known))
         cause = _classify(address, message)
         self._causes[address.text] = cause
-        self._causes.move_to_end(address.text)
-        if len(self._causes) > MAX_KNOWN_PEERS:
-            self._causes.popitem(last=False)
         return cause
 
 
@@ -243,7 +217,7 @@ async def probe(host: str, port: int, greeting: bytes = b"") -> None:
     Raises:
         Unreached: Nobody answers; says why.
     """
-    async with _told(host, port):
+    async with told(host, port):
         reader, writer = await asyncio.open_connection(host, port)
         try:
             if await reader.readexactly(len(greeting)) != greeting:
@@ -253,7 +227,7 @@ async def probe(host: str, port: int, greeting: bytes = b"") -> None:
 
 
 @contextlib.asynccontextmanager
-async def _told(host: str, port: int) -> AsyncIterator[None]:
+async def told(host: str, port: int) -> AsyncIterator[None]:
     """Bound what is done by `PROBE_SECONDS`, and say in words why it fails."""
     where = f"{host} port {port}"
     try:

@@ -10,11 +10,11 @@ Addresses that a person gave (`--join`) are no business of this module. Times ar
 from __future__ import annotations
 
 import ipaddress
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from equipoise.dht.interfaces import Network
+from equipoise.dht.limits import LruDict
 
 Place = tuple[str, int]
 """IP address or name, and TCP port."""
@@ -78,17 +78,14 @@ class DialPolicy:
 
     def __init__(self, networks: Callable[[], Iterable[Network]]) -> None:
         self._networks = networks
-        self._met: OrderedDict[tuple[str, str], float] = OrderedDict()
-        self._failures: OrderedDict[tuple[str, Place], _Failure] = OrderedDict()
+        self._met: LruDict[tuple[str, str], float] = LruDict(MAX_MET)
+        self._failures: LruDict[tuple[str, Place], _Failure] = LruDict(MAX_PLACES)
         self._hosts: dict[str, _Host] = {}
         self._trying: dict[Place, str] = {}
 
     def meet(self, peer: str, host: str, now: float) -> None:
         """Note that `peer` is at the IP address `host`: a connection with it, from either side, shows it."""
         self._met[peer, host] = now
-        self._met.move_to_end((peer, host))
-        if len(self._met) > MAX_MET:
-            self._met.popitem(last=False)
 
     def begin(self, peer: str, place: Place, now: float) -> Refusal | None:
         """Begin to try whether `peer` is at `place`; None if that is fine, and then `end` is due.
@@ -167,9 +164,7 @@ class DialPolicy:
                 del self._hosts[host]
 
     def _fail(self, key: tuple[str, Place], now: float, reason: str) -> None:
-        before = self._failures.pop(key, None)
+        before = self._failures.get(key)
         tries = before.tries + 1 if before is not None else 1
         pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 10), MAX_PAUSE_SECONDS)
         self._failures[key] = _Failure(tries, now + pause, reason)
-        if len(self._failures) > MAX_PLACES:
-            self._failures.popitem(last=False)

@@ -11,14 +11,14 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
 from equipoise.dht.identity import Identity
 from equipoise.dht.ledger import Entry
-from equipoise.dht.node import Node
-from equipoise.dht.outbox import Outbox
+from equipoise.dht.protocol import CallError, RecordProtocol
+from equipoise.dht.reach import Reach
 from equipoise.dht.records import (
     MAX_REASON_CHARACTERS,
     MAX_WHY_CHARACTERS,
@@ -29,7 +29,17 @@ from equipoise.dht.records import (
     seal,
     shard_of,
 )
-from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
+from equipoise.dht.state import PROTOCOL_VERSION, Part
+from equipoise.dht.tasks import TaskSet, end, sleep_until
+
+MAX_TARGETS = 64
+"""Peers told of a change directly; others find it in the DHT."""
+MAX_UNCONNECTED = 16
+"""Of them, those that have to be dialled first: records cost nothing, and must not keep the news from who is there."""
+MAX_ATTEMPTS = 4
+"""Then the peer is told again at the next renewal, if it is still one to be told."""
+RETRY_SECONDS = 0.5
+"""p2pd is back, or attached again, about so long after it broke."""
 
 TTL_SECONDS = 15.0
 """How long the dead are listed; three renewals fit, so that two may be lost."""
@@ -43,16 +53,57 @@ STALE_SECONDS = 5.0
 WITHDRAW_SECONDS = 1.0
 """How long a farewell may take."""
 
+Send = Callable[[str, bytes], Awaitable[bool]]
+
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class OwnReach:
-    """How others reach this peer: what of it goes into records."""
+class Outbox:
+    """Sends the newest version of a record to many peers: a slow or dead one delays nobody, and gets only the last."""
 
-    dialable: bool
-    state: ReachState
-    reason: str
+    def __init__(self, send: Send, connected: Callable[[], Container[str]]) -> None:
+        """`connected` tells the PeerIDs that need not be dialled."""
+        self._send = send
+        self._connected = connected
+        self._newest = b""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def publish(self, data: bytes, targets: Iterable[str]) -> None:
+        """Send `data` to `targets`, at once to those not being sent to, afterwards to the others."""
+        self._newest = data
+        connected = self._connected()
+        targets = sorted(targets, key=lambda peer: peer not in connected)[:MAX_TARGETS]
+        unconnected = sum(peer not in connected for peer in self._tasks)
+        for peer in targets:
+            if peer in self._tasks:
+                continue
+            if peer not in connected:
+                if unconnected >= MAX_UNCONNECTED:
+                    break
+                unconnected += 1
+            self._tasks[peer] = asyncio.create_task(self._deliver(peer))
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until all are sent, at most `seconds`."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks.values()), timeout=seconds)
+
+    async def close(self) -> None:
+        """Stop sending."""
+        await end(set(self._tasks.values()))
+
+    async def _deliver(self, peer: str) -> None:
+        sent, failures = b"", 0
+        try:
+            while sent != self._newest and failures < MAX_ATTEMPTS:
+                newest = self._newest
+                if await self._send(peer, newest):
+                    sent, failures = newest, 0
+                else:
+                    failures += 1
+                    await asyncio.sleep(RETRY_SECONDS)
+        finally:
+            del self._tasks[peer]
 
 
 @dataclass
@@ -66,7 +117,7 @@ class _Own:
     replicas: tuple[str, ...] = ()
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     search: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: TaskSet = field(default_factory=TaskSet)
 
 
 class RunDirectory:
@@ -78,18 +129,18 @@ class RunDirectory:
     """
 
     def __init__(
-        self, identity: Identity, node: Node, reach: Callable[[], OwnReach], first_sequence: int
+        self, identity: Identity, protocol: RecordProtocol, reach: Reach, first_sequence: int
     ) -> None:
         self.name = ""
         self.credential: Callable[[], bytes] = bytes
         self._identity = identity
-        self._node = node
+        self._protocol = protocol
         self._reach = reach
         self._sequence = itertools.count(first_sequence)
         self._own: dict[str, _Own] = {}
         self._searched: dict[str, float] = {}
         self._program = f"equipoise {_version()}"
-        node.protocol.on_record = self._on_record
+        protocol.on_record = self._on_record
 
     @property
     def runs(self) -> dict[str, Part]:
@@ -131,7 +182,7 @@ class RunDirectory:
         own = self._own.pop(run, None)
         if own is None:
             return
-        await _end(own.tasks)
+        await own.tasks.stop()
         if own.record is not None:
             record = self._record(run, state="offline", spec=own.record.spec, round=own.record.round)
             own.data = seal(record, self._identity)
@@ -145,7 +196,7 @@ class RunDirectory:
         """Return the verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""
         if run not in self._own and time.monotonic() - self._searched.get(run, float("-inf")) > STALE_SECONDS:
             await self._search(run)
-        return [entry.record for entry in self._node.protocol.ledger.current(run, time.monotonic())]
+        return [entry.record for entry in self._protocol.ledger.current(run, time.monotonic())]
 
     def renew(self) -> None:
         """Publish what has changed of this peer itself in every run."""
@@ -164,7 +215,7 @@ class RunDirectory:
         await asyncio.gather(*(self.withdraw(run) for run in list(self._own)))
 
     def _record(self, run: str, **values: object) -> Readiness:
-        protocol, reach = self._node.protocol, self._reach()
+        protocol, reach = self._protocol, self._reach.status()
         return Readiness(
             version=PROTOCOL_VERSION,
             peer=self._identity.peer,
@@ -178,20 +229,23 @@ class RunDirectory:
             program=self._program,
             name=self.name,
             credential=self.credential(),
-            **{"dialable": reach.dialable, **values},  # type: ignore[arg-type]
+            **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
         )
 
     def _enter(self, run: str) -> _Own:
-        protocol = self._node.protocol
         outbox = Outbox(
-            lambda peer, data: self._node.store(peer, [self._kept(run, data)]), lambda: protocol.connected
+            lambda peer, data: self._send(peer, run, data), lambda: self._protocol.dialer.connected
         )
         own = self._own[run] = _Own(run, outbox)
-        own.tasks = [
-            asyncio.create_task(self._keep_published(own)),
-            asyncio.create_task(self._keep_searched(own)),
-        ]
+        own.tasks.spawn(self._keep_published(own))
+        own.tasks.spawn(self._keep_searched(own))
         return own
+
+    async def _send(self, peer: str, run: str, data: bytes) -> bool:
+        with contextlib.suppress(CallError):
+            await self._protocol.store(peer, [self._kept(run, data)])
+            return True
+        return False
 
     def _publish(self, own: _Own, record: Readiness, data: bytes) -> None:
         own.record, own.data = record, data
@@ -199,20 +253,18 @@ class RunDirectory:
         own.changed.set()
 
     def _keep(self, own: _Own) -> None:
-        self._node.protocol.take([self._kept(own.run, own.data)], self._identity.peer)
+        self._protocol.take([self._kept(own.run, own.data)], self._identity.peer)
 
     def _kept(self, run: str, data: bytes) -> Kept:
         return Kept(key_of(run, shard_of(self._identity.peer)), self._identity.peer, data, TTL_SECONDS)
 
     def _targets(self, own: _Own) -> list[str]:
-        mates = [entry.record.peer for entry in self._node.protocol.ledger.current(own.run, time.monotonic())]
+        mates = [entry.record.peer for entry in self._protocol.ledger.current(own.run, time.monotonic())]
         return [peer for peer in dict.fromkeys((*mates, *own.replicas)) if peer != self._identity.peer]
 
     async def _keep_published(self, own: _Own) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RENEW_SECONDS):
-                    await own.changed.wait()
+            await sleep_until(own.changed, RENEW_SECONDS)
             if not own.changed.is_set():
                 self._renew(own)
             own.changed.clear()
@@ -235,13 +287,11 @@ class RunDirectory:
             if set(replicas) - set(own.replicas):
                 own.changed.set()
             own.replicas = replicas
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REFRESH_SECONDS):
-                    await own.search.wait()
+            await sleep_until(own.search, REFRESH_SECONDS)
 
     async def _search(self, run: str) -> tuple[str, ...]:
         keys = [key_of(run, shard) for shard in range(SHARDS)]
-        nearest = await self._node.look_up(keys)
+        nearest = await self._protocol.look_up(keys)
         now = time.monotonic()
         self._searched = {name: when for name, when in self._searched.items() if when + STALE_SECONDS > now}
         self._searched[run] = now
@@ -252,15 +302,8 @@ class RunDirectory:
         own = self._own.get(record.run)
         if own is not None and own.data and entry.newcomer and record.peer != self._identity.peer:
             own.outbox.publish(own.data, [record.peer])
-            if own.record is not None and own.record.dialable != self._reach().dialable:
+            if own.record is not None and own.record.dialable != self._reach.dialable:
                 self._renew(own)
-
-
-async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
 
 
 def _version() -> str:

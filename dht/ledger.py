@@ -80,12 +80,9 @@ class Ledger:
         return len(self._entries)
 
     def accept(self, found: Kept, now: float, swarm_time: float) -> Entry | None:
-        """Take a record that was found; return its entry if it is news, None if it is known already.
+        """Take a record; return its entry if it is news, None if it is known already.
 
-        Args:
-            found: The record, and where it was.
-            now: This machine's monotonic clock, seconds.
-            swarm_time: The swarm's clock, seconds since 1970.
+        `now` is this machine's monotonic clock, `swarm_time` the swarm's, in seconds since 1970.
 
         Raises:
             Forged: It is not signed by its author.

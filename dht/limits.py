@@ -1,8 +1,12 @@
-"""How much one peer may ask for: a token bucket each; and whose records are looked at."""
+"""What bounds memory and work that peers can cause: how much is remembered, under way, asked for, carried, verified."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import asyncio
+import contextlib
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import TypeVar
 
 CALLS_PER_SECOND = 100.0
 """A run-mate stores 10 records a second in each run and looks up every 2 s."""
@@ -18,6 +22,45 @@ DISTRUST_SECONDS = 60.0
 """How long nothing is taken from a peer that has sent a forged record."""
 MAX_PEERS = 4096
 """The least recently seen is forgotten: its bucket was full again long before."""
+BURST_SECONDS = 0.25
+"""What was not taken of a rate for so long may be taken at once: control messages do not wait for bulk."""
+
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+class LruDict(OrderedDict[_K, _V]):
+    """Keeps the `limit` keys that were set last."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._limit = limit
+
+    def __setitem__(self, key: _K, value: _V) -> None:
+        super().__setitem__(key, value)
+        self.move_to_end(key)
+        if len(self) > self._limit:
+            self.popitem(last=False)
+
+
+class Tally(Counter[str]):
+    """Counts by name what is under way; a name of which nothing is left is forgotten."""
+
+    def drop(self, name: str) -> None:
+        """Count one less of `name`."""
+        self[name] -= 1
+        if self[name] <= 0:
+            del self[name]
+
+    @contextlib.contextmanager
+    def counting(self, *names: str) -> Iterator[None]:
+        """Count one more of each of `names` for the while."""
+        self.update(names)
+        try:
+            yield
+        finally:
+            for name in names:
+                self.drop(name)
 
 
 class RateLimit:
@@ -26,7 +69,7 @@ class RateLimit:
     def __init__(self, rate: float = CALLS_PER_SECOND, burst: float = BURST) -> None:
         self._rate = rate
         self._burst = burst
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._buckets: LruDict[str, tuple[float, float]] = LruDict(MAX_PEERS)
 
     def allow(self, peer: str, now: float) -> bool:
         """Take one token of `peer` at `now` (seconds, monotonic); False if it has none."""
@@ -34,9 +77,6 @@ class RateLimit:
         tokens = min(self._burst, tokens + (now - since) * self._rate)
         allowed = tokens >= 1
         self._buckets[peer] = (tokens - 1 if allowed else tokens, now)
-        self._buckets.move_to_end(peer)
-        if len(self._buckets) > MAX_PEERS:
-            self._buckets.popitem(last=False)
         return allowed
 
 
@@ -50,7 +90,7 @@ class Scrutiny:
     def __init__(self) -> None:
         self._senders = RateLimit(SIGNATURES_PER_SECOND, SIGNATURES_BURST)
         self._hearsay = RateLimit(HEARSAY_PER_SECOND, HEARSAY_BURST)
-        self._distrusted: OrderedDict[str, float] = OrderedDict()
+        self._distrusted: LruDict[str, float] = LruDict(MAX_PEERS)
 
     def admits(self, sender: str, author: str, now: float) -> bool:
         """Whether to verify a record of `author` that `sender` has sent."""
@@ -61,10 +101,26 @@ class Scrutiny:
     def distrust(self, sender: str, now: float) -> None:
         """Note that `sender` has sent a forged record."""
         self._distrusted[sender] = now + DISTRUST_SECONDS
-        self._distrusted.move_to_end(sender)
-        if len(self._distrusted) > MAX_PEERS:
-            self._distrusted.popitem(last=False)
 
     def distrusts(self, sender: str, now: float) -> bool:
         """Whether nothing is taken from `sender` for now."""
         return now < self._distrusted.get(sender, float("-inf"))
+
+
+class Allowance:
+    """At most `rate` bytes a second, averaged over `BURST_SECONDS`; takers are served in the order of their asking.
+
+    That is the generic cell rate algorithm (ITU-T I.371): a time up to which everything is taken already.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._taken_until = float("-inf")
+
+    async def take(self, count: int) -> None:
+        """Wait until `count` bytes may pass."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._taken_until = max(self._taken_until, now - BURST_SECONDS) + count / self._rate
+        if self._taken_until > now:
+            await asyncio.sleep(self._taken_until - now)

@@ -8,21 +8,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from equipoise.dht.address import is_relayed
-from equipoise.dht.escaping import printable
-from equipoise.dht.streams import Stream, connect_unix, receive_message, send_message
+from equipoise.dht.limits import Tally
+from equipoise.dht.sanitize import printable
+from equipoise.dht.streams import Acceptor, Stream, connect_unix, receive_message, send_message
 from equipoise.dht.substrate import P2P, Multiaddr, PeerID, p2pd_pb2
+from equipoise.dht.tasks import TaskSet
 
 REQUEST_SECONDS = 5.0
 """p2pd answers local requests within milliseconds; dialling a peer takes a few round trips."""
 ERROR_CHARACTERS = 1000
 """libp2p lists every address that it tried, with the cause."""
 
+PREFACE_SECONDS = 5.0
+"""p2pd says at once who a stream is from."""
+PEERS_SHARE = 8
+"""No peer takes more than an eighth of what is handled at once."""
+
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
+StreamHandler = Callable[[str, bool, Stream], Awaitable[None]]
+"""Given the PeerID of the other end (authenticated by libp2p), whether a relay lies between, and the stream, which is
+closed when the handler ends."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +63,7 @@ class Link:
             LinkError: p2pd does not answer; to be followed by `detach`.
         """
         if self._anchor is None:
-            upgrade = p2pd_pb2.Request(type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)
-            self._anchor = await _bounded(self._request(upgrade), "attach")
+            self._anchor = await self._ask("attach", type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)
         p2p = await _bounded(P2P.replicate(Multiaddr(f"/unix{self.control}")), "attach")
         self._p2p = p2p
         for name, handler in calls.items():
@@ -96,20 +106,14 @@ class Link:
         target = p2pd_pb2.ConnectRequest(
             peer=PeerID.from_base58(peer).to_bytes(), addrs=[address], timeout=max(1, int(seconds))
         )
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=target)
-        stream = await _bounded(self._request(request), f"connect to {peer}", seconds)
-        stream.close()
+        kind = p2pd_pb2.Request.CONNECT
+        (await self._ask(f"connect to {peer}", seconds, type=kind, connect=target)).close()
 
     async def disconnect(self, peer: str) -> None:
-        """Close every connection to `peer`.
-
-        Raises:
-            LinkError: p2pd does not answer.
-        """
+        """Close every connection to `peer`; raises LinkError if p2pd does not answer."""
         target = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.DISCONNECT, disconnect=target)
-        stream = await _bounded(self._request(request), f"disconnect {peer}")
-        stream.close()
+        kind = p2pd_pb2.Request.DISCONNECT
+        (await self._ask(f"disconnect {peer}", type=kind, disconnect=target)).close()
 
     async def connections(self) -> dict[str, tuple[str, ...]]:
         """Return the multiaddrs of the other ends of p2pd's connections, by PeerID; a relayed one has the relay's."""
@@ -134,9 +138,8 @@ class Link:
         handler = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[protocol], balanced=False
         )
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=handler)
-        stream = await _bounded(self._request(request), "accept streams")
-        stream.close()
+        kind = p2pd_pb2.Request.STREAM_HANDLER
+        (await self._ask("accept streams", type=kind, streamHandler=handler)).close()
 
     async def open_stream(self, peer: str, protocol: str, seconds: float = REQUEST_SECONDS) -> Stream:
         """Open a stream of `protocol` to `peer`.
@@ -147,8 +150,12 @@ class Link:
         target = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(seconds))
         )
-        request = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=target)
-        stream: Stream = await _bounded(self._request(request), f"open a stream to {peer}", seconds)
+        kind = p2pd_pb2.Request.STREAM_OPEN
+        return await self._ask(f"open a stream to {peer}", seconds, type=kind, streamOpen=target)
+
+    async def _ask(self, what: str, seconds: float | None = None, **request: Any) -> Stream:
+        """Make one request on a connection of its own, and return that."""
+        stream: Stream = await _bounded(self._request(p2pd_pb2.Request(**request)), what, seconds)
         return stream
 
     async def _request(self, request: Any) -> Stream:
@@ -201,3 +208,57 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float | None = N
 def _message(error: Exception) -> str:
     text = str(error) or type(error).__name__
     return text.removeprefix("Connect failed. msg=")
+
+
+class Inbound:
+    """Listens for the streams of one protocol, which p2pd hands over."""
+
+    def __init__(self, protocol: str, path: Path, most: int, handler: StreamHandler) -> None:
+        """`most` streams are handled at once; further ones are closed."""
+        self._protocol = protocol
+        self._path = path
+        self._most = most
+        self._handler = handler
+        self._acceptor: Acceptor | None = None
+        self._tasks = TaskSet()
+        self._per_peer = Tally()
+
+    def listen(self) -> None:
+        """Start to take streams from p2pd."""
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listening.bind(str(self._path))
+        self._acceptor = Acceptor(listening, self._most, self._take)
+
+    async def attach(self, link: Link) -> None:
+        """Have a (new) p2pd send streams here; raises LinkError if p2pd does not answer."""
+        await link.listen_streams(self._protocol, self._path)
+
+    async def stop(self) -> None:
+        """Take no more streams, end those that are handled; idempotent."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
+            self._path.unlink(missing_ok=True)
+        await self._tasks.stop()
+
+    def _take(self, connection: socket.socket, _: str) -> None:
+        if len(self._tasks) >= self._most:
+            connection.close()
+            _log.debug("a stream of %s is closed: %d are open, the maximum", self._protocol, self._most)
+            return
+        stream = Stream(connection)
+        # Closed here and not in the task, which may be cancelled before it begins.
+        self._tasks.spawn(self._handle(stream)).add_done_callback(lambda _: stream.close())
+
+    async def _handle(self, stream: Stream) -> None:
+        try:
+            async with asyncio.timeout(PREFACE_SECONDS):
+                peer, relayed = inbound_stream(await receive_message(stream))
+            if self._per_peer[peer] >= max(1, self._most // PEERS_SHARE):
+                raise ValueError(f"{peer} has {self._per_peer[peer]} open already, the maximum")
+            with self._per_peer.counting(peer):
+                await self._handler(peer, relayed, stream)
+        except (ConnectionError, TimeoutError, ValueError) as error:
+            _log.debug("a stream of %s: %s", self._protocol, error)
+        except Exception:
+            _log.exception("the handler of a stream of %s failed", self._protocol)

@@ -6,9 +6,8 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from equipoise.dht import msgpack_guard
-from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
-from equipoise.dht.records import MAX_ADDRESSES, Kept, Key
+from equipoise.dht import sanitize
+from equipoise.dht.records import Addresses, Kept, Key
 from equipoise.dht.state import PROTOCOL_VERSION
 
 MAX_KEYS = 16
@@ -21,16 +20,11 @@ MAX_INSTANCE_BYTES = 16
 MAX_NEAREST = 20
 """Kademlia's k."""
 MAX_MESSAGE_BYTES = 128 * 1024
-"""p2pd's own limit is 256 KB. A page of records holds at most 64 KB, checked apart."""
-PAGE_BYTES = msgpack_guard.MAX_BYTES
+"""p2pd's own limit is 256 KB. A page of records holds at most `PAGE_BYTES`."""
+PAGE_BYTES = 64 * 1024
 """All records that one answer carries, about 140 usual ones."""
 
 PING, FIND, STORE = "equipoise.dht.ping", "equipoise.dht.find", "equipoise.dht.store"
-
-Addresses = Annotated[
-    tuple[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)], ...],
-    msgspec.Meta(max_length=MAX_ADDRESSES),
-]
 
 _Message = TypeVar("_Message", bound="Versioned")
 
@@ -44,11 +38,7 @@ class VersionError(MessageError):
 
 
 class Versioned(msgspec.Struct, frozen=True, kw_only=True):
-    """Every message begins with its version.
-
-    Attributes:
-        version: `PROTOCOL_VERSION` of its author.
-    """
+    """Every message begins with the `PROTOCOL_VERSION` of its author."""
 
     version: int = PROTOCOL_VERSION
 
@@ -61,7 +51,7 @@ class Hello(Versioned, frozen=True, kw_only=True):
         time: The author's clock, seconds since 1970.
         addresses: Where it listens.
         relays: Whether it relays for peers that cannot be dialled.
-        instance: Drawn at the author's start; see `instances`.
+        instance: Drawn at the author's start; see `protocol.Instances`.
         doubled: Whether the author has heard two daemons that speak as the recipient.
     """
 
@@ -117,6 +107,7 @@ class _Version(msgspec.Struct, frozen=True):
     version: int
 
 
+_versions = msgspec.msgpack.Decoder(_Version)
 encode = msgspec.msgpack.Encoder().encode
 
 
@@ -127,12 +118,11 @@ def decode(data: bytes, kind: type[_Message]) -> _Message:
         MessageError: It is malformed, too large, or of another version.
     """
     try:
-        msgpack_guard.check(data, MAX_MESSAGE_BYTES)
-        version = msgspec.msgpack.decode(data, type=_Version).version
+        version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
         if version != PROTOCOL_VERSION:
             raise VersionError(_which_is_older(version))
-        message = msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, msgpack_guard.Unsafe, UnicodeDecodeError) as error:
+        message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
+    except sanitize.Malformed as error:
         raise MessageError(f"malformed message: {error}") from None
     if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
         raise MessageError(f"expected at most {PAGE_BYTES} bytes of records")

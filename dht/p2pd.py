@@ -1,4 +1,7 @@
-"""One p2pd process (libp2p's daemon, from hivemind's wheel): started, watched, its output kept, ended for certain."""
+"""One p2pd process (libp2p's daemon, from hivemind's wheel): started, watched, its output kept, ended for certain.
+
+Its unix sockets lie in a private directory: 0700, with a path short enough for them, gone when the daemon is.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,18 @@ import contextlib
 import errno
 import importlib.util
 import os
+import re
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from equipoise.dht.address import ListenAddress
-from equipoise.dht.escaping import printable
+from equipoise.dht.sanitize import printable
 
 START_SECONDS = 15.0
 """p2pd answers 0.1 s after its start on an idle machine; a loaded one gets a hundred times that."""
@@ -27,7 +33,11 @@ LINE_CHARACTERS = 300
 MAX_UNARY_BYTES = 256 * 1024
 """p2pd refuses larger unary messages; ours carry at most 64 KB of records beside some protobuf."""
 
+MAX_SOCKET_PATH_BYTES = 103
+"""sun_path holds 108 bytes with the final zero on Linux, 104 on macOS."""
+
 _GUARDIAN = Path(__file__).with_name("guardian.py")
+_NAME = re.compile(r"eqp-(\d+)-\w+")
 
 
 class P2pdError(Exception):
@@ -62,7 +72,7 @@ class P2pdOptions:
         """Return p2pd's command line.
 
         Without libp2p's own DHT: our records tell addresses, and its dials of dead peers would feed the backoff
-        that `dialer` avoids. Without its relay service, AutoNAT and hole punching: `relay`, `dialback` and `punch` do
+        that `dialer` avoids. Without its relay service, AutoNAT and hole punching: `relay`, `autonat` and `punch` do
         better; its own punching wants four peers that see one public address before it begins.
         """
         flags = [
@@ -87,6 +97,7 @@ class P2pd:
     """A running p2pd.
 
     Attributes:
+        process: Its process, the leader of a group of its own.
         lines: The last lines that it printed, escaped.
     """
 
@@ -94,11 +105,6 @@ class P2pd:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
     _ready: asyncio.Event = field(default_factory=asyncio.Event)
     _reader: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is also its process group's."""
-        return self.process.pid
 
     @classmethod
     async def start(cls, options: P2pdOptions) -> P2pd:
@@ -219,3 +225,43 @@ def _binary() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise P2pdError("p2pd is part of the package hivemind, which is not installed; reinstall equipoise")
     return Path(spec.submodule_search_locations[0]) / "hivemind_cli" / "p2pd"
+
+
+def make_runtime_dir() -> Path:
+    """Make a fresh directory in $XDG_RUNTIME_DIR or the system's temporary one, and sweep those of dead daemons.
+
+    Raises:
+        OSError: It cannot be made, or its path is too long for a unix socket.
+    """
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not base.is_dir() or not os.access(base, os.W_OK) or len(bytes(base)) > MAX_SOCKET_PATH_BYTES - 48:
+        base = Path("/tmp")
+    _sweep(base)
+    made = Path(tempfile.mkdtemp(prefix=f"eqp-{os.getpid()}-", dir=base))
+    if len(bytes(made / "streams.sock")) > MAX_SOCKET_PATH_BYTES:
+        made.rmdir()
+        raise OSError(f"expected a runtime directory with a short path, got {made}; set XDG_RUNTIME_DIR")
+    return made
+
+
+def remove_runtime_dir(path: Path) -> None:
+    """Remove a directory made by `make_runtime_dir`, with what is in it."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(base: Path) -> None:
+    for entry in base.glob("eqp-*"):
+        match = _NAME.fullmatch(entry.name)
+        with contextlib.suppress(OSError):
+            if match and entry.lstat().st_uid == os.geteuid() and not _alive(int(match[1])):
+                remove_runtime_dir(entry)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

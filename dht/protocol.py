@@ -1,8 +1,8 @@
-"""Ping, find and store between the DHT's peers, in place of hivemind's `DHTProtocol`.
+"""This peer's node of the DHT: hivemind's look-ups over ping, find and store of our own, in place of `DHTProtocol`.
 
 hivemind's own handlers decode values of strangers recursively and without bounds, keep whatever they are sent for
 as long as the sender likes, and compare clocks. Here every handler knows its caller (authenticated by libp2p), limits
-its rate, checks size and depth before it decodes, and keeps only signed readiness records. `DHTNode` needs of
+its rate, decodes within bounds, and keeps only signed readiness records. `DHTNode` needs of
 a protocol the attributes and `call_find` below.
 """
 
@@ -14,22 +14,28 @@ import logging
 import random
 import secrets
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from equipoise.dht import messages
 from equipoise.dht.clock import SwarmClock
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.escaping import printable
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.instances import DOUBLED_SECONDS, Instances
 from equipoise.dht.ledger import Entry, Ledger
-from equipoise.dht.limits import RateLimit, Scrutiny
+from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.link import CallHandler, Link
 from equipoise.dht.records import Forged, Kept, RecordError
-from equipoise.dht.substrate import DHTID, Blacklist, PeerID, RoutingTable
+from equipoise.dht.sanitize import printable
+from equipoise.dht.substrate import DHTID, Blacklist, DHTNode, PeerID, RoutingTable
+from equipoise.dht.tasks import TaskSet
 
+MAX_PEERS = 1024
+"""Peers whose instances are remembered, the latest heard."""
+MAX_FORMER = 4
+"""Former instances that are remembered of a peer."""
+DOUBLED_SECONDS = 30.0
+"""How long a peer counts as doubled after both were heard; they speak every few seconds."""
 CALL_SECONDS = 3.0
 """A peer that does not answer a look-up in this time is left out of it."""
 BUCKET_DEPTH_MODULO = 5
@@ -45,10 +51,47 @@ MAX_HELD_OF_ONE = 32
 MAX_HELD = 128
 """The same of all peers together: a call that waits keeps its message in memory, up to 256 KB here and in p2pd."""
 FORGER = "has sent a forged record: nothing is taken from it for a minute"
+REPLICAS = 5
+"""Peers that keep a record, hivemind's default: with 30 % of them gone at once, one of 400 records is lost."""
+BEAM = 8
+"""Peers nearest to a key that a look-up asks; some more than keep its records."""
+WORKERS = 4
+LOOKUP_SECONDS = 6.0
+"""Two calls that time out, one after the other."""
+MAX_BANS = 4096
+"""Peers whose failures are remembered."""
+
+_Answer = TypeVar("_Answer", bound=messages.Versioned)
 
 _log = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer", bound=messages.Versioned)
+
+class Instances:
+    """Notices one identity on two machines, as by a copied home: a third peer hears both, and tells them.
+
+    libp2p does not connect a peer with itself, so the two never meet. Every start of a daemon draws an instance, which
+    goes with each message. A restart replaces the instance for good; one that comes back after another means that both
+    run.
+    """
+
+    def __init__(self) -> None:
+        self._heard: LruDict[str, deque[bytes]] = LruDict(MAX_PEERS)
+        self._doubled: LruDict[str, float] = LruDict(MAX_PEERS)
+
+    def hear(self, peer: str, instance: bytes, now: float) -> None:
+        """`peer` has spoken; an empty instance says nothing."""
+        if not instance:
+            return
+        heard = self._heard[peer] = self._heard.get(peer) or deque(maxlen=1 + MAX_FORMER)
+        if heard and heard[-1] != instance and instance in heard:
+            self._doubled[peer] = now
+        if instance in heard:
+            heard.remove(instance)
+        heard.append(instance)
+
+    def doubled(self, peer: str, now: float) -> bool:
+        """Whether two daemons spoke as `peer` of late."""
+        return self._doubled.get(peer, float("-inf")) + DOUBLED_SECONDS > now
 
 
 class CallError(ConnectionError):
@@ -65,9 +108,10 @@ def node_id_of(peer: str) -> Any:
 
 
 class RecordProtocol:
-    """Answers the DHT's calls, and makes them.
+    """Answers the DHT's calls, makes them, and finds the peers nearest to keys.
 
     Attributes:
+        dialer: Knows where peers are, and which are connected.
         acquainted: Peers whose last call, or call to whom, went well; those in client mode too.
         addresses: Where this peer listens, told to everyone.
         on_heard: Called with the PeerID of every peer that calls, or answers.
@@ -100,20 +144,17 @@ class RecordProtocol:
         self._instance = secrets.token_bytes(messages.MAX_INSTANCE_BYTES)
         self._instances = Instances()
         self._link = link
-        self._dialer = dialer
+        self.dialer = dialer
         self._limit = RateLimit()
         self._scrutiny = Scrutiny()
-        self._held: Counter[str] = Counter()
+        self._held = Tally()
+        self._dht = _make_dht_node(self)
+        self._traversals = TaskSet()
 
     @property
     def peers(self) -> list[str]:
         """PeerIDs in the routing table."""
         return [str(peer) for peer in self.routing_table.peer_id_to_uid]
-
-    @property
-    def connected(self) -> frozenset[str]:
-        """PeerIDs that libp2p has connections to, as last seen."""
-        return self._dialer.connected
 
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""
@@ -146,6 +187,36 @@ class RecordProtocol:
         )
         self._meet(peer, answer.hello)
         return answer.accepted
+
+    async def meet(self, peer: str) -> None:
+        """Ping `peer`, then look for this peer's own neighbours through it; raises CallError as `ping` does."""
+        await self.ping(peer)
+        await self.look_up([self.node_id.to_bytes()])
+
+    async def look_up(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
+        """Fetch what is kept under `keys` (20 bytes each) into the ledger; return the nearest peers of each.
+
+        This peer is left out. Weather is not an error: nobody found means nobody returned.
+        """
+        if len(self.blacklist.ban_counter) > MAX_BANS:
+            self.blacklist.clear()
+        # hivemind's traversal leaves tasks behind when it is cancelled: it is waited for, or left to end by itself.
+        task = self._traversals.spawn(self._traverse(keys))
+        await asyncio.wait({task}, timeout=LOOKUP_SECONDS)
+        if not task.done():
+            _log.info("a look-up takes more than %.0f s", LOOKUP_SECONDS)
+            return dict.fromkeys(keys, ())
+        return task.result()
+
+    async def _traverse(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
+        found = await self._dht.find_nearest_nodes(
+            [DHTID.from_bytes(key) for key in keys], k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True
+        )
+        return {key.to_bytes(): tuple(map(str, nearest.values())) for key, nearest in found.items()}
+
+    async def stop(self) -> None:
+        """Wait for look-ups to end; to be called once calls fail at once, for the link is detached."""
+        await self._traversals.join()
 
     async def call_find(
         self, peer: Any, keys: Collection[Any]
@@ -186,7 +257,7 @@ class RecordProtocol:
                 continue
             accepted += 1
             if entry is not None:
-                self._dialer.learn(kept.subkey, entry.record.addresses)
+                self.dialer.learn(kept.subkey, entry.record.addresses)
                 self.on_record(entry)
         return accepted
 
@@ -198,7 +269,7 @@ class RecordProtocol:
             raise CallError(f"{peer} {FORGER}")
         try:
             async with asyncio.timeout(CALL_SECONDS):
-                await self._dialer.reach(peer)
+                await self.dialer.reach(peer)
                 data = await self._link.call(peer, name, messages.encode(request), CALL_SECONDS)
             answer = messages.decode(data, kind)
         except TimeoutError:
@@ -238,13 +309,8 @@ class RecordProtocol:
         """Let a caller wait for its refusal: a caller that is refused at once calls again at once."""
         if self._held[peer] >= MAX_HELD_OF_ONE or self._held.total() >= MAX_HELD:
             return
-        self._held[peer] += 1
-        try:
+        with self._held.counting(peer):
             await asyncio.sleep(HELD_SECONDS)
-        finally:
-            self._held[peer] -= 1
-            if not self._held[peer]:
-                del self._held[peer]
 
     def _on_ping(self, peer: str, hello: messages.Hello) -> messages.Hello:
         self._meet(peer, hello)
@@ -276,7 +342,7 @@ class RecordProtocol:
             DHTID.from_bytes(key), self.bucket_size, node_id_of(asker)
         )
         peers = (str(peer) for _, peer in found)
-        return tuple(messages.Neighbour(peer, self._dialer.addresses_of(peer)) for peer in peers)
+        return tuple(messages.Neighbour(peer, self.dialer.addresses_of(peer)) for peer in peers)
 
     def _neighbours(self, nearest: Iterable[messages.Neighbour]) -> dict[Any, Any]:
         found = {}
@@ -286,7 +352,7 @@ class RecordProtocol:
             except ValueError:
                 continue
             if neighbour.peer != self.peer:
-                self._dialer.hear(neighbour.peer, neighbour.addresses)
+                self.dialer.hear(neighbour.peer, neighbour.addresses)
                 found[node_id_of(neighbour.peer)] = PeerID.from_base58(neighbour.peer)
         return found
 
@@ -296,7 +362,7 @@ class RecordProtocol:
         self._instances.hear(peer, hello.instance, now)
         if hello.doubled:
             self.doubled_until = now + DOUBLED_SECONDS
-        self._dialer.learn(peer, hello.addresses)
+        self.dialer.learn(peer, hello.addresses)
         if len(self.acquainted) < MAX_ACQUAINTED:
             self.acquainted.add(peer)
         if not hello.serves:
@@ -337,3 +403,15 @@ def _page(records: list[Kept]) -> tuple[Kept, ...]:
             break
         page.append(kept)
     return tuple(page)
+
+
+def _make_dht_node(protocol: RecordProtocol) -> Any:
+    # Not DHTNode.create: that registers hivemind's own handlers, and ends in an error without a bootstrap peer.
+    node = DHTNode(_initialized_with_create=True)
+    node.node_id = protocol.node_id
+    node.peer_id = PeerID.from_base58(protocol.peer)
+    node.protocol = protocol
+    node.num_replicas, node.num_workers = REPLICAS, WORKERS
+    node.blacklist = protocol.blacklist
+    node.is_alive = True
+    return node

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from equipoise.dht import messages
-from equipoise.dht.dialback import DIALBACK, DialBack, direct_hosts
-from equipoise.dht.dialer import Dialer
-from equipoise.dht.inbound import Inbound
-from equipoise.dht.link import CallHandler, Link
-from equipoise.dht.reachability import Reachability
+from equipoise.dht.autonat import DIALBACK, DialBack, Reachability, direct_hosts
+from equipoise.dht.limits import LruDict
+from equipoise.dht.link import CallHandler, Inbound, Link
+from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import MAX_ADDRESSES, Readiness
 from equipoise.dht.relay.keeper import MAX_CANDIDATES, RelayKeeper
 from equipoise.dht.relay.messages import HOP_PROTOCOL
 from equipoise.dht.relay.service import RelayRules, RelayService
-from equipoise.dht.relay.standin import stands_in
 from equipoise.dht.relay.trial import TRIAL_PROTOCOL, Trials
 from equipoise.dht.state import ReachStatus
+from equipoise.dht.tasks import TaskSet, sleep_until
 
 SUSPECT_SECONDS = 0.5
 """Where a dial-back leads anywhere, its answer comes sooner."""
@@ -35,55 +33,48 @@ MAX_TRIALS = 4
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ReachOptions:
-    """What `Reach` is told.
-
-    Attributes:
-        hidden: Why this peer cannot be dialled, if that is known beforehand.
-        relay: What to relay for others; None: nothing.
-        guard: How the p2pd of a trial is kept from outliving this process; see `guardian`.
-    """
-
-    hidden: str = ""
-    relay: RelayRules | None = None
-    guard: str = "auto"
-
-
 class Reach:
     """Finds out, and keeps what it found.
 
     Attributes:
         on_change: Called when it is another than before.
-        candidates: Tells the PeerIDs of peers that can be asked.
         listening: Tells where this peer listens itself, in the form that `--join` takes.
         mates: Tells the records of all others in this peer's runs.
         direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
         keeper: The relays in use.
+        inbounds: Where p2pd is to send streams for this.
     """
 
-    def __init__(self, link: Link, dialer: Dialer, own: str, folder: Path, options: ReachOptions) -> None:
+    def __init__(
+        self,
+        link: Link,
+        protocol: RecordProtocol,
+        folder: Path,
+        hidden: str = "",
+        relay: RelayRules | None = None,
+    ) -> None:
+        """`hidden` says why this peer cannot be dialled, if that is known; `relay` what to relay for others."""
         self.on_change: Callable[[], None] = lambda: None
-        self.candidates: Callable[[], Iterable[str]] = tuple
         self.listening: Callable[[], Iterable[str]] = tuple
         self.mates: Callable[[], Iterable[Readiness]] = tuple
         self.direct: Callable[[], int] = lambda: 0
+        protocol.on_hello = self.meet
         self._link = link
-        self._dialer = dialer
-        self._verdict = Reachability(options.hidden)
+        self._protocol = protocol
+        self._verdict = Reachability(hidden)
         self._dialback = DialBack(link)
         self._dialback.direct = lambda: self.direct()
-        self._service = RelayService(link, dialer.refresh, options.relay)
-        trials = Trials(folder, options.guard)
-        self._offers: dict[str, None] = {}
-        self.keeper = RelayKeeper(link, dialer, own, trials, lambda: tuple(self._offers))
+        self._service = RelayService(link, protocol.dialer.refresh, relay)
+        trials = Trials(folder)
+        self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
+        self.keeper = RelayKeeper(link, protocol.dialer, protocol.peer, trials, lambda: tuple(self._offers))
         self.keeper.on_change = lambda: self.on_change()
-        self._inbound = (
+        self.inbounds = (
             Inbound(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),
             Inbound(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
         )
         self._met = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._keeping: asyncio.Task[None] | None = None
 
     @property
@@ -104,7 +95,7 @@ class Reach:
     @property
     def mirrors(self) -> list[tuple[str, int]]:
         """The direct listeners of public peers that have dialled back, which tell whoever asks where it comes from."""
-        paths = self._dialer.paths
+        paths = self._protocol.dialer.paths
         found = [
             (host, port)
             for peer, port in self._verdict.direct_ports.items()
@@ -125,8 +116,6 @@ class Reach:
         self._offers.pop(peer, None)
         if relays:
             self._offers[peer] = None  # Heard of last: whoever is gone for good is forgotten first.
-            if len(self._offers) > MAX_CANDIDATES:
-                del self._offers[next(iter(self._offers))]
             if not known:
                 self.keeper.look()
         self._met.set()
@@ -136,33 +125,20 @@ class Reach:
         self._verdict.doubt()
         self._met.set()
 
-    def listen(self) -> None:
-        """Start to take streams from p2pd, and to ask."""
-        for inbound in self._inbound:
-            inbound.listen()
-        self._spawn(self._survey())
+    def start(self) -> None:
+        """Start to ask."""
+        self._tasks.spawn(self._survey())
         if self.hidden:
             self._follow()
 
-    async def attach(self) -> None:
-        """Have a (new) p2pd send streams here.
-
-        Raises:
-            LinkError: p2pd does not answer.
-        """
-        for inbound in self._inbound:
-            await inbound.attach(self._link)
+    def renew(self) -> None:
+        """Begin anew: p2pd is another one now."""
         self.doubt()
         self.keeper.lose_all()
 
     async def stop(self) -> None:
         """End everything; idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        for inbound in self._inbound:
-            await inbound.stop()
+        await self._tasks.stop()
 
     def status(self) -> ReachStatus:
         """Return how others reach this peer, without waiting."""
@@ -179,13 +155,9 @@ class Reach:
         while True:
             self._met.clear()
             if self._link.attached:
-                for peer in self._verdict.whom(self.candidates(), loop.time()):
-                    self._spawn(self._ask(peer))
-            try:
-                async with asyncio.timeout(SURVEY_SECONDS):
-                    await self._met.wait()
-            except TimeoutError:
-                continue
+                for peer in self._verdict.whom(self._protocol.peers, loop.time()):
+                    self._tasks.spawn(self._ask(peer))
+            await sleep_until(self._met, SURVEY_SECONDS)
 
     async def _ask(self, peer: str) -> None:
         # A dial that somebody drops takes 2 s to fail: relays are looked for meanwhile.
@@ -205,23 +177,21 @@ class Reach:
     def _follow(self) -> None:
         """Look for relays unless this peer is known to be dialled."""
         direct = self._verdict.verdict == "direct"
-        if not direct and self._keeping is None:
-            self._keeping = self._spawn(self.keeper.run())
+        if not direct and (self._keeping is None or self._keeping.done()):
+            self._keeping = self._tasks.spawn(self.keeper.run())
         elif direct and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
             self.keeper.held.clear()
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            # Only a bug of ours ends a task by an exception; it must not be what nobody looks for relays for.
-            _log.error("a task of the reach failed", exc_info=task.exception())
-            if task is self._keeping:
-                self._keeping = None
+def stands_in(mates: Iterable[Readiness]) -> bool:
+    """Whether a relayed peer should say that it can be dialled, given the records of all others in its runs.
+
+    A group needs a member that the others can open channels to: it owns shares. A relayed peer can, slowly and at a
+    third party's expense, so it offers itself only where it knows others and none of them can be dialled. Nothing
+    depends on all members seeing that alike: each signs what it says of itself, and whoever cannot be reached after
+    all is lost to its round like any other.
+    """
+    mates = list(mates)
+    return bool(mates) and not any(mate.dialable and mate.reach != "relayed" for mate in mates)

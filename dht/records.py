@@ -8,15 +8,14 @@ beyond its author's own state: shapes, weights and manifests are agreed elsewher
 from __future__ import annotations
 
 import hashlib
-import math
+import sys
 from typing import Annotated, NamedTuple
 
 import msgspec
 
-from equipoise.dht import msgpack_guard
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS
-from equipoise.dht.escaping import printable
 from equipoise.dht.identity import Identity, verify
+from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
 
 MAX_RECORD_BYTES = 4096
@@ -38,6 +37,13 @@ MAX_RUNS_PER_PEER = 128
 """Runs that one peer may have records in: 64 sessions of a daemon, with a run for each of their two purposes."""
 SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
+
+Addresses = Annotated[
+    tuple[Annotated[str, msgspec.Meta(max_length=MAX_ADDRESS_CHARACTERS)], ...],
+    msgspec.Meta(max_length=MAX_ADDRESSES),
+]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_SEQUENCE)]
+_Finite = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 
 _DOMAIN = "readiness"
 
@@ -79,22 +85,22 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int
     peer: str
     run: str
-    sequence: int
+    sequence: _Count
     state: Part
-    ttl: float
-    issued: float
-    spec: str = ""
-    reason: str = ""
-    round: int = 0
-    accumulated: float = 0.0
-    bandwidth: float = 0.0
+    ttl: Annotated[float, msgspec.Meta(ge=0, le=MAX_TTL_SECONDS)]
+    issued: _Finite
+    spec: Annotated[str, msgspec.Meta(max_length=MAX_SPEC_CHARACTERS)] = ""
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)] = ""
+    round: _Count = 0
+    accumulated: _Finite = 0.0
+    bandwidth: _Finite = 0.0
     dialable: bool = False
     reach: ReachState = "unknown"
-    why: str = ""
-    addresses: tuple[str, ...] = ()
-    program: str = ""
-    name: str = ""
-    credential: bytes = b""
+    why: Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARACTERS)] = ""
+    addresses: Addresses = ()
+    program: Annotated[str, msgspec.Meta(max_length=MAX_PROGRAM_CHARACTERS)] = ""
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
+    credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
 
     @property
     def ready(self) -> bool:
@@ -131,8 +137,8 @@ class _Envelope(msgspec.Struct, frozen=True):
     signature: bytes
 
 
-_decode_envelope = msgspec.msgpack.Decoder(_Envelope).decode
-_decode_readiness = msgspec.msgpack.Decoder(Readiness).decode
+_envelopes = msgspec.msgpack.Decoder(_Envelope)
+_records = msgspec.msgpack.Decoder(Readiness)
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -148,13 +154,9 @@ def key_of(run: str, shard: int) -> bytes:
 
 
 def seal(record: Readiness, identity: Identity) -> bytes:
-    """Sign and encode a record.
-
-    Raises:
-        RecordError: It breaks a bound.
-    """
-    _check(record)
+    """Sign and encode a record; raises RecordError if it breaks a bound."""
     payload = _encode(record)
+    _read(payload)
     data = _encode(_Envelope(payload, identity.sign(_DOMAIN, _signed(record.run, payload))))
     if len(data) > MAX_RECORD_BYTES:
         raise RecordError(f"expected a record of at most {MAX_RECORD_BYTES} bytes, got {len(data)}")
@@ -169,11 +171,7 @@ class Claim(NamedTuple):
     signature: bytes
 
     def verify(self) -> Readiness:
-        """Return the record.
-
-        Raises:
-            Forged: It is not signed by the peer that it names.
-        """
+        """Return the record; raises Forged if it is not signed by the peer that it names."""
         record = self.record
         if not verify(record.peer, _DOMAIN, _signed(record.run, self.payload), self.signature):
             raise Forged(f"the record is not signed by {printable(record.peer, 64)}")
@@ -187,19 +185,15 @@ def unseal(data: bytes) -> Claim:
         RecordError: It is malformed, or breaks a bound.
     """
     try:
-        msgpack_guard.check(data, MAX_RECORD_BYTES)
-        envelope = _decode_envelope(data)
-        msgpack_guard.check(envelope.payload, MAX_RECORD_BYTES)
-        record = _decode_readiness(envelope.payload)
-    except (msgspec.MsgspecError, msgpack_guard.Unsafe, UnicodeDecodeError) as error:
-        raise RecordError(f"malformed record: {printable(str(error))}") from None
-    _check(record)
-    return Claim(record, envelope.payload, envelope.signature)
+        envelope = decode(_envelopes, data, MAX_RECORD_BYTES)
+    except Malformed as error:
+        raise RecordError(f"malformed record: {error}") from None
+    return Claim(_read(envelope.payload), envelope.payload, envelope.signature)
 
 
 def reread(data: bytes) -> Readiness:
     """Decode a record that was checked and verified before."""
-    return _decode_readiness(_decode_envelope(data).payload)
+    return _records.decode(_envelopes.decode(data).payload)
 
 
 def _signed(run: str, payload: bytes) -> bytes:
@@ -207,39 +201,14 @@ def _signed(run: str, payload: bytes) -> bytes:
     return len(name).to_bytes(2, "big") + name + payload
 
 
-def _check(record: Readiness) -> None:
+def _read(payload: bytes) -> Readiness:
+    """Decode what is signed; its types are its bounds."""
+    try:
+        record = decode(_records, payload, MAX_RECORD_BYTES)
+    except Malformed as error:
+        raise RecordError(f"malformed record: {error}") from None
     if record.version != PROTOCOL_VERSION:
         raise RecordError(f"expected protocol version {PROTOCOL_VERSION}, got {record.version}")
-    if not 1 <= len(record.run.encode(errors="replace")) <= MAX_RUN_BYTES:
+    if not 1 <= len(record.run.encode()) <= MAX_RUN_BYTES:
         raise RecordError(f"expected a run's name of 1 to {MAX_RUN_BYTES} bytes")
-    for name, limit in (
-        ("reason", MAX_REASON_CHARACTERS),
-        ("why", MAX_WHY_CHARACTERS),
-        ("program", MAX_PROGRAM_CHARACTERS),
-        ("name", MAX_NAME_CHARACTERS),
-        ("spec", MAX_SPEC_CHARACTERS),
-    ):
-        if len(getattr(record, name)) > limit:
-            raise RecordError(f"expected a {name} of at most {limit} characters")
-    if len(record.credential) > MAX_CREDENTIAL_BYTES:
-        raise RecordError(f"expected a credential of at most {MAX_CREDENTIAL_BYTES} bytes")
-    if len(record.addresses) > MAX_ADDRESSES or any(
-        len(one) > MAX_ADDRESS_CHARACTERS for one in record.addresses
-    ):
-        raise RecordError(
-            f"expected at most {MAX_ADDRESSES} addresses of {MAX_ADDRESS_CHARACTERS} characters"
-        )
-    _check_numbers(record)
-
-
-def _check_numbers(record: Readiness) -> None:
-    for name in ("accumulated", "bandwidth", "ttl", "issued"):
-        value = getattr(record, name)
-        if not (math.isfinite(value) and value >= 0):
-            raise RecordError(f"expected a finite {name} >= 0, got {value}")
-    for name in ("sequence", "round"):
-        value = getattr(record, name)
-        if not 0 <= value <= MAX_SEQUENCE:
-            raise RecordError(f"expected a {name} from 0 to {MAX_SEQUENCE}, got {value}")
-    if record.ttl > MAX_TTL_SECONDS:
-        raise RecordError(f"expected a ttl of at most {MAX_TTL_SECONDS:.0f} s, got {record.ttl}")
+    return record

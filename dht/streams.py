@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 from collections.abc import Callable
@@ -24,8 +25,20 @@ WATCH_SECONDS = 1.0
 """A stall is noticed so much later at most."""
 YIELD_BYTES = 1024 * 1024
 """After so much without waiting, others on the loop get a turn."""
+READ_COST_BYTES = 64 * 1024
+"""What a read counts for at least before others on the loop get a turn: many small frames take their time too."""
+HEAD_BYTES = 4096
+"""Read ahead: a control frame whole, in one call."""
+ACCEPTED_AT_ONCE = 16
+"""Connections accepted before others on the loop get a turn."""
+PAUSE_SECONDS = 0.5
+"""Time without accepting after the system had no descriptor left."""
+
+NO_BYTES = memoryview(b"")
 
 Buffer = bytes | bytearray | memoryview
+
+_log = logging.getLogger(__name__)
 
 
 class StreamClosed(ConnectionError):
@@ -58,8 +71,21 @@ class Stream:
         self._why: str | None = None
         self._reading: asyncio.Future[None] | None = None
         self._watched = False
+        self._head = memoryview(bytearray(HEAD_BYTES))
+        self._ahead = NO_BYTES
+        self._unyielded = 0
         self.sent = 0
         self.received = 0
+
+    @property
+    def delivered(self) -> int:
+        """Bytes that have left here, as far as is known."""
+        return self.sent
+
+    @property
+    def arrived(self) -> int:
+        """Bytes that have come in so far, as far as is known."""
+        return self.received
 
     @property
     def closed(self) -> bool:
@@ -81,34 +107,28 @@ class Stream:
                 waiter.set_result(None)
 
     async def wait_readable(self) -> None:
-        """Wait, without a bound, until there is something to read; moves no bytes."""
-        await self._wait_to_read(None)
+        """Wait, without a bound, until there is something to read; may read ahead."""
+        if not self._ahead:
+            await self._look_ahead(1, None)
 
     async def receive_into(self, view: memoryview) -> None:
-        """Fill `view` from the stream.
-
-        Raises:
-            StreamClosed: The stream ended, broke, or stalled.
-        """
-        done = unyielded = 0
-        while done < len(view):
-            received = self._attempt(self._socket.recv_into, view[done:])
-            if received is None:
-                await self._wait_to_read(STALL_SECONDS)
-                unyielded = 0
-                continue
-            if received == 0:
-                raise StreamClosed("closed by the other end")
-            done += received
-            self.received += received
-            unyielded += received
-            if unyielded >= YIELD_BYTES:
-                await asyncio.sleep(0)
-                unyielded = 0
+        """Fill `view` from the stream; raises StreamClosed if the stream ended, broke, or stalled."""
+        done = 0
+        while (lacking := len(view) - done) > 0:
+            if self._ahead:
+                done += self._drain(view[done:])
+            elif lacking < HEAD_BYTES:
+                await self._look_ahead(lacking, STALL_SECONDS)
+            else:
+                done += await self._take(view[done:], lacking, STALL_SECONDS)
 
     def read_ahead(self, count: int) -> bytes:
-        """Return the next `count` bytes if they are here already, else none; this kind reads nothing ahead."""
-        return b""
+        """Return the next `count` bytes if they are here already, else none."""
+        ahead = self._ahead
+        if len(ahead) < count:
+            return b""
+        self._ahead = ahead[count:]
+        return bytes(ahead[:count])
 
     async def receive_some(self, view: memoryview) -> int:
         """Wait, without a bound, for bytes; put those that are there into `view`, and return how many.
@@ -116,12 +136,7 @@ class Stream:
         Raises:
             StreamClosed: The stream ended or broke.
         """
-        while (received := self._attempt(self._socket.recv_into, view)) is None:
-            await self.wait_readable()
-        if received == 0:
-            raise StreamClosed("closed by the other end")
-        self.received += received
-        return received
+        return self._drain(view) if self._ahead else await self._take(view, 1, None)
 
     async def send(self, head: Buffer, body: Buffer = b"") -> None:
         """Write `head` and `body`, without joining them.
@@ -137,6 +152,38 @@ class Stream:
             else:
                 self.sent += sent
                 _drop(views, sent)
+
+    async def _look_ahead(self, lacking: int, bound: float | None) -> None:
+        self._ahead = self._head[: await self._take(self._head, lacking, bound)]
+
+    def _drain(self, view: memoryview) -> int:
+        """Move what was read ahead into `view`; return how much."""
+        got = min(len(self._ahead), len(view))
+        view[:got] = self._ahead[:got]
+        self._ahead = self._ahead[got:]
+        return got
+
+    async def _take(self, view: memoryview, lacking: int, bound: float | None) -> int:
+        """Wait for bytes, put those that are there into `view`, and return how many; cancelled, none are lost.
+
+        Nobody can do anything with fewer than `lacking`: a wait may last until these are there.
+        """
+        if self._unyielded >= YIELD_BYTES:
+            # Before and not after: there is no waiting once bytes have been taken.
+            self._unyielded = 0
+            await asyncio.sleep(0)
+        while (taken := self._attempt(self._socket.recv_into, view)) is None:
+            self._wake_at(lacking)
+            await self._wait_to_read(bound)
+            self._unyielded = 0
+        if taken == 0:
+            raise StreamClosed("closed by the other end")
+        self.received += taken
+        self._unyielded += max(taken, READ_COST_BYTES)
+        return taken
+
+    def _wake_at(self, count: int) -> None:
+        """Wait to read until `count` bytes are there, if the socket can; this kind wakes at the first."""
 
     def _attempt(self, operation: Callable[[Any], int], argument: Any) -> int | None:
         if self._why is not None:
@@ -261,3 +308,42 @@ def wake(waiter: asyncio.Future[None]) -> None:
 def _stall(waiter: asyncio.Future[None]) -> None:
     with contextlib.suppress(asyncio.InvalidStateError):
         waiter.set_exception(StreamClosed(f"no progress within {STALL_SECONDS:.0f} s"))
+
+
+class Acceptor:
+    """Hands on the connections to one socket, in turns with others on the loop."""
+
+    def __init__(
+        self, listening: socket.socket, backlog: int, taken: Callable[[socket.socket, Any], None]
+    ) -> None:
+        """Begin to listen on a bound socket; `taken` gets each connection, non-blocking, and where it comes from."""
+        self.socket = listening
+        self._taken = taken
+        listening.setblocking(False)
+        listening.listen(backlog)
+        self._watch()
+
+    def close(self) -> None:
+        """Stop listening."""
+        asyncio.get_running_loop().remove_reader(self.socket)
+        self.socket.close()
+
+    def _watch(self) -> None:
+        if self.socket.fileno() >= 0:
+            asyncio.get_running_loop().add_reader(self.socket, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self.socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                # The socket stays readable: without a pause this would be called at every turn of the loop.
+                _log.warning("cannot accept connections for now: %s", error.strerror)
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self.socket)
+                loop.call_later(PAUSE_SECONDS, self._watch)
+                return
+            connection.setblocking(False)
+            self._taken(connection, address)

@@ -8,32 +8,14 @@ from __future__ import annotations
 
 import logging
 
-from hivemind.dht.node import Blacklist, DHTNode
-from hivemind.dht.protocol import DHTProtocol
-from hivemind.dht.routing import DHTID, RoutingTable
-from hivemind.dht.storage import DictionaryDHTValue
-from hivemind.dht.validation import DHTRecord, RecordValidatorBase
-from hivemind.p2p import P2P, PeerID
-from hivemind.proto import dht_pb2, p2pd_pb2
-from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import ValueWithExpiration
-
-__all__ = [
-    "DHTID",
-    "P2P",
-    "Blacklist",
-    "DHTNode",
-    "DHTProtocol",
-    "DHTRecord",
-    "DictionaryDHTValue",
-    "Multiaddr",
-    "PeerID",
-    "RecordValidatorBase",
-    "RoutingTable",
-    "ValueWithExpiration",
-    "dht_pb2",
-    "p2pd_pb2",
-]
+from hivemind.dht.node import Blacklist as Blacklist
+from hivemind.dht.node import DHTNode as DHTNode
+from hivemind.dht.routing import DHTID as DHTID
+from hivemind.dht.routing import RoutingTable as RoutingTable
+from hivemind.p2p import P2P as P2P
+from hivemind.p2p import PeerID as PeerID
+from hivemind.proto import p2pd_pb2 as p2pd_pb2
+from hivemind.utils.multiaddr import Multiaddr as Multiaddr
 
 
 class _Quiet(logging.Handler):

@@ -60,7 +60,7 @@ class Supervisor:
     def pid(self) -> int | None:
         """Process id of p2pd; None while it is not running."""
         running = self._p2pd is not None and self._p2pd.process.returncode is None
-        return self._p2pd.pid if self._p2pd is not None and running else None
+        return self._p2pd.process.pid if self._p2pd is not None and running else None
 
     @property
     def log(self) -> tuple[str, ...]:

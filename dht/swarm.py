@@ -23,25 +23,24 @@ from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.direct.preface import Layer
-from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectOptions, DirectTransport
-from equipoise.dht.directory import OwnReach, RunDirectory
-from equipoise.dht.escaping import printable
-from equipoise.dht.identity import Identity, load_or_create
+from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
+from equipoise.dht.directory import RunDirectory
+from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import behind_router, private_networks
 from equipoise.dht.ledger import Ledger
 from equipoise.dht.link import Link
 from equipoise.dht.memory import Memory
-from equipoise.dht.node import Node
-from equipoise.dht.p2pd import P2pdOptions
+from equipoise.dht.p2pd import P2pdOptions, make_runtime_dir, remove_runtime_dir
 from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
-from equipoise.dht.reach import Reach, ReachOptions
+from equipoise.dht.reach import Reach
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.relay.service import RelayRules
-from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
+from equipoise.dht.sanitize import printable
 from equipoise.dht.state import ReachStatus, State, SwarmStatus
 from equipoise.dht.supervisor import Supervisor
+from equipoise.dht.tasks import TaskSet
 from equipoise.dht.transport import Libp2pTransport
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
@@ -66,7 +65,6 @@ class SwarmOptions:
         direct_listen: Multiaddrs to accept direct channels on; by default any free port of the hosts of `listen`.
         channel: How direct channels carry frames; `plain` does not encrypt, and is refused beyond loopback.
         relay: What to relay for peers that cannot be dialled; None: nothing.
-        guard: How p2pd is kept from outliving this process; see `guardian`.
     """
 
     name: str = ""
@@ -78,7 +76,6 @@ class SwarmOptions:
     direct_listen: Sequence[str] = ()
     channel: Layer = DEFAULT_LAYER
     relay: RelayRules | None = None
-    guard: str = "auto"
 
 
 class Swarm:
@@ -86,15 +83,11 @@ class Swarm:
 
     Attributes:
         identity: Its key, kept in the home.
+        peer: Its PeerID.
         transport: Channels to other members (`averaging.ports.Transport`).
         directory: The members of each run (`averaging.ports.Directory`).
         direct: Direct channels to members of a group (`averaging.ports.DirectTransport`).
     """
-
-    identity: Identity
-    transport: Libp2pTransport
-    directory: RunDirectory
-    direct: DirectTransport
 
     def __init__(self, home: Path, options: SwarmOptions | None = None) -> None:
         """Check everything that can be checked without a network.
@@ -112,6 +105,7 @@ class Swarm:
         for text in self._options.announce:
             parse_announce(text)
         self.identity = load_or_create(home)
+        self.peer = self.identity.peer
         self._memory = Memory(home)
         self._runtime = make_runtime_dir()
         self._build(bool(listen))
@@ -125,7 +119,7 @@ class Swarm:
             self._on_launched,
         )
         self._supervisor.on_addresses = self._on_addresses
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks = TaskSet()
         self._clock_warned = False
 
     def _build(self, dialable: bool) -> None:
@@ -134,30 +128,27 @@ class Swarm:
         self._policy = DialPolicy(private_networks)
         self._dialer = Dialer(self._link, peer, self._policy)
         self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, Ledger())
-        self._node = Node(self._protocol)
         self._build_reach("" if dialable else "it was started in client mode")
         self.transport = Libp2pTransport(
             peer, lambda: self._reach.dialable, self._link, self._dialer, self._runtime
         )
-        self.directory = RunDirectory(self.identity, self._node, self._own_reach, self._memory.first_sequence)
+        self.directory = RunDirectory(self.identity, self._protocol, self._reach, self._memory.first_sequence)
         self.directory.name = self._options.name[:MAX_NAME_CHARACTERS]
         self._protocol.on_peer = self._on_peer
-        self._contacts = Contacts(self._link, self._dialer, self._protocol)
+        self._contacts = Contacts(self._link, self._protocol)
         self._contacts.on_lost = lambda lost: self._protocol.ledger.bury(lost, time.monotonic())
         others = [address for address in self._join if address.peer != peer]
-        self._bootstrap = Bootstrap(others, self._node, self._dialer)
+        self._bootstrap = Bootstrap(others, self._protocol)
         self._bootstrap.alive = lambda: self._contacts.alive if self._link.attached else None
         self._bootstrap.remembered = self._remembered
 
     def _build_reach(self, hidden: str) -> None:
-        options = ReachOptions(hidden, self._options.relay, self._options.guard)
-        self._reach = Reach(self._link, self._dialer, self.peer, self._runtime, options)
+        relay = self._options.relay
+        self._reach = Reach(self._link, self._protocol, self._runtime, hidden, relay)
         self._reach.on_change = self._on_reach
-        self._reach.candidates = lambda: self._protocol.peers
         self._reach.listening = lambda: self._listening
         self._reach.mates = self._mates
-        self._protocol.on_hello = self._reach.meet
-        self._protocol.relays = self._options.relay is not None
+        self._protocol.relays = relay is not None
 
     def _build_direct(self, listen: Sequence[ListenAddress]) -> None:
         options = self._options
@@ -166,26 +157,21 @@ class Swarm:
         else:
             listen = tuple(ListenAddress(host, host, 0) for host in dict.fromkeys(one.host for one in listen))
         self.direct = DirectTransport(
-            self.identity, DirectOptions(listen, options.channel), self._protocol.clock.now, self._policy
+            self.identity, listen, options.channel, self._protocol.clock.now, self._policy
         )
         self.directory.credential = lambda: self.direct.credential
         self._reach.direct = lambda: self.direct.port
-        self._puncher = Puncher(self._link, self._dialer, self.direct, self._runtime)
-        self._puncher.mirrors = lambda: self._reach.mirrors
-        self._puncher.hidden = lambda: self._reach.hidden and bool(self.direct.port)
+        self._puncher = Puncher(self._link, self._dialer, self.direct, self._reach, self._runtime)
         self.direct.on_meet = self._puncher.want
-
-    @property
-    def peer(self) -> str:
-        """This member's PeerID."""
-        return self.identity.peer
+        self._inbounds = (self.transport.inbound, *self._reach.inbounds, self._puncher.inbound)
 
     @property
     def addresses(self) -> list[str]:
         """Where others reach this member, in the form that `--join` takes, the best first."""
         listening = self._listening
+        relayed = [held.address for held in self._reach.keeper.held.values()]
         reached = [f"{address}/p2p/{self.peer}" for address in self._reach.reached_at]
-        return self._reach.keeper.addresses + [one for one in reached if one not in listening] + listening
+        return [*relayed, *(one for one in reached if one not in listening), *listening]
 
     @property
     def _listening(self) -> list[str]:
@@ -242,15 +228,16 @@ class Swarm:
         """
         try:
             listen = self._take_ports()
-            self.transport.listen()
-            self._reach.listen()
-            self._puncher.listen()
+            for inbound in self._inbounds:
+                inbound.listen()
+            self._reach.start()
+            self._puncher.start()
             await self._supervisor.start(self._p2pd_options(listen))
         except BaseException:
             await self.stop()
             raise
         for work in (self._bootstrap.run(), self._contacts.run(), self._keep_house()):
-            self._tasks.append(asyncio.create_task(work))
+            self._tasks.spawn(work)
 
     def _take_ports(self) -> tuple[ListenAddress, ...]:
         """Take the ports that this member had before, else the usual ones, else free ones; keep what is taken."""
@@ -277,24 +264,21 @@ class Swarm:
             listen=listen,
             announce=tuple(self._options.announce),
             map_ports=behind_router(one.host for one in listen) if upnp is None else upnp,
-            guard=self._options.guard,
         )
 
     async def stop(self) -> None:
         """Say farewell in every run, close every channel, end p2pd; idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        self._tasks = []
+        await self._tasks.stop()
         self._memory.save()
         await self.directory.stop()
         await self._puncher.stop()
         await self.direct.stop()
-        await self.transport.stop()
+        self.transport.stop()
         await self._reach.stop()
+        for inbound in self._inbounds:
+            await inbound.stop()
         await self._supervisor.stop()
-        await self._node.stop()
+        await self._protocol.stop()
         if self._claim is not None:
             self._claim.release()
         remove_runtime_dir(self._runtime)
@@ -314,7 +298,7 @@ class Swarm:
             p2pd_restarts=self._supervisor.restarts,
             p2pd_log=self._supervisor.log,
             clock_offset=self._protocol.clock.offset,
-            streams=self.transport.streams,
+            streams=len(self.transport.channels),
             direct=self.direct.status(),
             reach=self._reach.status(),
             warnings=tuple(filter(None, [*self._moved, *self._twins(), self._protocol.clock.warning])),
@@ -352,10 +336,6 @@ class Swarm:
         ports = {text.split("/")[4] for text in self._listening}
         return address.text in self.addresses or (is_loopback(address.host) and str(address.port) in ports)
 
-    def _own_reach(self) -> OwnReach:
-        found = self._reach.status()
-        return OwnReach(self._reach.dialable, found.state, found.reason)
-
     def _mates(self) -> list[Readiness]:
         now = time.monotonic()
         entries = (entry for run in self.directory.runs for entry in self._protocol.ledger.current(run, now))
@@ -376,9 +356,9 @@ class Swarm:
 
     async def _on_launched(self) -> None:
         self._tell_addresses()
-        await self.transport.attach()
-        await self._reach.attach()
-        await self._puncher.attach()
+        for inbound in self._inbounds:
+            await inbound.attach(self._link)
+        self._reach.renew()
         # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
         await self._dialer.refresh()
         self._bootstrap.network_changed()

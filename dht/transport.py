@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.inbound import Inbound
-from equipoise.dht.link import Link
+from equipoise.dht.limits import Tally
+from equipoise.dht.link import Inbound, Link
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
 
@@ -28,11 +27,12 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
 OPEN_SECONDS = 5.0
 """To dial, negotiate and open: the port's own timeout."""
-MAX_STREAMS_PER_PEER = 8
+MAX_CHANNELS_PER_PEER = 8
 """One is usual, for all runs together, two if both sides dial at once: the rest is room for those that the other end
 has given up already. One more is refused."""
-MAX_STREAMS = 512
-"""A group has at most 64 members; several groups at once stay below. Each costs a descriptor here and one in p2pd."""
+MAX_CHANNELS = 512
+"""A group has at most 64 members; several groups at once stay below. A stream costs a descriptor here and one in p2pd,
+a direct channel a descriptor and up to 1.3 MB."""
 
 _PREFIX = struct.Struct("!II")
 
@@ -48,19 +48,17 @@ class FramedChannel:
 
     A `send` or `receive` that is cancelled in the middle of a frame closes the channel; a `receive` cancelled
     before a frame has begun does not.
+
+    Attributes:
+        peer: PeerID of the other end.
     """
 
     def __init__(self, peer: str, stream: Stream, closed: Callable[[FramedChannel], None]) -> None:
-        self._peer = peer
+        self.peer = peer
         self._stream = stream
         self._closed = closed
         self._sending = asyncio.Lock()
         self._prefix = bytearray(_PREFIX.size)
-
-    @property
-    def peer(self) -> str:
-        """PeerID of the other end."""
-        return self._peer
 
     @property
     def closed(self) -> bool:
@@ -69,13 +67,13 @@ class FramedChannel:
 
     @property
     def delivered(self) -> int:
-        """Bytes handed to p2pd so far."""
-        return self._stream.sent
+        """Bytes that the other end's kernel has acknowledged so far; where that cannot be told, that left here."""
+        return self._stream.delivered
 
     @property
     def received(self) -> int:
-        """Bytes that have come in so far."""
-        return self._stream.received
+        """Bytes that have come in so far, those of a record that is not complete included."""
+        return self._stream.arrived
 
     async def send(self, header: bytes, body: Buffer = b"") -> None:
         """Send one frame.
@@ -163,40 +161,75 @@ class FramedChannel:
 
     def _broken(self, what: str, error: StreamClosed) -> StreamClosed:
         if isinstance(error, BytesRefused):
-            _log.info("dropped a channel with %s: %s", self._peer, error)
+            _log.info("dropped a channel with %s: %s", self.peer, error)
         self._close(str(error))
-        return StreamClosed(f"{what} {self._peer}: {error}")
+        return StreamClosed(f"{what} {self.peer}: {error}")
+
+
+class OpenChannels:
+    """The channels of one transport that are open."""
+
+    def __init__(self) -> None:
+        self._channels: set[FramedChannel] = set()
+        self._per_peer = Tally()
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def has(self, peer: str) -> bool:
+        """Whether one with `peer` is open."""
+        return self._per_peer[peer] > 0
+
+    def check_room(self, peer: str) -> None:
+        """Check that one more channel with `peer` stays within bounds; raises ConnectionError if it does not."""
+        if self._per_peer[peer] >= MAX_CHANNELS_PER_PEER:
+            raise ConnectionError(
+                f"{MAX_CHANNELS_PER_PEER} channels with {peer} are open already, the maximum"
+            )
+        if len(self._channels) >= MAX_CHANNELS:
+            raise ConnectionError(f"{MAX_CHANNELS} channels are open already, the maximum")
+
+    def enter(self, peer: str, stream: Stream) -> FramedChannel:
+        """Make a stream a channel, counted until it is closed."""
+        channel = FramedChannel(peer, stream, self._leave)
+        self._channels.add(channel)
+        self._per_peer[peer] += 1
+        return channel
+
+    def close(self) -> None:
+        """Close all of them."""
+        for channel in list(self._channels):
+            channel.close()
+
+    def _leave(self, channel: FramedChannel) -> None:
+        self._channels.discard(channel)
+        self._per_peer.drop(channel.peer)
 
 
 class Libp2pTransport:
-    """Opens and accepts channels through p2pd (`averaging.ports.Transport`)."""
+    """Opens and accepts channels through p2pd (`averaging.ports.Transport`).
+
+    Attributes:
+        peer: PeerID of this peer.
+        channels: Those that are open.
+        inbound: Where p2pd is to send streams for this.
+    """
 
     def __init__(
         self, peer: str, dialable: Callable[[], bool], link: Link, dialer: Dialer, runtime: Path
     ) -> None:
-        self._peer = peer
+        self.peer = peer
         self._dialable = dialable
         self._link = link
         self._dialer = dialer
-        self._inbound = Inbound(STREAM_PROTOCOL, runtime / "streams.sock", MAX_STREAMS, self._welcome)
+        self.inbound = Inbound(STREAM_PROTOCOL, runtime / "streams.sock", MAX_CHANNELS, self._welcome)
         self._handler: Handler | None = None
-        self._channels: set[FramedChannel] = set()
-        self._per_peer: Counter[str] = Counter()
-
-    @property
-    def peer(self) -> str:
-        """PeerID of this peer."""
-        return self._peer
+        self.channels = OpenChannels()
 
     @property
     def dialable(self) -> bool:
         """Whether others can open channels to this peer."""
         return self._dialable()
-
-    @property
-    def streams(self) -> int:
-        """Number of open channels."""
-        return len(self._channels)
 
     async def open(self, peer: str) -> FramedChannel:
         """Open a channel to `peer` within `OPEN_SECONDS`.
@@ -204,7 +237,7 @@ class Libp2pTransport:
         Raises:
             ConnectionError: The peer cannot be reached; names it and says why.
         """
-        self._check_room(peer)
+        self.channels.check_room(peer)
         try:
             async with asyncio.timeout(OPEN_SECONDS):
                 await self._dialer.reach(peer)
@@ -213,55 +246,21 @@ class Libp2pTransport:
             raise ConnectionError(f"cannot reach {peer}: no answer within {OPEN_SECONDS:.0f} s") from None
         except ConnectionError as error:
             raise ConnectionError(f"cannot reach {peer}: {error}") from error
-        return self._enter(peer, stream)
+        return self.channels.enter(peer, stream)
 
     def serve(self, handler: Handler | None) -> None:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
         self._handler = handler
 
-    def listen(self) -> None:
-        """Start to take inbound streams from p2pd."""
-        self._inbound.listen()
-
-    async def attach(self) -> None:
-        """Have a (new) p2pd send inbound streams here.
-
-        Raises:
-            LinkError: p2pd does not answer.
-        """
-        await self._inbound.attach(self._link)
-
-    async def stop(self) -> None:
-        """Close every channel, end every handler."""
+    def stop(self) -> None:
+        """Close every channel, and accept no other."""
         self._handler = None
-        for channel in list(self._channels):
-            channel.close()
-        await self._inbound.stop()
-
-    def _check_room(self, peer: str) -> None:
-        if self._per_peer[peer] >= MAX_STREAMS_PER_PEER:
-            raise ConnectionError(
-                f"{MAX_STREAMS_PER_PEER} channels with {peer} are open already, the maximum"
-            )
-        if len(self._channels) >= MAX_STREAMS:
-            raise ConnectionError(f"{MAX_STREAMS} channels are open already, the maximum")
-
-    def _enter(self, peer: str, stream: Stream) -> FramedChannel:
-        channel = FramedChannel(peer, stream, self._leave)
-        self._channels.add(channel)
-        self._per_peer[peer] += 1
-        return channel
-
-    def _leave(self, channel: FramedChannel) -> None:
-        self._channels.discard(channel)
-        self._per_peer[channel.peer] -= 1
-        if self._per_peer[channel.peer] <= 0:
-            del self._per_peer[channel.peer]
+        self.channels.close()
 
     async def _welcome(self, peer: str, relayed: bool, stream: Stream) -> None:
         public_key_of(peer)
-        self._check_room(peer)
-        await run_handler(self._handler, self._enter(peer, stream))
+        self.channels.check_room(peer)
+        await run_handler(self._handler, self.channels.enter(peer, stream))
 
 
 async def run_handler(handler: Handler | None, channel: FramedChannel) -> None:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from equipoise.peer.client import Client, connect
     from equipoise.peer.embedded import Peer
     from equipoise.peer.errors import ConfigError, DaemonLost, EquipoiseError, NoDaemon, Refused, RoundPending
-    from equipoise.peer.pending import PendingRound
-    from equipoise.peer.progress import Progress
+    from equipoise.peer.futures import PendingRound
+    from equipoise.peer.messages import Progress
     from equipoise.peer.run import Run
     from equipoise.peer.status import Status
 
@@ -33,8 +33,8 @@ _HOMES = {
         "Refused",
         "RoundPending",
     ),
-    "equipoise.peer.pending": ("PendingRound",),
-    "equipoise.peer.progress": ("Progress",),
+    "equipoise.peer.messages": ("Progress",),
+    "equipoise.peer.futures": ("PendingRound",),
     "equipoise.peer.run": ("Run",),
     "equipoise.peer.status": ("Status",),
 }

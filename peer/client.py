@@ -11,15 +11,16 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
 from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.link import CONNECT_SECONDS, START_SECONDS, Link, open_link
-from equipoise.peer.memory import Region
 from equipoise.peer.messages import (
     AgreeRun,
     AskPeers,
@@ -33,7 +34,7 @@ from equipoise.peer.messages import (
 )
 from equipoise.peer.purposes import AVERAGE, swarm_name
 from equipoise.peer.run import AGREE_SECONDS, Run
-from equipoise.peer.specs import tensor_rows
+from equipoise.peer.shared_memory import Region
 from equipoise.peer.status import PeerRow, Status
 from equipoise.peer.tensors import Tensors
 
@@ -91,8 +92,9 @@ class Client:
         tensors: Tensors,
         *,
         strategy: str = "allreduce",
+        rule: str = "mean",
+        codec: str | None = None,
         group_size: int = 16,
-        codec: str = "int8",
         part_values: int = 512 * 1024,
         weights: str = CAPPED,
     ) -> Run:
@@ -103,10 +105,13 @@ class Client:
             tensors: What to average, on CPU or GPU: a mapping of names to tensors, a list, or an nn.Module. Of a module
                 `average` exchanges all parameters and persistent floating-point buffers, and `step` the gradients of
                 the parameters that require them; buffers have none and are left alone by `step`.
-            strategy: How the run averages: `allreduce`.
-            group_size: Most peers that average together in one round, 2 to 64.
+            strategy: Who meets whom. `allreduce:quorum=2`: all that are ready, or as many as a group holds, round by
+                round. `gossip:topology=random`: pairs, whenever two peers are free; also `exponential` and `ring`.
+            rule: How contributions become one vector: `mean`.
             codec: How values travel: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors of
-                fewer than 256 values, and a module's buffers, travel in fp32 whatever it is.
+                fewer than 256 values, and a module's buffers, travel in fp32 whatever it is. None takes the strategy's
+                own: `int8`, and `fp16` for gossip, which exchanges parameters.
+            group_size: Most peers that average together in one round, 2 to 64.
             part_values: Values per part of a share, a multiple of 256 and of the codec's block.
             weights: What counts of a contributor's weight: `capped:10` is at most 10 times the median of the group's
                 contributors, so that no peer makes the mean its own by what it claims. `any` is all of it, for swarms
@@ -114,43 +119,29 @@ class Client:
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
+            ValueError: The strategy is unknown.
             SpecError: Another argument is out of its range.
             equipoise.compression.CodecError: The codec is unknown.
             Refused: The daemon takes part in the run already, or in too many.
             DaemonLost: The daemon has gone.
         """
-        binding = Binding(tensors, parse_codec(codec))
-        spec = RunSpec.create(
-            swarm_name(name, AVERAGE),
-            binding.schema,
+        options = RunOptions(
             strategy=strategy,
-            codec=codec,
+            rule=rule,
+            codec=parse_strategy(strategy).codec if codec is None else codec,
             group_size=group_size,
             part_values=part_values,
             weights=weights,
         )
-        request = JoinRun(
-            run=name,
-            strategy=spec.strategy,
-            codec=spec.codec,
-            group_size=spec.group_size,
-            part_values=spec.part_values,
-            tensors=tensor_rows(binding.schema),
-            gradients=tensor_rows(binding.gradients),
-            values=binding.values,
-            weights=spec.weights,
-        )
+        return self._join(options, name, tensors)
+
+    def _join(self, options: RunOptions, name: str, tensors: Tensors) -> Run:
+        binding = Binding(tensors, parse_codec(options.codec))
+        options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
+        request = JoinRun(name, options, binding.schema, binding.gradients, binding.values)
         link = self._link
         region = _share(link, request)
-        branch = functools.partial(
-            self.join,
-            strategy=strategy,
-            group_size=group_size,
-            codec=codec,
-            part_values=part_values,
-            weights=weights,
-        )
-        run = Run(link, name, binding, region, branch, spec.group_size)
+        run = Run(link, name, binding, region, self._join, options)
         with self._lock:
             self._joined = [*((one, asked) for one, asked in self._joined if not one.left), (run, request)]
         return run
@@ -270,9 +261,9 @@ def _share(link: Link, request: JoinRun, agreed: AgreeRun | None = None) -> Regi
     """Join a run with new shared memory, on terms that were agreed on before."""
     region = Region.create(request.values)
     try:
-        link.ask(request, Done, JOIN_SECONDS, [region.fd])
+        link.ask(request, Done, JOIN_SECONDS, [region.memory.fd])
     finally:
-        region.close_fd()
+        region.memory.close()
     if agreed is not None:
         link.ask(agreed, Done, AGREE_SECONDS)
     return region

@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
-from equipoise.peer.images import SharedImage
 from equipoise.peer.messages import (
     CONTROL_VERSION,
     MAX_TEXT,
@@ -31,12 +30,13 @@ from equipoise.peer.messages import (
     NotUnderstood,
     OfferState,
     PeersAre,
-    ProgressIs,
+    Progress,
     ReplyBody,
     ReportAccumulated,
     RequestBody,
     RoundEnded,
     RoundsAre,
+    RunRequest,
     StartRound,
     StateFetched,
     StateIs,
@@ -51,7 +51,7 @@ from equipoise.peer.messages import (
 )
 from equipoise.peer.service import Service
 from equipoise.peer.session import Session
-from equipoise.peer.snapshots import fetch_mean, fetch_snapshot, offer_snapshot
+from equipoise.peer.shared_memory import SharedMemory
 from equipoise.peer.status import Status
 from equipoise.peer.wire import SEND_SECONDS, FrameSocket
 
@@ -195,11 +195,8 @@ class Connection:
             self.close()
 
     async def _handle(self, request: RequestBody) -> ReplyBody:
-        handler = _HANDLERS.get(type(request))
-        if handler is None:
-            return Failed(f"expected a request, got {type(request).__name__}")
         try:
-            return await handler(self, request)
+            return await self._do(request)
         except (EquipoiseError, ValueError) as error:
             return Failed(_reason(error))
         except Exception as error:
@@ -208,7 +205,55 @@ class Connection:
                 f"the daemon failed at {type(request).__name__}: {_reason(error)}; its log says more"
             )
 
-    async def _join(self, request: JoinRun) -> ReplyBody:
+    async def _do(self, request: RequestBody) -> ReplyBody:
+        service = self._host.service
+        match request:
+            case Hello():
+                return Failed("expected a request, got Hello")
+            case JoinRun():
+                await self._join(request)
+            case AskStatus():
+                return StatusIs(self._host.status())
+            case AskPeers():
+                return PeersAre(tuple(await service.peers()))
+            case AskRounds(limit):
+                kept = service.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))
+                return RoundsAre(tuple(kept[-MAX_ROUNDS_LISTED:]))
+            case StopDaemon():
+                self._host.request_stop(f"asked by {self._client}")
+            case OfferState() | FetchState() | FetchMean():
+                return await self._transfer(request)
+            case _:
+                return await self._do_in(self._session(request.run), request)
+        return Done()
+
+    async def _do_in(self, session: Session, request: RunRequest) -> ReplyBody:
+        match request:
+            case AgreeRun(_, terms, buffers):
+                await session.agree(terms, buffers)
+            case StartRound(_, purpose, weight, timeout, state):
+                outcome = await session.start_round(purpose, weight, timeout, state)
+                self._host.service.history.add(outcome)
+                return RoundEnded(outcome)
+            case StopRound(_, why):
+                session.stop_round(why)
+            case StopFetch():
+                (await session.transfer()).withdraw("cancelled")
+            case ReportAccumulated(_, weight):
+                await session.report_accumulated(weight)
+            case TellStatus(_, topic, line):
+                session.tell(topic, line)
+            case AskState():
+                return StateIs(await session.state())
+            case AskProgress(_, target):
+                local, swarm = await session.progress(target)
+                return Progress(local, swarm, (await session.transfer()).wanted)
+            case LeaveRun(run):
+                await self._host.service.leave(session, "its client has left the run")
+                self._sessions.pop(run, None)
+        return Done()
+
+    async def _join(self, request: JoinRun) -> None:
         fd = self._socket.take_descriptor()
         if len(self._sessions) >= MAX_RUNS_PER_CLIENT:
             os.close(fd)
@@ -216,78 +261,18 @@ class Connection:
                 f"expected at most {MAX_RUNS_PER_CLIENT} runs of one client", "leave one, or connect again"
             )
         self._sessions[request.run] = await self._host.service.join(request, fd, self._client)
-        return Done()
 
-    async def _round(self, request: StartRound) -> ReplyBody:
-        session = self._session(request.run)
-        outcome = await session.start_round(request.purpose, request.weight, request.timeout, request.state)
-        self._host.service.history.add(outcome)
-        return RoundEnded(outcome)
-
-    async def _agree(self, request: AgreeRun) -> ReplyBody:
-        await self._session(request.run).agree(request.terms, request.buffers)
-        return Done()
-
-    async def _report(self, request: ReportAccumulated) -> ReplyBody:
-        await self._session(request.run).report_accumulated(request.weight)
-        return Done()
-
-    async def _tell(self, request: TellStatus) -> ReplyBody:
-        self._session(request.run).tell(request.topic, request.line)
-        return Done()
-
-    async def _state(self, request: AskState) -> ReplyBody:
-        return StateIs(self._session(request.run).state)
-
-    async def _progress(self, request: AskProgress) -> ReplyBody:
-        session = self._session(request.run)
-        local, swarm = await session.progress(request.target)
-        return ProgressIs(local, swarm, (await session.transfer()).wanted)
-
-    async def _offer(self, request: OfferState) -> ReplyBody:
-        image = SharedImage.attach(self._socket.take_descriptor(), request.size)
-        with contextlib.closing(image):
-            transfer = await self._session(request.run).transfer()
-            await offer_snapshot(transfer, request.state, image)
-        return Done()
-
-    async def _fetch(self, request: FetchState) -> ReplyBody:
-        image = SharedImage.attach(self._socket.take_descriptor(), request.limit)
-        with contextlib.closing(image):
-            transfer = await self._session(request.run).transfer()
-            return StateFetched(await fetch_snapshot(transfer, request, image))
-
-    async def _fetch_mean(self, request: FetchMean) -> ReplyBody:
-        memory = SharedImage.attach(self._socket.take_descriptor(), request.size)
-        with contextlib.closing(memory):
-            transfer = await self._session(request.run).transfer()
-            return MeanFetched(await fetch_mean(transfer, request, memory))
-
-    async def _stop_round(self, request: StopRound) -> ReplyBody:
-        self._session(request.run).stop_round(request.why)
-        return Done()
-
-    async def _stop_fetch(self, request: StopFetch) -> ReplyBody:
-        (await self._session(request.run).transfer()).withdraw("cancelled")
-        return Done()
-
-    async def _leave(self, request: LeaveRun) -> ReplyBody:
-        await self._host.service.leave(self._session(request.run), "its client has left the run")
-        self._sessions.pop(request.run, None)
-        return Done()
-
-    async def _status(self, request: AskStatus) -> ReplyBody:
-        return StatusIs(self._host.status())
-
-    async def _peers(self, request: AskPeers) -> ReplyBody:
-        return PeersAre(tuple(await self._host.service.peers()))
-
-    async def _rounds(self, request: AskRounds) -> ReplyBody:
-        limit = min(max(request.limit, 1), MAX_ROUNDS_LISTED)
-        return RoundsAre(tuple(self._host.service.history.last(limit)[-MAX_ROUNDS_LISTED:]))
-
-    async def _stop(self, request: StopDaemon) -> ReplyBody:
-        self._host.request_stop(f"asked by {self._client}")
+    async def _transfer(self, request: OfferState | FetchState | FetchMean) -> ReplyBody:
+        size = request.limit if isinstance(request, FetchState) else request.size
+        # Taken first: it must not be left to the next request where this one is refused.
+        with contextlib.closing(SharedMemory.attach(self._socket.take_descriptor(), size)) as memory:
+            session = self._session(request.run)
+            match request:
+                case FetchState():
+                    return StateFetched(await session.fetch(request, memory))
+                case FetchMean():
+                    return MeanFetched(await session.fetch_mean(request, memory))
+            await (await session.transfer()).offer(request.state, memory.view(size, writable=False))
         return Done()
 
     def _session(self, run: str) -> Session:
@@ -297,29 +282,6 @@ class Connection:
 
     async def _send(self, number: int, body: ReplyBody) -> None:
         await self._socket.send(encode(number, body))
-
-
-Handler = Callable[[Connection, Any], Awaitable[ReplyBody]]
-
-_HANDLERS: dict[type, Handler] = {
-    JoinRun: Connection._join,
-    AgreeRun: Connection._agree,
-    StartRound: Connection._round,
-    ReportAccumulated: Connection._report,
-    TellStatus: Connection._tell,
-    AskState: Connection._state,
-    AskProgress: Connection._progress,
-    OfferState: Connection._offer,
-    FetchState: Connection._fetch,
-    FetchMean: Connection._fetch_mean,
-    StopRound: Connection._stop_round,
-    StopFetch: Connection._stop_fetch,
-    LeaveRun: Connection._leave,
-    AskStatus: Connection._status,
-    AskPeers: Connection._peers,
-    AskRounds: Connection._rounds,
-    StopDaemon: Connection._stop,
-}
 
 
 @contextlib.contextmanager

@@ -10,23 +10,28 @@ import time
 from collections.abc import Awaitable, Callable
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 import psutil
 
 from equipoise.compression import kernels
+from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import BootstrapStatus, SwarmStatus
 from equipoise.peer.advice import advised, failure
 from equipoise.peer.config import Config, Loaded
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.history import History
 from equipoise.peer.home import Home
-from equipoise.peer.logs import close_log, escaped, open_log
+from equipoise.peer.logs import close_log, open_log
 from equipoise.peer.messages import CONTROL_VERSION, Welcome
-from equipoise.peer.ports import Hub, Swarm
 from equipoise.peer.server import ControlServer
 from equipoise.peer.service import Service
 from equipoise.peer.status import Kernels, Status
+
+if TYPE_CHECKING:
+    from equipoise.averaging.aio.hub import Hub
+    from equipoise.dht.swarm import Swarm
 
 STOP_SECONDS = 8.0
 """Each part of the daemon ends within that or is abandoned: open rounds (bounded by 5 s themselves), then the rest."""
@@ -36,7 +41,7 @@ WATCH_SECONDS = 0.2
 
 PACKAGES = ("equipoise", "hivemind", "torch", "msgspec", "uvloop")
 
-Parts = tuple[Swarm, Hub]
+Parts: TypeAlias = "tuple[Swarm, Hub]"
 Assemble = Callable[[Config], Awaitable[Parts]]
 Say = Callable[[str], None]
 

@@ -6,11 +6,11 @@ import io
 import logging
 import logging.handlers
 import os
-import re
 import stat
 import sys
 from pathlib import Path
 
+from equipoise.dht.sanitize import escaped
 from equipoise.peer.errors import HomeError, unusable
 
 MAX_LOG_BYTES = 2 * 1024 * 1024
@@ -22,13 +22,6 @@ MAX_LINE_CHARS = 8192
 """A traceback of 60 frames; nothing that a peer says may fill the file."""
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-
-
-def escaped(text: str) -> str:
-    """`text` with what moves a terminal's cursor, its colours or its writing direction made visible."""
-    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
 
 
 class PrivateFileHandler(logging.handlers.RotatingFileHandler):

@@ -9,18 +9,20 @@ of shared memory beside their frames (SCM_RIGHTS).
 from __future__ import annotations
 
 import struct
+import sys
 from typing import Annotated, TypeVar
 
 import msgspec
 
+from equipoise.averaging.options import RunOptions, Terms
 from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
-from equipoise.averaging.weights import CAPPED
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 4
+CONTROL_VERSION = 5
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -31,7 +33,16 @@ TOPICS = ("training", "checkpoints")
 MAX_TEXT = 4096
 """Longest reason or error that is sent; longer ones are cut."""
 
+MAX_TIMEOUT = 86_400.0
+"""A day; a longer wait is a mistake in the unit."""
+
 LENGTH = struct.Struct(">I")
+
+Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
+"""A finite number; what is decoded needs no other check."""
+
+Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
+"""Seconds; what is decoded needs no other check."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -61,35 +72,22 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     home: str = ""
 
 
-class TensorRow(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a schema on its way to the daemon, which checks it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    buffer: bool = False
-
-
 class JoinRun(msgspec.Struct, frozen=True, tag=True):
     """Take part in a run; the shared memory comes beside this frame.
 
     Attributes:
         run: Name of the run.
+        options: How it averages.
         tensors: What `average` exchanges.
         gradients: What `step` exchanges.
         values: Length of each of the two vectors in the shared memory.
-        weights: What counts of a contributor's weight.
     """
 
     run: str
-    strategy: str
-    codec: str
-    group_size: int
-    part_values: int
-    tensors: tuple[TensorRow, ...]
-    gradients: tuple[TensorRow, ...]
+    options: RunOptions
+    tensors: Schema
+    gradients: Schema
     values: int
-    weights: str = CAPPED
 
 
 class AgreeRun(msgspec.Struct, frozen=True, tag=True):
@@ -102,8 +100,8 @@ class AgreeRun(msgspec.Struct, frozen=True, tag=True):
     """
 
     run: str
-    terms: tuple[tuple[str, str], ...]
-    buffers: tuple[TensorRow, ...]
+    terms: Terms
+    buffers: Schema
 
 
 class StartRound(msgspec.Struct, frozen=True, tag=True):
@@ -111,8 +109,8 @@ class StartRound(msgspec.Struct, frozen=True, tag=True):
 
     run: str
     purpose: str
-    weight: float
-    timeout: float
+    weight: Weight
+    timeout: Timeout
     state: StateId | None = None
 
 
@@ -126,7 +124,7 @@ class ReportAccumulated(msgspec.Struct, frozen=True, tag=True):
     """This client has accumulated `weight` towards its next step."""
 
     run: str
-    weight: float
+    weight: Weight
 
 
 class TellStatus(msgspec.Struct, frozen=True, tag=True):
@@ -166,11 +164,15 @@ class AskProgress(msgspec.Struct, frozen=True, tag=True):
     target: float | None = None
 
 
-class ProgressIs(msgspec.Struct, frozen=True, tag=True):
-    """Weight accumulated by this peer, and by all known peers of the run together.
+class Progress(msgspec.Struct, frozen=True, tag=True):
+    """Answers `AskProgress`: weight accumulated towards the next step.
 
     Attributes:
-        wanted: Epoch of which some peer wants a snapshot.
+        local: By this peer.
+        swarm: By all peers of the run that answer, this one included, as far as their word counts; a little behind for
+            the others.
+        wanted: Epoch of which some peer wants a snapshot; None while none does. To be offered by whoever holds that
+            state; a later one serves too, but then donors may differ, and the newcomer must wish again.
     """
 
     local: float
@@ -195,7 +197,7 @@ class FetchState(msgspec.Struct, frozen=True, tag=True):
     run: str
     at_least: int
     limit: int
-    timeout: float
+    timeout: Timeout
     among: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
 
 
@@ -232,7 +234,7 @@ class FetchMean(msgspec.Struct, frozen=True, tag=True):
     run: str
     after: StateId
     size: int
-    timeout: float
+    timeout: Timeout
     proved: bool = False
     patient: bool = False
 
@@ -301,21 +303,26 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-RequestBody = (
-    Hello
-    | JoinRun
-    | AgreeRun
+RunRequest = (
+    AgreeRun
     | StartRound
+    | StopRound
+    | StopFetch
     | ReportAccumulated
     | TellStatus
     | AskState
     | AskProgress
+    | LeaveRun
+)
+"""What is asked of one run, and brings no memory with it."""
+
+RequestBody = (
+    Hello
+    | JoinRun
+    | RunRequest
     | OfferState
     | FetchState
     | FetchMean
-    | StopRound
-    | StopFetch
-    | LeaveRun
     | AskStatus
     | AskPeers
     | AskRounds
@@ -325,7 +332,7 @@ ReplyBody = (
     Welcome
     | RoundEnded
     | StateIs
-    | ProgressIs
+    | Progress
     | StateFetched
     | MeanFetched
     | StatusIs

@@ -6,7 +6,10 @@ would notice. So each purpose is a run of its own in the swarm, under a name of 
 
 from __future__ import annotations
 
-from equipoise.averaging.spec import MAX_NAME_CHARS, SpecError
+from equipoise.averaging.options import Terms
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import MAX_NAME_CHARS, RunSpec, SpecError
+from equipoise.peer.messages import JoinRun
 
 AVERAGE, STEP = "average", "step"
 PURPOSES = (AVERAGE, STEP)
@@ -27,3 +30,29 @@ def swarm_name(run: str, purpose: str) -> str:
             f"got {str(run)[:80]!r}"
         )
     return run + STEP_SUFFIX if purpose == STEP else run
+
+
+def run_specs(request: JoinRun) -> dict[str, RunSpec]:
+    """The spec of each purpose of a run that a client joins; of `step` only if there are gradients.
+
+    Raises:
+        SpecError: An option is out of its range.
+        equipoise.compression.CodecError: The codec is unknown.
+    """
+    schemas = {AVERAGE: request.tensors, STEP: request.gradients}
+    return {
+        purpose: RunSpec.create(swarm_name(request.run, purpose), schema, request.options)
+        for purpose, schema in schemas.items()
+        if schema.tensors
+    }
+
+
+def agreed_spec(spec: RunSpec, terms: Terms, buffers: Schema) -> RunSpec:
+    """The spec of a run whose peers have these terms alike, and whose buffers travel behind the tensors.
+
+    Raises:
+        SpecError: A term, or the number of values, is out of its range.
+        equipoise.averaging.schema.SchemaError: A buffer is named as a tensor is.
+    """
+    schema = Schema((*spec.schema.tensors, *buffers.tensors))
+    return RunSpec.create(spec.name, schema, spec.options, dict(terms))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import logging
 import threading
@@ -11,41 +12,48 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import torch
+from msgspec import structs
 
-from equipoise.averaging.outcome import Outcome, RunState, check_weight
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome, RunState, check_weight
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
-from equipoise.peer import company
+from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.binding import Binding
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
-from equipoise.peer.fetching import Fetched, PendingFetch, PendingMean
-from equipoise.peer.images import shared_copy
+from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, check_timeout
 from equipoise.peer.link import Link
-from equipoise.peer.memory import VALUE_BYTES, Region
 from equipoise.peer.messages import (
     AgreeRun,
     AskProgress,
+    AskState,
     Done,
     FetchMean,
     LeaveRun,
     OfferState,
-    ProgressIs,
+    Progress,
+    ReplyBody,
     ReportAccumulated,
     StartRound,
+    StateIs,
     TellStatus,
 )
-from equipoise.peer.pending import PendingRound, check_timeout
-from equipoise.peer.progress import Progress
 from equipoise.peer.purposes import AVERAGE, STEP
-from equipoise.peer.specs import tensor_rows
+from equipoise.peer.shared_memory import VALUE_BYTES, Region, shared_copy
 from equipoise.peer.tensors import Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
     from equipoise.peer.training.optimizer import SwarmOptimizer
     from equipoise.peer.training.options import OptionKeywords
     from equipoise.peer.training.recording import Checkpoints
+
+STATE_SECONDS = 0.25
+"""A daemon that is busy encoding may take so long to answer; `state` then says what it said last."""
+
+LOOK_SECONDS = 0.05
+"""Between two looks who is there."""
 
 SHORTEST_TIMEOUT = 0.001
 """What a round is given at least, where preparing its contribution took all of the caller's timeout."""
@@ -62,6 +70,9 @@ LEAVE_SECONDS = 10.0
 SETTLE_SECONDS = 1.0
 """The outcome of that round is sent right after."""
 
+Write = Callable[[Region, Mapping[str, torch.Tensor]], None]
+"""Writes the mean that the shared memory holds into the tensors."""
+
 log = logging.getLogger(__name__)
 
 
@@ -75,7 +86,7 @@ class Run:
         name: The run's name.
         mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before; overwritten by the
             next.
-        group_size: Most peers that average together in one round.
+        options: How it averages.
         left: Whether it was left.
         terms: What was agreed on.
         agreed: The request by which it was, for a daemon that takes the place of a lost one.
@@ -91,11 +102,11 @@ class Run:
         name: str,
         binding: Binding,
         region: Region,
-        branch: Callable[[str, Tensors], Run],
-        group_size: int,
+        join: Callable[[RunOptions, str, Tensors], Run],
+        options: RunOptions,
     ) -> None:
         self.name = name
-        self.group_size = group_size
+        self.options = options
         self.mean: dict[str, torch.Tensor] = {}
         self.pending: PendingRound | None = None
         self._link = link
@@ -107,14 +118,15 @@ class Run:
         self._lock = threading.Lock()
         self.left = False
         self.trained_by = ""
-        self._company = company.Company(link, name)
+        self._state: RunState = NoPeers("the daemon has not said yet")
+        self._asked: concurrent.futures.Future[ReplyBody] | None = None
         self._told: dict[str, str] = {}
         self._stepping = False
         self._finishing: list[Callable[[], None]] = []
         self.rounds_ok = self.rounds_failed = 0
         self._last_ok: Outcome | None = None
         self._why_not = ""
-        self._branch = branch
+        self._join = join
         self._branches: list[Run] = []
         self._is_branch = False
         self.terms: Mapping[str, str] = {}
@@ -149,7 +161,7 @@ class Run:
                     f"run {self.name!r} {happened}", "agree after join, before the first accumulate and step"
                 )
             carried = self._binding.buffer_schema() if buffers else Schema(())
-            request = AgreeRun(self.name, agreed, tensor_rows(carried))
+            request = AgreeRun(self.name, agreed, carried)
             self._link.ask(request, Done, AGREE_SECONDS)
             self._binding.carry(carried)
             self.terms, self.agreed = dict(agreed), request
@@ -177,20 +189,29 @@ class Run:
             ValueError: The weight or the timeout is out of range.
             RoundPending: A round of this run has not been collected.
         """
-        deadline = time.monotonic() + check_timeout(timeout)
-        weight = check_weight(weight)
-        with self._lock:
-            self._require_idle()
-            tensors = self._binding.tensors()
-            if weight > 0:
-                self._binding.averaged.flatten(tensors, self._region.contribution)
-            else:
-                self._region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
-            region = self._region
-            pending = self._start(
-                AVERAGE, weight, deadline, lambda outcome: self._averaged(outcome, tensors, region)
-            )
+        pending = self._start_average(weight, timeout, self._replace)
         return pending.result() if wait else pending
+
+    def shift(self, weight: float = 1.0, timeout: float = 30.0) -> PendingRound:
+        """Average a copy of the tensors, and move them by what the mean differs from it: tensors += mean - copy.
+
+        For loops that go on changing the tensors while the round does: what they did meanwhile is kept.
+
+        Args:
+            weight: A finite number above 0.
+            timeout: Seconds after which the round has ended one way or the other.
+
+        Returns:
+            The round; its `result` moves the tensors if it is ok.
+
+        Raises:
+            SchemaError: A tensor differs from what was joined with, or holds NaN or Inf.
+            ValueError: The weight or the timeout is out of range.
+            RoundPending: A round of this run has not been collected.
+        """
+        if weight == 0:
+            raise ValueError("expected a weight above 0: an observer has no copy to move from, call average")
+        return self._start_average(weight, timeout, self._move)
 
     def accumulate(self, gradients: Gradients, weight: float = 1.0) -> None:
         """Add weight * gradient, in fp32 on the tensors' device, to what this peer contributes to the next step.
@@ -260,6 +281,16 @@ class Run:
         return pending.result() if wait else pending
 
     @property
+    def group_size(self) -> int:
+        """Most peers that average together in one round."""
+        return self.options.group_size
+
+    @property
+    def strategy(self) -> Strategy:
+        """Who meets whom."""
+        return parse_strategy(self.options.strategy)
+
+    @property
     def accumulated(self) -> float:
         """Weight accumulated towards the next step and not part of a round that is going on."""
         return self._accumulated.weight if self._accumulated else 0.0
@@ -270,7 +301,16 @@ class Run:
 
         Where the daemon has gone it is `NoPeers`, with that as its reason.
         """
-        return self._company.state
+        asked = self._asked or self._link.start(AskState(self.name))
+        if not concurrent.futures.wait([asked], STATE_SECONDS).done:
+            self._asked = asked
+            return self._state
+        self._asked = None
+        try:
+            self._state = self._link.wait(asked, StateIs).state
+        except DaemonLost as error:
+            self._state = NoPeers(str(error))
+        return self._state
 
     def wait_for(self, peers: int, timeout: float = 60.0) -> bool:
         """Wait until so many other peers of this run are known, `timeout` seconds at most; returns whether they are.
@@ -282,10 +322,10 @@ class Run:
             ValueError: The timeout is out of range.
         """
         deadline = time.monotonic() + check_timeout(timeout)
-        while company.others(self.state) < peers:
+        while _others(self.state) < peers:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(company.LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         return True
 
     def progress(self, target: float | None = None) -> Progress:
@@ -300,7 +340,7 @@ class Run:
         """
         local = self.accumulated
         try:
-            answer = self._link.ask(AskProgress(self.name, target), ProgressIs)
+            answer = self._link.ask(AskProgress(self.name, target), Progress)
         except DaemonLost:
             return Progress(local, local, None)
         return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)
@@ -386,7 +426,7 @@ class Run:
             Refused: So much memory cannot be set aside.
         """
         size = VALUE_BYTES * self._binding.stepping.size
-        request = FetchMean(self.name, after, size, check_timeout(timeout), proved, patient)
+        request = FetchMean(self.name, after, size, timeout, proved, patient)
         return PendingMean(self._link, request, self._binding.named)
 
     def take(self) -> Accumulator | None:
@@ -455,15 +495,18 @@ class Run:
         """The daemon's home; empty where that is a temporary one."""
         return self._link.welcome.home
 
-    def branch(self, name: str, tensors: Tensors) -> Run:
+    def branch(self, name: str, tensors: Tensors, strategy: str | None = None) -> Run:
         """Join another run, of this name and with these tensors, with the options of this one, of which it is a part.
+
+        Its strategy may be another.
 
         Raises:
             SchemaError: One of the tensors cannot be averaged; names it.
             Refused: The daemon takes part in the run already, or in too many.
             DaemonLost: The daemon has gone.
         """
-        branch = self._branch(name, tensors)
+        options = self.options if strategy is None else structs.replace(self.options, strategy=strategy)
+        branch = self._join(options, name, tensors)
         branch._is_branch = True
         self._branches.append(branch)
         return branch
@@ -496,7 +539,7 @@ class Run:
             if self.left:
                 link.start(LeaveRun(self.name))
                 return
-            self._link, self._region, self._company = link, region, company.Company(link, self.name)
+            self._link, self._region, self._asked = link, region, None
             for topic, line in self._told.items():
                 link.start(TellStatus(self.name, topic, line))
             if self._stepping:
@@ -561,14 +604,37 @@ class Run:
         self.pending = PendingRound(self._link, request, deadline, settle)
         return self.pending
 
-    def _averaged(self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region) -> None:
+    def _start_average(self, weight: float, timeout: float, write: Write) -> PendingRound:
+        """Contribute the tensors; `write` writes the mean into the tensors, if the round is ok."""
+        deadline = time.monotonic() + check_timeout(timeout)
+        weight = check_weight(weight)
+        with self._lock:
+            self._require_idle()
+            tensors, region = self._binding.tensors(), self._region
+            if weight > 0:
+                self._binding.averaged.flatten(tensors, region.contribution)
+            else:
+                region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
+            return self._start(
+                AVERAGE, weight, deadline, lambda outcome: self._averaged(outcome, tensors, region, write)
+            )
+
+    def _averaged(
+        self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, write: Write
+    ) -> None:
         with self._lock:
             self.pending = None
             self._count(outcome)
             if outcome is not None and outcome.ok:
                 # They may have been reshaped; half of them must not be written.
                 self._binding.schema.check(tensors)
-                self._binding.averaged.unflatten(region.result, tensors)
+                write(region, tensors)
+
+    def _replace(self, region: Region, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._binding.averaged.unflatten(region.result, tensors)
+
+    def _move(self, region: Region, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._binding.averaged.shift(region.contribution, region.result, tensors)
 
     def _stepped(
         self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, me: str
@@ -602,3 +668,13 @@ class Run:
         if self._accumulated is not None:
             contributed.merge(self._accumulated)
         self._accumulated = contributed
+
+
+def _others(state: RunState) -> int:
+    """How many others are known, at least."""
+    match state:
+        case Idle(peers):
+            return peers
+        case Exchanging(members):
+            return members - 1
+    return 0

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.errors import Refused
 from equipoise.peer.history import History
-from equipoise.peer.memory import Region
 from equipoise.peer.messages import JoinRun
-from equipoise.peer.ports import Averager, Hub, Swarm
-from equipoise.peer.purposes import PURPOSES
+from equipoise.peer.purposes import PURPOSES, run_specs
 from equipoise.peer.session import Session
-from equipoise.peer.specs import run_specs
+from equipoise.peer.shared_memory import Region
 from equipoise.peer.status import PeerRow
+
+if TYPE_CHECKING:
+    from equipoise.averaging.aio.averager import Averager
+    from equipoise.averaging.aio.hub import Hub
+    from equipoise.dht.swarm import Swarm
 
 MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
 """Runs of one daemon. The others keep so many records of one peer, and each purpose of a run has one of its own."""
@@ -46,7 +50,6 @@ class Service:
             ValueError: An option, the schema or the memory is not valid, or the run has a client already.
         """
         region = Region.attach(fd, request.values)
-        region.close_fd()
         specs = run_specs(request)
         if any(spec.layout.size > request.values for spec in specs.values()):
             raise Refused(
@@ -55,11 +58,6 @@ class Service:
         await self._make_room(request.run)
         session = Session(self._hub, self._swarm, request.run, specs, region, client)
         self._sessions[request.run] = session
-        try:
-            await session.open()
-        except BaseException:
-            del self._sessions[request.run]
-            raise
         return session
 
     async def leave(self, session: Session, reason: str) -> None:

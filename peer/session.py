@@ -1,6 +1,7 @@
 """One client's part in one run: its shared memory, and one averager for each purpose.
 
-Each purpose has its own schema and is joined when it is first used.
+Each purpose is a run of the swarm, with its own schema, and is joined when it is first used. Right after its join a
+script either agrees on terms, which says that it steps, or is announced to those that average.
 """
 
 from __future__ import annotations
@@ -8,25 +9,32 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
+import torch
 
-from equipoise.averaging.outcome import Outcome, RunState, check_weight
-from equipoise.averaging.spec import RunSpec, Terms
-from equipoise.averaging.state import StateId
+from equipoise.averaging.options import Terms
+from equipoise.averaging.outcome import NoPeers, Outcome, RunState
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import Refused
-from equipoise.peer.memory import Region
-from equipoise.peer.messages import MAX_TEXT, TOPICS, TensorRow
-from equipoise.peer.ports import Averager, Hub, Swarm, Transfer
-from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP
-from equipoise.peer.specs import agreed_spec
-from equipoise.peer.status import RunStatus
+from equipoise.peer.messages import MAX_TEXT, TOPICS, FetchMean, FetchState
+from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec
+from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory
+from equipoise.peer.status import Exchanges, RunStatus
 
-MAX_TIMEOUT = 86_400.0
-"""A day; a longer wait is a mistake in the unit."""
+if TYPE_CHECKING:
+    from equipoise.averaging.aio.averager import Averager
+    from equipoise.averaging.aio.hub import Hub
+    from equipoise.averaging.aio.transfer import Transfer
+    from equipoise.dht.swarm import Swarm
+
+ANNOUNCE_SECONDS = 0.5
+"""Time for a script to agree on terms, before the run that it has joined is announced to those that average."""
 
 OVERTIME = 0.5
 """Seconds that a round may exceed its timeout before the session gives it up; half of what the caller is promised."""
@@ -42,6 +50,11 @@ COMPARE_SECONDS = 5.0
 
 LEAVE_SECONDS = 5.0
 """An open round is finished or failed within that; the driver's own bound on a stalled peer is 2 s."""
+
+SPREAD_EXCHANGES = 20
+"""The last exchanges over which the spread is the mean: it tells where the run stands now."""
+
+JUST_JOINED = "it has just been joined"
 
 log = logging.getLogger(__name__)
 
@@ -72,22 +85,15 @@ class Session:
         self._leaving: asyncio.Task[None] | None = None
         self._accumulated = 0.0
         self._reporting: asyncio.TimerHandle | None = None
+        self._announcing = asyncio.create_task(self._announce())
 
-    async def open(self) -> None:
-        """Join the run.
-
-        Raises:
-            ValueError: This daemon takes part in it already.
-        """
-        await self._averager(AVERAGE)
-
-    async def agree(self, terms: Terms, buffers: Sequence[TensorRow]) -> None:
+    async def agree(self, terms: Terms, buffers: Schema) -> None:
         """Have `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
 
         Raises:
             Refused: Those who are there have something else; says what differs. Or it has been used already with other
-                terms, or has no gradients, or a tensor's description is not valid.
-            SpecError: A term is too long or not printable.
+                terms, or has no gradients.
+            ValueError: A term is too long or not printable, or a buffer is named as a gradient is.
         """
         if self._joined is None:
             raise _nothing_to(STEP, self.name)
@@ -104,11 +110,12 @@ class Session:
                     "agree before the first accumulate and step, or leave the run and join it again",
                 )
             self._specs[STEP] = agreed
+            self._announcing.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SEARCH_SECONDS):
                 # Before joining it: of a run that it is in, a peer is told what it knows already.
                 await self._swarm.directory.peers(agreed.name)
-        averager = await self._averager(STEP)
+        averager = await self._use(STEP)
         objection = await averager.objection(COMPARE_SECONDS)
         if objection:
             await self._disagree(averager)
@@ -120,20 +127,16 @@ class Session:
         """Exchange what the shared memory holds; the outcome is there by `timeout` and `OVERTIME`.
 
         Raises:
-            Refused: A round is going on, or an argument is out of range.
+            Refused: A round is going on, or the purpose is unknown.
         """
         if purpose not in PURPOSES:
             raise Refused(f"expected a round to {' or '.join(PURPOSES)}, got {purpose[:64]!r}")
-        if not (math.isfinite(timeout) and 0 < timeout <= MAX_TIMEOUT):
-            raise Refused(
-                f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout}"
-            )
         if self._round is not None or self._leaving is not None:
             raise Refused(
                 f"a round of run {self.name!r} is going on, or it is being left", "wait for its outcome"
             )
         started = time.time()
-        self._round = asyncio.create_task(self._exchange(purpose, check_weight(weight), timeout, state))
+        self._round = asyncio.create_task(self._exchange(purpose, weight, timeout, state))
         try:
             outcome = await self._within(self._round, timeout)
         finally:
@@ -154,8 +157,8 @@ class Session:
 
     async def report_accumulated(self, weight: float) -> None:
         """Publish the weight that the client has accumulated towards its next step."""
-        self._accumulated = check_weight(weight)
-        averager = await self._averager(STEP)
+        self._accumulated = weight
+        averager = await self._use(STEP)
         if self._reporting is None:
             self._report(averager, None)
 
@@ -187,47 +190,97 @@ class Session:
         """The runs of the hub that it takes part in."""
         return [(self._specs[purpose], averager) for purpose, averager in self._averagers.items()]
 
-    @property
-    def state(self) -> RunState:
+    async def state(self) -> RunState:
         """Where the next round of the purpose used last stands."""
-        return self._current.state
+        return (await self._averager(self._purpose)).state
 
     async def progress(self, target: float | None) -> tuple[float, float]:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' word counts."""
-        averager = await self._averager(STEP)
+        averager = await self._use(STEP)
         others = await averager.others_accumulated(target)
         return self._accumulated, self._accumulated + others
 
     async def transfer(self) -> Transfer:
         """Gives and takes the run's state, among the peers that step if there are gradients."""
         purpose = STEP if STEP in self._specs else AVERAGE
-        await self._averager(purpose)
+        await self._use(purpose)
         return self._hub.transfer(self._specs[purpose].name)
+
+    async def fetch(self, request: FetchState, image: SharedMemory) -> FetchOutcome:
+        """Download a snapshot into the client's memory, whose capacity is the limit of its size.
+
+        Raises:
+            Refused: The epoch is out of range.
+            ValueError: A download of this run is going on already.
+        """
+        if not 0 <= request.at_least <= MAX_EPOCH:
+            raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {request.at_least}")
+
+        async def room(size: int) -> memoryview:
+            try:
+                # For gigabytes the kernel takes seconds to provide the pages.
+                await asyncio.get_running_loop().run_in_executor(None, image.allocate, size)
+                return image.view(size, writable=True)
+            except Refused as error:
+                raise ValueError(str(error)) from error
+
+        transfer, among = await self.transfer(), frozenset(request.among)
+        return await transfer.fetch(request.at_least, image.capacity, request.timeout, room, among)
+
+    async def fetch_mean(self, request: FetchMean, memory: SharedMemory) -> MeanOutcome:
+        """Get a mean that was missed into the client's memory, which has just its size.
+
+        Raises:
+            Refused: The memory has another size.
+            ValueError: A download of this run is going on already.
+        """
+        transfer = await self.transfer()
+        size = transfer.values * VALUE_BYTES
+        if memory.capacity != size:
+            raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
+
+        def result() -> torch.Tensor:
+            try:
+                memory.allocate(size)
+                return torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)
+            except Refused as error:
+                raise ValueError(str(error)) from error
+
+        return await transfer.recover(request.after, request.timeout, result, request.proved, request.patient)
 
     def status(self) -> RunStatus:
         """What `status` shows of it."""
-        spec, averager = self._specs[self._purpose], self._current
-        standing, history = averager.status(), averager.history
-        return RunStatus(
+        spec, averager = self._specs[self._purpose], self._averagers.get(self._purpose)
+        shown = RunStatus(
             name=self.name,
             purpose=self._purpose,
             spec=spec.hash,
-            codec=spec.codec,
-            group_size=spec.group_size,
+            codec=spec.options.codec,
+            group_size=spec.options.group_size,
             values=spec.schema.size,
-            state=averager.state,
-            reason=standing.reason,
-            round=standing.round,
-            rounds_ok=standing.rounds_ok,
-            rounds_failed=standing.rounds_failed,
+            state=NoPeers(JUST_JOINED),
+            reason=JUST_JOINED,
             accumulated=self._accumulated,
             transfer="; ".join(
                 line
                 for purpose in self._averagers
-                if (line := self._hub.transfer(self._specs[purpose].name).standing)
+                if not self.leaving  # The hub may have let go of it.
+                and (line := self._hub.transfer(self._specs[purpose].name).standing)
             ),
             told=dict(self._told),
-            last=history[-1] if history else None,
+            strategy=spec.options.strategy,
+        )
+        if averager is None:
+            return shown
+        return msgspec.structs.replace(
+            shown,
+            state=averager.state,
+            reason=averager.reason,
+            round=averager.round,
+            rounds_ok=averager.rounds_ok,
+            rounds_failed=averager.rounds_failed,
+            last=averager.history[-1] if averager.history else None,
+            exchanges=_exchanges(averager) if spec.strategy.pairs else None,
         )
 
     async def leave(self, reason: str) -> None:
@@ -236,9 +289,14 @@ class Session:
             self._leaving = asyncio.create_task(self._leave(reason))
         await asyncio.shield(self._leaving)
 
-    @property
-    def _current(self) -> Averager:
-        return self._averagers[self._purpose]
+    async def _announce(self) -> None:
+        await asyncio.sleep(ANNOUNCE_SECONDS)
+        await self._averager(AVERAGE)
+
+    async def _use(self, purpose: str) -> Averager:
+        averager = await self._averager(purpose)
+        self._purpose = purpose
+        return averager
 
     async def _averager(self, purpose: str) -> Averager:
         if purpose not in self._specs:
@@ -248,7 +306,6 @@ class Session:
                 if self._leaving is not None:
                     raise Refused(f"run {self.name!r} is being left", "join it again")
                 self._averagers[purpose] = await self._hub.join(self._specs[purpose])
-            self._purpose = purpose
             return self._averagers[purpose]
 
     async def _disagree(self, averager: Averager) -> None:
@@ -257,14 +314,21 @@ class Session:
             await averager.leave("others have agreed on something else")
             self._averagers.pop(STEP, None)
             self._purpose = AVERAGE
+            self._announcing = asyncio.create_task(self._announce())
             if self._joined is not None:
                 self._specs[STEP] = self._joined
 
     async def _exchange(self, purpose: str, weight: float, timeout: float, state: StateId | None) -> Outcome:
-        averager = await self._averager(purpose)
+        left = Outcome(ok=False, reason="the run was left before the round began", run=self.name)
+        try:
+            averager = await self._use(purpose)
+        except Refused:
+            if self._leaving is None:
+                raise
+            return left
         region, values = self._region, self._specs[purpose].layout.size
         if region is None:
-            return Outcome(ok=False, reason="the run was left before the round began", run=self.name)
+            return left
         contribution, result = region.contribution[:values], region.result[:values]
         transfer = self._hub.transfer(self._specs[purpose].name)
         if state is not None:
@@ -294,6 +358,7 @@ class Session:
         )
 
     async def _leave(self, reason: str) -> None:
+        self._announcing.cancel()
         if self._reporting is not None:
             self._reporting.cancel()
         async with self._joining:
@@ -306,6 +371,19 @@ class Session:
         if self._round is not None:
             self._round.cancel()
         self._region = None
+
+
+def _exchanges(averager: Averager) -> Exchanges:
+    """What the exchanges of a gossip run have come to."""
+    outcomes = list(averager.history)
+    apart = [one.apart for one in outcomes[-SPREAD_EXCHANGES:] if one.apart is not None]
+    return Exchanges(
+        partners=averager.others,
+        ok=averager.rounds_ok,
+        failed=averager.rounds_failed,
+        in_doubt=sum(one.in_doubt for one in outcomes),
+        spread=sum(apart) / len(apart) if apart else None,
+    )
 
 
 def _nothing_to(purpose: str, run: str) -> Refused:

@@ -9,6 +9,24 @@ from equipoise.dht.state import ReachState, SwarmStatus
 from equipoise.peer.config import Setting
 
 
+class Exchanges(msgspec.Struct, frozen=True):
+    """What a gossip run has come to at this peer.
+
+    Attributes:
+        partners: Other peers that answer.
+        ok: Exchanges that ended in a mean.
+        failed: Exchanges that did not.
+        in_doubt: Those of them whose partner may hold the mean.
+        spread: How far this peer and its partners were apart before the last exchanges, on average; None before any.
+    """
+
+    partners: int
+    ok: int
+    failed: int
+    in_doubt: int
+    spread: float | None
+
+
 class RunStatus(msgspec.Struct, frozen=True):
     """One run of this daemon.
 
@@ -28,6 +46,8 @@ class RunStatus(msgspec.Struct, frozen=True):
         transfer: Which state is being fetched or served, and why, in one line; empty if none is.
         told: What the training script says of itself, by topic: `training`, `checkpoints`; one line each.
         last: What the last round came to.
+        strategy: Who meets whom.
+        exchanges: What a run whose peers meet in pairs has come to; None for others.
     """
 
     name: str
@@ -38,13 +58,15 @@ class RunStatus(msgspec.Struct, frozen=True):
     values: int
     state: RunState
     reason: str
-    round: int
-    rounds_ok: int
-    rounds_failed: int
-    accumulated: float
+    round: int = 0
+    rounds_ok: int = 0
+    rounds_failed: int = 0
+    accumulated: float = 0.0
     transfer: str = ""
     told: dict[str, str] = {}
     last: Outcome | None = None
+    strategy: str = ""
+    exchanges: Exchanges | None = None
 
 
 class Kernels(msgspec.Struct, frozen=True):

@@ -13,13 +13,17 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from equipoise.averaging.allreduce.events import Fail, Finish
-from equipoise.averaging.sim.explore import Explorer
-from equipoise.averaging.sim.member import Violation
-from equipoise.averaging.sim.scenario import draw_scenario
-from equipoise.averaging.sim.searches import Search, crashes_and_orders, further_faults
-from equipoise.averaging.sim.world import Report, World
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from simulator.core import Violation
+from simulator.explore import Explorer
+from simulator.scenario import draw_scenario
+from simulator.searches import Search, crashes_and_orders, further_faults
+from simulator.world import Report, World
 
 MODES = {"safety": [False], "liveness": [True], "both": [False, True]}
 

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import random
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,11 +38,10 @@ from equipoise.averaging.matchmaking.events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import MatchmakingMessage, SpecAnswer, SpecQuestion
 from equipoise.averaging.matchmaking.standing import Standing
-from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState, check_weight
-from equipoise.averaging.ports import Candidate, Directory
+from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState
+from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 
@@ -70,20 +70,6 @@ class Identity(Protocol):
         """Whether the key behind `peer` signed `data`."""
 
 
-class RunStatus(msgspec.Struct, frozen=True):
-    """Where a run stands at this peer."""
-
-    name: str
-    spec: str
-    codec: str
-    state: RunState
-    reason: str
-    round: int
-    peers: int
-    rounds_ok: int
-    rounds_failed: int
-
-
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a run needs of its daemon.
@@ -106,30 +92,43 @@ class Surroundings:
 
 
 class Averager:
-    """This daemon's part in one run."""
+    """This daemon's part in one run.
+
+    Attributes:
+        spec: What the peers of the run agree on.
+        history: The last outcomes, oldest first.
+        rounds_ok: Rounds that ended in a mean.
+        rounds_failed: Rounds that did not.
+    """
 
     def __init__(self, spec: RunSpec, surroundings: Surroundings) -> None:
         self.spec = spec
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
+        self.rounds_ok = self.rounds_failed = 0
         self._surroundings = surroundings
         self._mesh = surroundings.mesh
         self._directory = surroundings.directory
         self._loop = asyncio.get_running_loop()
         identity = surroundings.identity
         self._keys = Keys(identity.sign, identity.verify)
-        self._machine = Matchmaking(
-            Standing(spec.name, spec.hash, self._mesh.peer, spec.group_size, identity.sign, identity.verify)
+        standing = Standing(
+            run=spec.name,
+            spec=spec.hash,
+            peer=self._mesh.peer,
+            group_size=spec.options.group_size,
+            sign=identity.sign,
+            verify=identity.verify,
+            quorum=spec.strategy.quorum,
         )
+        self._machine = spec.strategy.matchmaker(standing, random.Random())
         self._comparing = Comparing(spec, self._mesh.peer, self._loop.time())
-        self._claims = Claims(spec.group_size)
+        self._claims = Claims(spec.options.group_size)
         self._looked = asyncio.Event()
         self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._round: Round | None = None
         self._accumulated = 0.0
         self._announced = Announce(False, 0, "joined")
-        self._candidates: Sequence[Candidate] = ()
-        self._counts = {True: 0, False: 0}
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._looking = False
@@ -158,7 +157,6 @@ class Averager:
         Raises:
             ValueError: The weight, or a tensor's shape or dtype, is not valid, or a round is going on already.
         """
-        check_weight(weight)
         self._check(contribution, result)
         began, started, promised = self._loop.time(), time.time(), self._claims.promised
         manifest = await self._match(weight, timeout, state)
@@ -176,16 +174,22 @@ class Averager:
         events = (*outcome.events, short) if short else outcome.events
         outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started, events=events)
         self.history.append(outcome)
-        self._counts[outcome.ok] += 1
+        self.rounds_ok += outcome.ok
+        self.rounds_failed += not outcome.ok
         return outcome
 
     @property
     def state(self) -> RunState:
         """Where the next round stands."""
         if self._round is not None:
-            return Exchanging(self._round.group.size, self._machine.round - 1)
+            return Exchanging(self._round.group.size, self._round.number)
         state = self._machine.state
         return NoPeers(self.reason) if isinstance(state, NoPeers) and self._comparing.reason else state
+
+    @property
+    def others(self) -> int:
+        """How many other peers of the run answer."""
+        return self._machine.others
 
     @property
     def reason(self) -> str:
@@ -231,7 +235,7 @@ class Averager:
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
         if weight != self._accumulated:
-            self._accumulated = check_weight(weight)
+            self._accumulated = weight
             self._publish()
 
     async def others_accumulated(self, target: float | None = None) -> float:
@@ -247,20 +251,6 @@ class Averager:
             if one.spec == self.spec.hash and self._machine.answers(one.peer)
         }
         return self._claims.count(claimed, target)
-
-    def status(self) -> RunStatus:
-        """Where the run stands."""
-        return RunStatus(
-            name=self.spec.name,
-            spec=self.spec.hash,
-            codec=self.spec.codec,
-            state=self.state,
-            reason=self.reason,
-            round=self._machine.round,
-            peers=len(self._candidates),
-            rounds_ok=self._counts[True],
-            rounds_failed=self._counts[False],
-        )
 
     def start(self) -> None:
         """Make this peer known in the run."""
@@ -472,12 +462,12 @@ class Averager:
         self._looking = True
         try:
             found = await self._directory.peers(self.spec.name)
-            self._candidates = [one for one in found if not one.left]
+            candidates = [one for one in found if not one.left]
         finally:
             self._looking = False
         if not self._left:
-            self._tell(CandidatesSeen(self._candidates))
-            self._compare(CandidatesSeen(self._candidates))
+            self._tell(CandidatesSeen(candidates))
+            self._compare(CandidatesSeen(candidates))
             self._looked.set()
 
     async def _look_regularly(self) -> None:

@@ -106,7 +106,8 @@ def decode(
     spec = wanted.run
     manifest, contributors, payload = read_head(image)
     try:
-        manifest.check(verify, spec=spec.hash, group_size=spec.group_size, own=None)
+        size, quorum = spec.options.group_size, spec.strategy.quorum
+        manifest.check(verify, spec=spec.hash, group_size=size, own=None, quorum=quorum)
         group = group_of(spec, manifest)
         codecs = [spec.layout.codec_of(part) for part in group.parts]
         sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,6 +59,8 @@ ROUND_FRAME = b"R"
 
 HEADER_PREFIX_BYTES = 17
 
+PAIR = 2
+
 SHORT_NAME_CHARS = 8
 """The end of a PeerID is what differs between peers."""
 
@@ -96,9 +98,10 @@ def group_of(spec: RunSpec, manifest: Manifest) -> Group:
         names=tuple(join.peer[-SHORT_NAME_CHARS:] for join in members),
         weights=tuple(join.weight for join in members),
         dialable=sum(1 << index for index in leaders),
-        parts=spec.layout.cut(fractions, spec.part_values),
+        parts=spec.layout.cut(fractions, spec.options.part_values),
         first_leader=(convening or leaders)[0],
-        cap=cap_of(spec.weights),
+        cap=cap_of(spec.options.weights),
+        quorum=spec.strategy.quorum,
     )
 
 
@@ -143,7 +146,8 @@ class Round:
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.index(mesh.peer)
         self._header = ROUND_FRAME + self.id
-        self._store = Store(self.group, self._me, self._layout, task.contribution, task.result, mesh.pool)
+        tensors = task.contribution, task.result
+        self._store = Store(self.group, self._me, self._layout, *tensors, mesh.pool, task.spec.rule)
         self._began = self._loop.time()
         self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
         self._notary = Notary(self.id, self._me, self._peers, task.keys)
@@ -215,6 +219,11 @@ class Round:
             # What waited for a greeting is asked for again.
             self._waiting[member] = []
         self._tell(PeerLost(member, reason, connected))
+
+    @property
+    def number(self) -> int:
+        """Its number in the run."""
+        return self._task.manifest.round
 
     @property
     def run(self) -> str:
@@ -355,9 +364,7 @@ class Round:
     def _conclude(self, end: Finish | Fail) -> None:
         self._mark_phase()
         if not self.outcome.done():
-            self.outcome.set_result(
-                self._finished(end) if isinstance(end, Finish) else self._outcome(False, end.reason)
-            )
+            self.outcome.set_result(self._finished(end) if isinstance(end, Finish) else self._failed(end))
 
     def _finished(self, end: Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
@@ -369,13 +376,26 @@ class Round:
             contributors=counted,
             capped=capped,
             digest=end.digest.hex(),
+            apart=self._apart(counted),
         )
+
+    def _failed(self, end: Fail) -> Outcome:
+        return msgspec.structs.replace(self._outcome(False, end.reason), in_doubt=end.in_doubt)
+
+    def _apart(self, counted: Mapping[str, float]) -> float | None:
+        """How far the two of a pair were apart, from this one's distance to the mean and the partner's weight."""
+        if not self._task.spec.strategy.pairs or len(counted) != PAIR:
+            return None
+        own, mean = self._task.contribution, self._task.result
+        share = 1 - counted[self._peers[self._me]] / sum(counted.values())
+        norm = float(torch.linalg.vector_norm(mean))
+        return float(torch.linalg.vector_norm(own - mean)) / share / norm if norm and share else 0.0
 
     def _outcome(self, ok: bool, reason: str) -> Outcome:
         notes = list(self._machine.notes)
         if self._store.clamped:
             notes.append(
-                f"{self._store.clamped} values beyond the range of {self._task.spec.codec} were clamped"
+                f"{self._store.clamped} values beyond the range of {self._task.spec.options.codec} were clamped"
             )
         return Outcome(
             ok=ok,

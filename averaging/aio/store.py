@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from blake3 import blake3
@@ -10,7 +11,10 @@ from blake3 import blake3
 from equipoise.averaging.aio.buffers import BufferPool
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.layout import Layout
-from equipoise.compression import CodecError, NonFiniteError, unwrapped
+from equipoise.averaging.rules import Mean, Rule
+from equipoise.compression import Codec, CodecError, NonFiniteError, Values, unwrapped
+
+MEAN = Mean()
 
 
 class Store:
@@ -25,6 +29,7 @@ class Store:
         contribution: f32 [D], this member's values; read only.
         result: f32 [D], takes the mean, part by part as it comes: undefined until the round has succeeded.
         pool: Lends the memory.
+        rule: How contributions become one vector.
     """
 
     def __init__(
@@ -35,9 +40,11 @@ class Store:
         contribution: torch.Tensor,
         result: torch.Tensor,
         pool: BufferPool,
+        rule: Rule = MEAN,
     ) -> None:
         self.clamped = 0
         self._pool = pool
+        self._rule = rule
         self._group = group
         self._me = me
         self._contribution = unwrapped(contribution)
@@ -110,10 +117,10 @@ class Store:
         return tuple(self._means[part][1] for part in range(len(self._group.parts)))
 
     def reduce(self, part: int, contributors: int) -> bytes:
-        """Encode and keep the weighted mean of `part` over `contributors`; returns its BLAKE3.
+        """Encode and keep what the rule makes of the contributions to `part`; returns its BLAKE3.
 
-        Contributions are added in member order, each decoded from its encoded form (our own too), times its share of
-        the weight: in fp32, so that the result has one value whoever reduces.
+        The owner decodes each contribution from its encoded form, its own too, so all owners get the same bytes. For
+        the mean the codec does all in one pass: in fp32, in member order, times the share of the weight.
 
         Raises:
             CodecError: Our own values are not finite.
@@ -126,12 +133,35 @@ class Store:
         mean = self._pool.take(self._sizes[part])
         own, out = self._contribution[where.start : where.stop], self._result[where.start : where.stop]
         try:
-            report = self._codecs[part].reduce(payloads, weights, own, mean, out)
+            if isinstance(self._rule, Mean):
+                self.clamped += self._codecs[part].reduce(payloads, weights, own, mean, out).clamped
+            else:
+                self._apply_rule(self._codecs[part], payloads, weights, own, mean, out)
         except NonFiniteError as error:
             raise self._located(part, error) from None
-        self.clamped += report.clamped
         self._means[part] = (contributors, mean)
         return blake3(mean).digest()
+
+    def _apply_rule(
+        self,
+        codec: Codec,
+        payloads: Sequence[memoryview | None],
+        weights: Sequence[float],
+        own: Values,
+        mean: memoryview,
+        out: Values,
+    ) -> None:
+        present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
+        rows = torch.empty(len(present), len(own))
+        for row, (payload, _) in zip(rows, present, strict=True):
+            if payload is None:
+                self.clamped += codec.encode(own, mean).clamped
+            codec.decode(mean if payload is None else payload, row)
+        reduced = self._rule.reduce(
+            rows, torch.tensor([weight for _, weight in present], dtype=torch.float64)
+        )
+        self.clamped += codec.encode(reduced.values, mean).clamped
+        codec.decode(mean, out)
 
     def _weights(self, contributors: int) -> list[float]:
         """Each member's share of the weight; mostly asked of the same contributors for part after part."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import Inheritance, Tally, Vote, inherited, is_majority, next_ballot
-from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.messages import Decision
 
@@ -311,7 +310,7 @@ class Agreement:
         """Whether a decision is one that an honest leader of this group could propose."""
         return decision is None or (
             not decision.contributors & ~self.group.contributors
-            and decision.contributors.bit_count() >= MIN_CONTRIBUTORS
+            and decision.contributors.bit_count() >= self.group.quorum
             and bool(decision.owners)
             and not decision.owners & ~self.group.dialable
         )

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-MIN_CONTRIBUTORS = 2
-"""One contributor alone is not an average."""
 
-
-def choose(reports: Mapping[int, int], everyone: int) -> tuple[int, int | None]:
+def choose(reports: Mapping[int, int], everyone: int, quorum: int = 2) -> tuple[int, int | None]:
     """The contributors that all owners hold, and the owner that is better replaced first, if any.
 
     An owner that lacks what the others hold has a bad link of its own: replacing it costs a retry and at most its own
@@ -17,6 +14,7 @@ def choose(reports: Mapping[int, int], everyone: int) -> tuple[int, int | None]:
     Args:
         reports: Bitmask of the contributors held whole, by owner.
         everyone: Bitmask of all contributors.
+        quorum: Fewest contributors of a mean.
     """
     together = _common(reports, everyone)
     gains = {
@@ -27,7 +25,7 @@ def choose(reports: Mapping[int, int], everyone: int) -> tuple[int, int | None]:
         for owner in reports
     }
     misfit = max(gains, key=lambda owner: (gains[owner], -owner))
-    worthwhile = gains[misfit] >= 2 or (gains[misfit] == 1 and together.bit_count() < MIN_CONTRIBUTORS)
+    worthwhile = gains[misfit] >= 2 or (gains[misfit] == 1 and together.bit_count() < quorum)
     return together, misfit if len(reports) > 1 and worthwhile else None
 
 

@@ -30,6 +30,7 @@ class Group:
         parts: The partition.
         first_leader: Who leads the first ballot, a dialable member.
         cap: The most that a contributor counts, in medians of their weights.
+        quorum: Fewest contributors of a mean.
     """
 
     round_id: bytes
@@ -39,6 +40,7 @@ class Group:
     parts: tuple[Part, ...]
     first_leader: int
     cap: float = math.inf
+    quorum: int = 2
 
     @cached_property
     def size(self) -> int:
@@ -175,9 +177,15 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """The round has failed for this member; its tensors stay untouched."""
+    """The round has failed for this member; its tensors stay untouched.
+
+    Attributes:
+        reason: Why, one line.
+        in_doubt: Whether this member has voted for a mean, so that the others may have finished by its vote.
+    """
 
     reason: str
+    in_doubt: bool = False
 
 
 class Release(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.attendance import Attendance
-from equipoise.averaging.allreduce.choice import MIN_CONTRIBUTORS, choose
+from equipoise.averaging.allreduce.choice import choose
 from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.waiting import names_of
@@ -78,7 +78,7 @@ def _decide(agreement: Agreement, ledger: Ledger, attendance: Attendance, plan: 
     dropped = ledger.owners & lost | (silent if attendance.level >= 2 else 0)
     if silent and not dropped:
         return None
-    contributors, misfit = choose(reports, group.contributors) if not silent else (0, None)
+    contributors, misfit = choose(reports, group.contributors, group.quorum) if not silent else (0, None)
     if misfit is not None:
         dropped |= 1 << misfit
     # Whose contribution was late, its share of the mean would be late too.
@@ -89,11 +89,11 @@ def _decide(agreement: Agreement, ledger: Ledger, attendance: Attendance, plan: 
         able = group.dialable & ~lost
         owners = plan.owners & able & ~dropped or able & ~dropped or able
         return Tell(wire.Plan(plan.ballot, plan.sequence + 1, owners), why)
-    if contributors.bit_count() >= MIN_CONTRIBUTORS:
+    if contributors.bit_count() >= group.quorum:
         missing = group.contributors & ~contributors
         why = f"deciding without the contributions of {names_of(group, missing)}" if missing else ""
         return Tell(wire.Propose(plan.ballot, Decision(contributors, plan.owners)), why)
-    if (contributors | group.contributors & attendance.hoped_for).bit_count() < MIN_CONTRIBUTORS:
+    if (contributors | group.contributors & attendance.hoped_for).bit_count() < group.quorum:
         whole = names_of(group, contributors)
-        return Despair(f"fewer than {MIN_CONTRIBUTORS} contributions are whole: {whole}")
+        return Despair(f"fewer than {group.quorum} contributions are whole: {whole}")
     return None

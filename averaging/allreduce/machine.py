@@ -448,7 +448,7 @@ class AllReduce:
 
     def _fail(self, reason: str, now: float) -> None:
         self._broadcast(wire.GiveUp.because(reason))
-        self._end(Fail(reason), now)
+        self._end(Fail(reason, in_doubt=self._agreement.held is not None), now)
         if self._agreement.held is None:
             self._close()
 

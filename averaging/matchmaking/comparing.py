@@ -7,6 +7,7 @@ older version, or unwilling, and counts for nothing.
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Sequence
 
@@ -130,9 +131,12 @@ class Comparing:
         strangers = {one.peer: one for one in others if one.spec != self._spec.hash}
         self._alike = len(others) - len(strangers)
         known, self._strangers = self._strangers, {}
-        # Each asks others first, so that not all of a large run ask the same few.
-        kept = sorted(strangers, key=lambda peer: (peer not in known, rank(self._peer, peer)))
-        for peer in kept[:MAX_STRANGERS]:
+        kept = [peer for peer in known if peer in strangers]
+        if room := MAX_STRANGERS - len(kept):
+            # Each asks others first, so that not all of a large run ask the same few.
+            new = strangers.keys() - known.keys()
+            kept += heapq.nsmallest(room, new, key=lambda peer: rank(self._peer, peer))
+        for peer in kept:
             before, seen = known.get(peer), strangers[peer]
             if before is None or before.spec != seen.spec:
                 before = _Stranger(seen.spec, seen.dialable, came_first=not self._seen)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from equipoise.averaging.allowance import Allowance
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.gathering import Closing, Gathering, Outlook, Parked
+from equipoise.averaging.matchmaking.inspection import Inspection
 from equipoise.averaging.matchmaking.lateness import MAX_WAIT
 from equipoise.averaging.matchmaking.messages import (
     MAX_DETAIL_CHARS,
@@ -25,7 +25,6 @@ from equipoise.averaging.matchmaking.messages import (
 )
 from equipoise.averaging.matchmaking.moshpit import rank
 from equipoise.averaging.matchmaking.standing import Standing
-from equipoise.averaging.spec import PROTOCOL_VERSION
 
 MAX_GATHERINGS = 4
 """Rounds gathered at once: this one, and the next ones of groups that are ahead."""
@@ -37,16 +36,6 @@ not reached, and to tell the late."""
 STRANGERS_SECONDS = 30.0
 """After a look at the directory that showed none of the strangers for whom it was made, a group does not wait for such
 looks for so long: anybody can sign a join, and one who is in no directory would hold up every round."""
-
-JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
-"""Joins looked at in so long a time, in all and of one peer: the signature of each costs 0.15 ms. Rounds are some tens
-a second at most, and each takes a join or two of a member."""
-
-FORGER_SECONDS = 30.0
-"""How long no join is taken from a peer that has sent a false one on its own channel, which nobody does by mistake."""
-
-MAX_FORGERS = 64
-"""Forgers remembered; the earliest is given another chance."""
 
 MAX_NAMED = 3
 """Peers that a reason names; a line of text is to be read."""
@@ -77,8 +66,7 @@ class Convening:
         self._changed_at = float("-inf")
         self._unknown: set[str] = set()
         self._looks_from = float("-inf")
-        self._looked_at = Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
-        self._forgers: dict[str, float] = {}
+        self._inspection = Inspection(standing)
 
     @property
     def gathering(self) -> bool:
@@ -219,38 +207,17 @@ class Convening:
 
     def _objection(self, peer: str, request: JoinRequest, now: float) -> JoinRefused | None:
         standing, join = self._standing, request.join
-        if request.version != PROTOCOL_VERSION:
-            older = "asking" if request.version < PROTOCOL_VERSION else "convening"
-            detail = (
-                f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: "
-                f"upgrade the {older} peer's equipoise, which is older"
-            )
-            return self._refusal(join, Why.OTHER_VERSION, detail)
-        if request.run != standing.run:
-            return self._refusal(join, Why.UNKNOWN_RUN, f"expected the run {standing.run!a}")
-        if join.spec != standing.spec:
-            detail = f"expected spec {standing.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
-            return self._refusal(join, Why.OTHER_SPEC, detail)
+        mismatch = self._inspection.mismatch(request)
+        if mismatch is not None:
+            return self._refusal(join, *mismatch)
         if self._is_gone(join.round):
             return self._refusal(join, Why.ROUND_GONE, f"round {join.round} is over here", standing.round)
         if not standing.within_reach(join.round, now):
             return self._refusal(
                 join, Why.NOT_VALID, f"round {join.round} is far ahead of {standing.round} here"
             )
-        if now < self._forgers.get(peer, float("-inf")):
-            return self._refusal(join, Why.NOT_VALID, f"{peer} has sent a join with a false signature")
-        if not self._looked_at.admits(peer, now):
-            return self._refusal(join, Why.BUSY, "more joins have come than are looked at in a second")
-        if join.peer != peer or not join.genuine(standing.verify):
-            self._distrust(peer, now)
-            return self._refusal(join, Why.NOT_VALID, f"expected a join signed by {peer}")
-        return None
-
-    def _distrust(self, peer: str, now: float) -> None:
-        self._forgers.pop(peer, None)
-        self._forgers[peer] = now + FORGER_SECONDS
-        if len(self._forgers) > MAX_FORGERS:
-            del self._forgers[next(iter(self._forgers))]
+        forgery = self._inspection.forgery(peer, join, now)
+        return None if forgery is None else self._refusal(join, *forgery)
 
     def _is_gone(self, round: int) -> bool:
         return round not in self._closed and round < self._standing.round
@@ -342,7 +309,7 @@ class Convening:
             empty = [one for one, each in self._gatherings.items() if not each.parked]
             if len(self._gatherings) >= MAX_GATHERINGS:
                 self._abandon(empty[0] if empty else max(self._gatherings))
-            self._gatherings[round] = Gathering(round, self._standing.group_size)
+            self._gatherings[round] = Gathering(round, self._standing.group_size, self._standing.quorum)
         return self._gatherings[round]
 
     def _abandon(self, round: int) -> None:

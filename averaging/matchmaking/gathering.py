@@ -82,10 +82,11 @@ class Outlook(msgspec.Struct, frozen=True):
 class Gathering:
     """Joins of one round, parked with this peer. Times are the seconds of one monotonic clock."""
 
-    def __init__(self, round: int, group_size: int) -> None:
+    def __init__(self, round: int, group_size: int, quorum: int) -> None:
         self.round = round
         self.parked: dict[str, Parked] = {}
         self._group_size = group_size
+        self._quorum = quorum
         self._opened: float | None = None
         self._told_at = float("-inf")
         self._invite_at = float("inf")
@@ -136,7 +137,7 @@ class Gathering:
 
     def is_short(self, outlook: Outlook) -> bool:
         """Whether those who are parked could not be a group."""
-        return bool(shortfall(self._choose(outlook)))
+        return bool(shortfall(self._choose(outlook), self._quorum))
 
     def catch_up(self, now: float) -> None:
         """See whether this peer itself has stood still: that was nobody else's lateness.
@@ -156,7 +157,7 @@ class Gathering:
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
         """Close now, with a reason, or not yet."""
         members = self._choose(outlook)
-        if shortfall(members) or now < self._closes_from:
+        if shortfall(members, self._quorum) or now < self._closes_from:
             return None
         missing = outlook.expected - self.parked.keys()
         if not missing and len(members) == self._group_size:
@@ -204,7 +205,7 @@ class Gathering:
         order = sorted(self.parked.values(), key=place)
         joins = [one.join for one in order]
         chosen = joins[: self._group_size]
-        if not shortfall(chosen):
+        if not shortfall(chosen, self._quorum):
             return chosen
         dialable = sorted((join for join in joins if join.dialable), key=lambda join: join.weight == 0)
         contributors = [join for join in joins if join.weight > 0]

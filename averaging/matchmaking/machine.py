@@ -12,22 +12,9 @@ from __future__ import annotations
 
 from equipoise.averaging.allowance import Allowance
 from equipoise.averaging.manifest import Manifest, ManifestError
+from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.convening import Convening
-from equipoise.averaging.matchmaking.events import (
-    Action,
-    Announce,
-    BecameReady,
-    CandidatesSeen,
-    Event,
-    Form,
-    LookUp,
-    MessageReceived,
-    PeerLost,
-    RoundEnded,
-    RoundHeard,
-    Withdrew,
-    Woke,
-)
+from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import (
     GroupFormed,
     Invitation,
@@ -61,7 +48,7 @@ ANNOUNCE_PERIOD = 1.0
 """Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
 
 
-class Matchmaking:
+class Matchmaking(Matchmaker):
     """One peer's matchmaking in one run, for as long as it has joined the run.
 
     It is told events and returns what to do; `deadline` says by when it must be told `Woke`. It takes part in groups,
@@ -69,47 +56,21 @@ class Matchmaking:
     """
 
     def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+        super().__init__(standing)
         self._convening = Convening(standing)
         self._seeking = Seeking(standing, self._convening)
         self._notices = Allowance(NOTICE_SECONDS, MAX_NOTICES)
         self._doubtful = Allowance(NOTICE_SECONDS, MAX_NOTICES)
-        self._exchanging: Manifest | None = None
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")
         self._look_at = float("-inf")
         self._looked_at = float("-inf")
         self._now = float("-inf")
-        self._deadline = float("-inf")
-        self._reason = "the run has just been joined"
-
-    @property
-    def deadline(self) -> float:
-        """When `Woke` is due; at once after construction."""
-        return self._deadline
 
     @property
     def ready(self) -> bool:
         """Whether a group is sought for this peer."""
         return self._seeking.ready
-
-    @property
-    def round(self) -> int:
-        """Number of this peer's next round."""
-        return self._standing.round
-
-    def answers(self, peer: str) -> bool:
-        """Whether another peer has answered this one, and has not been lost since."""
-        return self._standing.roster.answers(peer)
-
-    def is_mute(self, peer: str) -> bool:
-        """Whether another peer could not be reached, or did not answer, and has never said anything."""
-        return self._standing.roster.is_mute(peer)
-
-    @property
-    def reason(self) -> str:
-        """Why matchmaking stands where it does, one line."""
-        return self._reason
 
     @property
     def state(self) -> RunState:
@@ -127,55 +88,37 @@ class Matchmaking:
             ready, target = self._convening.count(standing.round, self._now)
         return Gathering(max(ready, 1), max(target, ready, 2), self._reason)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Take in what has happened, and say what to do.
-
-        Raises:
-            ValueError: The caller's mistake: `BecameReady` while ready, or with a weight or nonce that is not valid.
-        """
+    def _take(self, event: events.Event, now: float) -> None:
         self._now = now
-        self._take(event, now)
-        self._settle(now)
-        actions, self._standing.out = self._standing.out, []
-        return actions
-
-    def _take(self, event: Event, now: float) -> None:
         match event:
-            case CandidatesSeen(candidates):
+            case events.CandidatesSeen(candidates):
                 self._standing.roster.see(candidates, now)
-                self._meet(now)
-            case BecameReady():
+                self._standing.meet(now)
+            case events.BecameReady():
                 self._seeking.begin(event, now)
                 self._exchanging = None
                 if now - self._standing.roster.seen_at >= LOOK_OFTEN:
                     self._look_at = now
-            case Withdrew():
+            case events.Withdrew():
                 self._seeking.end()
                 # A caller may have given up in the very moment in which its group formed.
                 self._exchanging = None
                 self._reason = "withdrawn"
-            case MessageReceived(peer, message):
+            case events.MessageReceived(peer, message):
                 self._standing.roster.hear(peer, now)
                 self._receive(peer, message, now)
-            case RoundHeard(peer):
+            case events.RoundHeard(peer):
                 self._standing.roster.hear(peer, now)
                 self._seeking.missed(peer, now)
-            case PeerLost(peer):
+            case events.PeerLost(peer):
                 self._convening.drop(peer)
                 self._lose(peer, now)
-            case RoundEnded(round):
+            case events.RoundEnded(round):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
                     self._reason = f"round {round} is over"
-            case Woke():
+            case events.Woke():
                 pass
-
-    def _meet(self, now: float) -> None:
-        """Ask those of whom only a record is known whether they are there."""
-        standing = self._standing
-        for peer in standing.roster.to_ask(now):
-            standing.roster.ask(peer, now)
-            standing.send(peer, standing.whereabouts(asks=True))
 
     def _lose(self, peer: str, now: float) -> None:
         """A channel that breaks says little of the peer; one that cannot be opened anew, by a word to it, says more."""
@@ -239,7 +182,7 @@ class Matchmaking:
             return
         if not self._notices.admits(peer, now):
             return
-        manifest.check(standing.verify, spec=standing.spec, group_size=standing.group_size, own=None)
+        standing.check(manifest, None)
         standing.learn_members(manifest)
         standing.roster.miss({standing.peer}.intersection(message.absent))
 
@@ -248,7 +191,7 @@ class Matchmaking:
         self._standing.advance(manifest)
         self._exchanging = manifest
         self._reason = f"round {manifest.round} with {len(manifest.members)} members: {reason}"
-        self._standing.out.append(Form(manifest, self._reason))
+        self._standing.out.append(events.Form(manifest, self._reason))
 
     def _settle(self, now: float) -> None:
         self._seeking.settle(now)
@@ -280,7 +223,7 @@ class Matchmaking:
         if self._to_announce() and now >= self._announced_at + ANNOUNCE_PERIOD:
             self._announced = (self._seeking.ready, self._standing.round)
             self._announced_at = now
-            self._standing.out.append(Announce(*self._announced, self._reason))
+            self._standing.out.append(events.Announce(*self._announced, self._reason))
 
     def _look(self, now: float) -> None:
         roster = self._standing.roster
@@ -293,7 +236,7 @@ class Matchmaking:
         if now >= self._look_at:
             self._look_at = now + (LOOK_OFTEN if busy else LOOK_SELDOM)
             self._looked_at = now
-            self._standing.out.append(LookUp(self._reason))
+            self._standing.out.append(events.LookUp(self._reason))
 
     def _why_nobody(self) -> str:
         strangers = self._standing.roster.strangers

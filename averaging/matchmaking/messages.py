@@ -14,9 +14,10 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.averaging.description import Description, Number
+from equipoise.averaging.description import Description
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
 from equipoise.averaging.matchmaking.lateness import MAX_WAIT
+from equipoise.averaging.options import Number
 from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_NAME_CHARS, PROTOCOL_VERSION
 
 MAX_DETAIL_CHARS = 200
@@ -111,6 +112,7 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
         detail: The reason that people read.
         round: The next round here.
         redirect: Whom to ask instead.
+        wait: Seconds after which to ask again.
     """
 
     run: RunName
@@ -119,6 +121,7 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
     detail: Detail
     round: RoundNumber = 0
     redirect: PeerName | None = None
+    wait: Wait = 0.0
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, tag=True):

@@ -188,7 +188,7 @@ class Seeking:
         own = next((join for join in self._joins if join in manifest.members), None)
         if own is None:
             return None
-        manifest.check(standing.verify, spec=standing.spec, group_size=standing.group_size, own=own)
+        standing.check(manifest, own)
         return manifest
 
     def settle(self, now: float) -> None:

@@ -22,6 +22,7 @@ class Standing:
         group_size: Most peers in a group.
         sign: Signs with this peer's identity key.
         verify: Checks another peer's signature.
+        quorum: Fewest contributors of a mean.
         roster: The others.
         lateness: How late they are.
         round: Number of this peer's next round.
@@ -35,6 +36,7 @@ class Standing:
     group_size: int
     sign: Sign
     verify: Verify
+    quorum: int = 2
     roster: Roster = field(init=False)
     lateness: Lateness = field(default_factory=Lateness)
     round: int = 0
@@ -52,13 +54,13 @@ class Standing:
         """Where this peer is; `asks` to be told the same."""
         return Whereabouts(self.run, self.round, asks)
 
-    def join(self, ready: BecameReady) -> Join:
-        """This peer's signed join of its next round."""
+    def join(self, ready: BecameReady, round: int | None = None) -> Join:
+        """This peer's signed join of its next round, or of the one with this number."""
         return Join.create(
             self.sign,
             peer=self.peer,
             spec=self.spec,
-            round=self.round,
+            round=self.round if round is None else round,
             weight=ready.weight,
             bandwidth=ready.bandwidth,
             credential=ready.credential,
@@ -66,6 +68,20 @@ class Standing:
             nonce=ready.nonce,
             state=ready.state,
         )
+
+    def check(self, manifest: Manifest, own: Join | None) -> None:
+        """Refuse a manifest of this run that this peer must not act on; `own` must be in it, unless it is None.
+
+        Raises:
+            ManifestError: Naming the first thing that is wrong.
+        """
+        manifest.check(self.verify, spec=self.spec, group_size=self.group_size, own=own, quorum=self.quorum)
+
+    def meet(self, now: float) -> None:
+        """Ask those of whom only a record is known whether they are there."""
+        for peer in self.roster.to_ask(now):
+            self.roster.ask(peer, now)
+            self.send(peer, self.whereabouts(asks=True))
 
     def believed_round(self, now: float) -> int | None:
         """The round of the others, as far as this peer follows them at a time; None if nobody is there."""

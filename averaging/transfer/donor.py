@@ -12,29 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.events import (
-    AskReceived,
-    BodySent,
-    DonorAction,
-    DonorEvent,
-    Drop,
-    EpochReached,
-    FetchBegan,
-    FetchEnded,
-    MakeImage,
-    MeanKept,
-    MeanReady,
-    PeerLost,
-    Release,
-    RoundBegan,
-    RoundOver,
-    RoundsSeen,
-    Send,
-    SendBody,
-    SnapshotReady,
-    SnapshotTaken,
-    TrainerLeft,
-)
+from equipoise.averaging.transfer import events
 from equipoise.averaging.transfer.kept import Kept
 from equipoise.averaging.transfer.messages import (
     Answer,
@@ -123,53 +101,53 @@ class Donor:
             return f"{len(self._askers)} peers want the state of epoch {wanted}: waiting for the trainer's snapshot"
         return ""
 
-    def handle(self, event: DonorEvent, now: float) -> list[DonorAction]:
+    def handle(self, event: events.DonorEvent, now: float) -> list[events.DonorAction]:
         """Take note of an event; return what to do."""
         self._now = now
-        actions: list[DonorAction] = []
+        actions: list[events.DonorAction] = []
         match event:
-            case AskReceived(peer, message):
+            case events.AskReceived(peer, message):
                 actions += self._on_ask(peer, message, now)
-            case PeerLost(peer):
+            case events.PeerLost(peer):
                 self._serving.drop(peer)
-            case EpochReached(epoch):
+            case events.EpochReached(epoch):
                 actions += self._on_epoch(epoch)
-            case TrainerLeft():
+            case events.TrainerLeft():
                 self._left = True
-            case FetchBegan():
+            case events.FetchBegan():
                 self._fetching = True
-            case FetchEnded():
+            case events.FetchEnded():
                 self._fetching = False
-            case SnapshotTaken(state):
+            case events.SnapshotTaken(state):
                 self._taking = state.epoch
                 wished = [peer for peer, one in self._askers.items() if state.epoch in one.ask.wanted]
                 self._wear.took(wished, now)
-            case SnapshotReady(state, image):
+            case events.SnapshotReady(state, image):
                 actions += self._on_snapshot(Offer(state, image))
-            case RoundBegan(before):
+            case events.RoundBegan(before):
                 self._exchanging = before
-            case RoundOver():
+            case events.RoundOver():
                 actions += self._on_round_over()
-            case MeanKept(before, size, most):
-                actions += map(Drop, self._kept.keep(before, size, most, self._reading))
+            case events.MeanKept(before, size, most):
+                actions += map(events.Drop, self._kept.keep(before, size, most, self._reading))
                 if any(one.ask.after == before for one in self._askers.values()):
                     actions += self._make_image(before)
-            case MeanReady():
+            case events.MeanReady():
                 actions += self._on_mean(event)
-            case BodySent(peer, busy):
+            case events.BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
-            case RoundsSeen(busy):
+            case events.RoundsSeen(busy):
                 self._serving.see_rounds(busy)
         for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
             self._forget(peer)
-        actions += [Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
+        actions += [events.Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
         while (body := self._serving.next(now)) is not None:
-            actions.append(SendBody(*body))
+            actions.append(events.SendBody(*body))
         return actions
 
     # ---- events ----
 
-    def _on_ask(self, peer: str, message: ToDonor, now: float) -> list[DonorAction]:
+    def _on_ask(self, peer: str, message: ToDonor, now: float) -> list[events.DonorAction]:
         if isinstance(message, Ask):
             return self._on_new_ask(peer, message, now)
         asker = self._askers.get(peer)
@@ -177,7 +155,7 @@ class Donor:
             if isinstance(message, Finished):
                 return []
             return [
-                Send(
+                events.Send(
                     peer, Gone(message.run, message.ticket, message.digest, "that download is not known here")
                 )
             ]
@@ -187,11 +165,11 @@ class Donor:
         asker.expires = now + ASKER_SECONDS
         return self._on_reading(peer, asker, message)
 
-    def _on_new_ask(self, peer: str, ask: Ask, now: float) -> list[DonorAction]:
+    def _on_new_ask(self, peer: str, ask: Ask, now: float) -> list[events.DonorAction]:
         asker = self._askers.get(peer)
         if asker is None and len(self._askers) >= MAX_ASKERS:
             reason = f"{MAX_ASKERS} peers are being served already"
-            return [Send(peer, Refusal(ask.run, ask.ticket, reason))]
+            return [events.Send(peer, Refusal(ask.run, ask.ticket, reason))]
         if asker is None or asker.ask.ticket != ask.ticket:
             self._serving.drop(peer)
             asker = self._askers[peer] = _Asker(ask, now)
@@ -202,11 +180,13 @@ class Donor:
             return []  # The answer is what comes of that round.
         return [self._answer(peer, asker)]
 
-    def _on_reading(self, peer: str, asker: _Asker, message: AskDigests | AskChunks) -> list[DonorAction]:
+    def _on_reading(
+        self, peer: str, asker: _Asker, message: AskDigests | AskChunks
+    ) -> list[events.DonorAction]:
         offer = self._shelf.find(message.digest) or self._kept.find(message.digest)
         if offer is None:
             gone = Gone(message.run, message.ticket, message.digest, "it holds that image no longer")
-            return [Send(peer, gone)]
+            return [events.Send(peer, gone)]
         asker.reading = message.digest
         bodies: list[Bulk] = []
         if isinstance(message, AskDigests):
@@ -217,11 +197,11 @@ class Donor:
         room = self._wear.room(peer, message.digest, offer.image.chunks, self._now)
         if room <= 0:
             reason = f"it was sent {MAX_SERVINGS} times already"
-            return [Send(peer, Gone(message.run, message.ticket, message.digest, reason))]
+            return [events.Send(peer, Gone(message.run, message.ticket, message.digest, reason))]
         self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]), self._now)
         return []
 
-    def _on_epoch(self, epoch: int) -> list[DonorAction]:
+    def _on_epoch(self, epoch: int) -> list[events.DonorAction]:
         before, self._epoch = self._epoch, epoch
         if before == epoch:
             return []
@@ -232,7 +212,7 @@ class Donor:
             and (self._has_ended(one.ask.after) or any(wish < epoch for wish in one.ask.wanted))
         ]
 
-    def _on_snapshot(self, offer: Offer) -> list[DonorAction]:
+    def _on_snapshot(self, offer: Offer) -> list[events.DonorAction]:
         if self._taking == offer.state.epoch:
             self._taking = None
         self._epoch = max(self._epoch or 0, offer.state.epoch)
@@ -245,23 +225,23 @@ class Donor:
             for peer, one in self._askers.items()
             if one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
         ]
-        return [*(Release(one.image) for one in released), *answers]
+        return [*(events.Release(one.image) for one in released), *answers]
 
     def _has_ended(self, after: StateId | None) -> bool:
         """Whether no round from this state goes on here, and no image is made of what it came to."""
         return after is not None and after != self._exchanging and not self._kept.lacks_image(after)
 
-    def _on_round_over(self) -> list[DonorAction]:
+    def _on_round_over(self) -> list[events.DonorAction]:
         before, self._exchanging = self._exchanging, None
         if not self._has_ended(before):
             return []
         return [self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before]
 
-    def _make_image(self, before: StateId) -> list[DonorAction]:
-        return [MakeImage(before)] if self._kept.begins_image(before) else []
+    def _make_image(self, before: StateId) -> list[events.DonorAction]:
+        return [events.MakeImage(before)] if self._kept.begins_image(before) else []
 
-    def _on_mean(self, mean: MeanReady) -> list[DonorAction]:
-        gone = [] if self._kept.ready(mean.before, mean.image) else [Drop(mean.before)]
+    def _on_mean(self, mean: events.MeanReady) -> list[events.DonorAction]:
+        gone = [] if self._kept.ready(mean.before, mean.image) else [events.Drop(mean.before)]
         return gone + [
             self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == mean.before
         ]
@@ -272,19 +252,19 @@ class Donor:
 
     # ---- answers ----
 
-    def _answer(self, peer: str, asker: _Asker) -> DonorAction:
+    def _answer(self, peer: str, asker: _Asker) -> events.DonorAction:
         ask = asker.ask
         if ask.after is not None:
             mean = self._kept.offer(ask.after)
             offered = (mean,) if mean else ()
-            return Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), offered, left=self._left))
+            return events.Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), offered, left=self._left))
         offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
         wishes = self._wishes(peer)
         noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)
         if offers:
             asker.told = offers[-1].image.digest
         epoch = None if self._fetching else self._epoch
-        return Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers, left=self._left))
+        return events.Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers, left=self._left))
 
     def _wishes(self, peer: str) -> list[int]:
         """The epochs of which the trainer is asked for a snapshot for this newcomer."""

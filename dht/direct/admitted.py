@@ -8,17 +8,18 @@ kept for it. It ends with the credential, or when `MAX_ADMITTED` others have com
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from OpenSSL import SSL
 
 from equipoise.dht.direct.certificate import OwnCertificate
-from equipoise.dht.direct.contexts import make_context
 from equipoise.dht.direct.credential import Credential, parse
 from equipoise.dht.direct.preface import fingerprint_of
 from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.tls import make_context
+from equipoise.dht.limits import LruDict
+from equipoise.dht.tasks import sleep_until
 
 MAX_ADMITTED = 1024
 """Members of the rounds of some hours; the least recently admitted is forgotten. Contexts take some 30 KB each."""
@@ -54,9 +55,9 @@ class AdmittedPeers:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` tells the swarm's time, seconds since 1970, by which credentials expire."""
         self._clock = clock
-        self._peers: OrderedDict[str, Admitted] = OrderedDict()
-        self._verified: OrderedDict[tuple[str, bytes], Credential] = OrderedDict()
-        self._expecting: dict[str, set[asyncio.Future[None]]] = {}
+        self._peers: LruDict[str, Admitted] = LruDict(MAX_ADMITTED)
+        self._verified: LruDict[tuple[str, bytes], Credential] = LruDict(MAX_VERIFIED)
+        self._news = asyncio.Event()
 
     def get(self, peer: str) -> Admitted | None:
         """Return what is known of `peer` if it was admitted."""
@@ -66,43 +67,33 @@ class AdmittedPeers:
         """Return the credential in `data`, remembered as genuine.
 
         Raises:
-            CredentialError: It is not, or has expired.
+            Refused: It is not, or has expired.
         """
         key, now = (peer, bytes(data)), self._clock()
         found = self._verified.get(key)
         if found is None:
-            found = self._verified[key] = parse(peer, key[1], now)
-            if len(self._verified) > MAX_VERIFIED:
-                self._verified.popitem(last=False)
+            found = parse(peer, key[1], now)
         found.check(now)
-        self._verified.move_to_end(key)
+        self._verified[key] = found
         return found
 
     def admit(self, peer: str, data: bytes) -> None:
         """Accept `peer` with this credential from now on.
 
         Raises:
-            CredentialError: It is not genuine, or has expired.
+            Refused: It is not genuine, or has expired.
         """
         credential = self.verify(peer, data)
         known = self._peers.get(peer)
         if known is None or known.credential.certificate != credential.certificate:
-            self._peers[peer] = Admitted(credential, fingerprint_of(credential.certificate))
-        else:
-            known.credential = credential
-        self._peers.move_to_end(peer)
-        if len(self._peers) > MAX_ADMITTED:
-            self._peers.popitem(last=False)
-        for waiter in self._expecting.pop(peer, ()):
-            if not waiter.done():
-                waiter.set_result(None)
+            known = Admitted(credential, fingerprint_of(credential.certificate))
+        known.credential = credential
+        self._peers[peer] = known
+        self._news.set()
+        self._news = asyncio.Event()
 
     def current(self, peer: str) -> Admitted:
-        """Return what is known of `peer`.
-
-        Raises:
-            Refused: It was not admitted, or its credential has expired.
-        """
+        """Return what is known of `peer`; raises Refused if it was not admitted, or its credential has expired."""
         found = self._peers.get(peer)
         if found is None:
             raise Refused("not a member", f"{peer} is in no group with this peer")
@@ -121,8 +112,9 @@ class AdmittedPeers:
         deadline = asyncio.get_running_loop().time() + seconds
         while not self._knows(peer, fingerprint):
             left = deadline - asyncio.get_running_loop().time()
-            if left <= 0 or not await self._news_of(peer, left):
+            if left <= 0:
                 break
+            await sleep_until(self._news, left)
         found = self.current(peer)
         if found.fingerprint != fingerprint:
             raise Refused("impostor", f"it has another certificate than {peer}")
@@ -131,16 +123,3 @@ class AdmittedPeers:
     def _knows(self, peer: str, fingerprint: bytes) -> bool:
         found = self._peers.get(peer)
         return found is not None and found.fingerprint == fingerprint
-
-    async def _news_of(self, peer: str, seconds: float) -> bool:
-        """Wait for the next admission of `peer`; False if there is none in time."""
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._expecting.setdefault(peer, set()).add(waiter)
-        try:
-            done, _ = await asyncio.wait({waiter}, timeout=seconds)
-            return bool(done)
-        finally:
-            waiters = self._expecting.get(peer, set())
-            waiters.discard(waiter)
-            if not waiters:
-                self._expecting.pop(peer, None)

@@ -23,13 +23,11 @@ rekeyings costs nothing, and a key that leaks from memory does not open what was
 End of stream: there is no authenticated farewell. A connection that is cut between frames looks closed; within one, the
 receiver misses bytes and fails. Rounds do not take silence for consent, so that is enough.
 
-Why it is the default: records of TLS hold 16 KiB at most, and OpenSSL gives them out one by one and copies them; ours
-hold a part of a round and are opened where it belongs. Sealed and opened, 1 GB takes 0.087 CPU seconds in ours and
-0.337 in those of TLS (medians of 7, all within 2 %; records of 528 KiB, cryptography's OpenSSL, an EPYC with AVX-512
-and VAES). The exchange of a round of four peers on one machine, 16 million values in int8, took 50 ms against 71 with
-TLS there, and 81 against 95 on an older machine. How sure that is: the direction, on two processors and no others; the
-ratio depends on the processor, and was measured for the records alone on one. It matters where a round waits for cores
-or has a fast link: to fill one both ways takes 1 or 4 % of a core at 1 Gbit/s, 11 or 42 % at 10 Gbit/s.
+Why it is the default: OpenSSL gives out records of TLS one by one, of 16 KiB at most, and copies them; ours hold a part
+of a round and are opened where it belongs. Sealed and opened, 1 GB takes 0.087 CPU seconds in ours and 0.337 in those
+of TLS (medians of 7 within 2 %; one EPYC with AVX-512 and VAES). Exchanges of four peers, 16 million values in int8,
+took 50 ms against 71 there, and 81 against 95 on an older machine. To fill a link both ways takes 1 or 4 % of a core at
+1 Gbit/s, 11 or 42 % at 10 Gbit/s.
 
 When to choose TLS (`--channel tls`): where only well-known protocols may be used, for nobody outside of this project
 has reviewed the construction above; or where links carry up to about 1 Gbit/s, so that caution costs nothing. Who dials
@@ -170,11 +168,7 @@ class Opener(_Keyed):
             raise self._refusal() from None
 
     def open(self, record: memoryview) -> bytes:
-        """Decrypt a whole record.
-
-        Raises:
-            RecordRefused: It is not authentic.
-        """
+        """Decrypt a whole record; raises RecordRefused if it is not authentic."""
         if self._failed:
             raise RecordRefused(_AFTER_REFUSAL)
         cipher, nonce = self._next()

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from equipoise.dht.direct.refusals import CredentialError
+from equipoise.dht.direct.refusals import Refused
 
 LIFE_SECONDS = 30 * 86400.0
 """Of a certificate; a daemon that runs longer makes a new one at half of it."""
@@ -80,7 +80,7 @@ def check_certificate(der: bytes, peer: str, now: float) -> float:
     connections on as its own: only who holds the certificate's key could have signed that name.
 
     Raises:
-        CredentialError: It is malformed, not Ed25519, not self-signed, another peer's, or not valid now.
+        Refused: It is malformed, not Ed25519, not self-signed, another peer's, or not valid now.
     """
     try:
         certificate = x509.load_der_x509_certificate(der)
@@ -91,17 +91,13 @@ def check_certificate(der: bytes, peer: str, now: float) -> float:
             raise ValueError("expected an Ed25519 key")
         key.verify(certificate.signature, certificate.tbs_certificate_bytes)
     except InvalidSignature:
-        raise CredentialError(
-            "malformed credential", "the certificate is not signed with its own key"
-        ) from None
+        raise Refused("malformed credential", "the certificate is not signed with its own key") from None
     except Exception as error:  # x509 promises no closed list of what malformed input makes it raise.
-        raise CredentialError(
-            "malformed credential", f"malformed certificate: {type(error).__name__}"
-        ) from None
+        raise Refused("malformed credential", f"malformed certificate: {type(error).__name__}") from None
     if names != [peer]:
-        raise CredentialError("replayed certificate", f"expected a certificate of {peer}, got another peer's")
+        raise Refused("replayed certificate", f"expected a certificate of {peer}, got another peer's")
     if not begins.timestamp() <= now < ends.timestamp():
-        raise CredentialError("expired", f"the certificate of {peer} is not valid at this time")
+        raise Refused("expired", f"the certificate of {peer} is not valid at this time")
     return ends.timestamp()
 
 

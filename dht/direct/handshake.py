@@ -23,9 +23,9 @@ from equipoise.dht.direct.preface import (
     parse_greeting,
 )
 from equipoise.dht.direct.refusals import Refused
-from equipoise.dht.direct.streams import HEAD_BYTES, AeadStream, PlainStream, TlsStream
+from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
 from equipoise.dht.direct.tls import TlsFault, TlsSession
-from equipoise.dht.streams import StreamClosed
+from equipoise.dht.streams import HEAD_BYTES, StreamClosed
 
 
 async def receive_opening(connection: socket.socket) -> bytes:

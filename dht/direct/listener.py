@@ -1,25 +1,27 @@
-"""The TCP port of direct channels, and where others find it."""
+"""The TCP port of direct channels: where others find it, and how many strangers may stand at the door at once."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import ipaddress
 import logging
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
 
-from equipoise.dht.address import ListenAddress, is_loopback
+from equipoise.dht.address import ListenAddress, is_ip, is_loopback
 from equipoise.dht.direct.sockets import prepare
 from equipoise.dht.p2pd import ListenError, listen_error
 from equipoise.dht.ports import with_port
+from equipoise.dht.streams import Acceptor
 
 BACKLOG = 128
 """Connections that the kernel holds for us; a group of 64 may dial at once, twice each."""
-ACCEPTED_AT_ONCE = 16
-"""Before others on the loop get a turn."""
-PAUSE_SECONDS = 0.5
-"""Without accepting, after the system had no descriptor left."""
+MAX_WAITING = 64
+"""Connections that have not proved who they are: each costs a descriptor, a task and some KB."""
+
+Guest = TypeVar("Guest")
 
 _log = logging.getLogger(__name__)
 
@@ -32,12 +34,12 @@ class Listener:
     ) -> None:
         self._wanted = addresses
         self._taken = taken
-        self._sockets: list[socket.socket] = []
+        self._acceptors: list[Acceptor] = []
 
     @property
     def bound(self) -> list[tuple[str, int]]:
         """The addresses listened on, (host, port)."""
-        return [one.getsockname()[:2] for one in self._sockets]
+        return [one.socket.getsockname()[:2] for one in self._acceptors]
 
     def start(self, wishes: Sequence[int] = ()) -> None:
         """Begin to listen.
@@ -50,60 +52,34 @@ class Listener:
         """
         for address in self._wanted:
             wished = [] if address.port else [with_port(address, port) for port in wishes]
-            listening = _listen_first([*wished, address])
-            self._sockets.append(listening)
-            self._resume(listening)
+            self._acceptors.append(self._listen_first([*wished, address]))
 
     def stop(self) -> None:
         """Stop listening; idempotent."""
-        for one in self._sockets:
-            asyncio.get_running_loop().remove_reader(one)
+        for one in self._acceptors:
             one.close()
-        self._sockets = []
+        self._acceptors = []
 
-    def _resume(self, listening: socket.socket) -> None:
-        if listening in self._sockets:
-            asyncio.get_running_loop().add_reader(listening, self._accept, listening)
+    def _listen_first(self, addresses: Sequence[ListenAddress]) -> Acceptor:
+        """Listen on the first of some addresses that is free; the last one's error counts."""
+        for address in addresses[:-1]:
+            with contextlib.suppress(ListenError):
+                return self._listen(address)
+        return self._listen(addresses[-1])
 
-    def _accept(self, listening: socket.socket) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                connection, address = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                _log.warning("cannot accept direct connections for now: %s", error.strerror)
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(listening)
-                loop.call_later(PAUSE_SECONDS, self._resume, listening)
-                return
-            connection.setblocking(False)
-            self._taken(connection, address[:2])
-
-
-def _listen_first(addresses: Sequence[ListenAddress]) -> socket.socket:
-    """Listen on the first of some addresses that is free; the last one's error counts."""
-    for address in addresses[:-1]:
-        with contextlib.suppress(ListenError):
-            return _listen(address)
-    return _listen(addresses[-1])
-
-
-def _listen(address: ListenAddress) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listening.setblocking(False)
-        prepare(listening)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.bind((address.host, address.port))
-        listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise listen_error(address, error, "--direct-listen") from None
-    return listening
+    def _listen(self, address: ListenAddress) -> Acceptor:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            prepare(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.bind((address.host, address.port))
+            return Acceptor(listening, BACKLOG, lambda one, where: self._taken(one, where[:2]))
+        except OSError as error:
+            listening.close()
+            raise listen_error(address, error, "--direct-listen") from None
 
 
 def endpoints(
@@ -124,19 +100,54 @@ def endpoints(
     return far or list(dict.fromkeys(found))
 
 
-def is_literal(host: str) -> bool:
-    """Whether `host` is an IP address and no name."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
 def _serves(own: str, host: str, forwarded: bool) -> bool:
-    if not is_literal(host):
+    if not is_ip(host):
         return True  # Whatever is listened on stands behind a name.
     named, listening = ipaddress.ip_address(host), ipaddress.ip_address(own)
     if named.version != listening.version or named.is_link_local:
         return False
     return forwarded or named == listening or listening.is_unspecified
+
+
+class Gate(Generic[Guest]):
+    """Strangers by the address that they come from. Sans IO.
+
+    When it is full, the oldest stranger of the address that has the most goes: a flood from few addresses meets itself,
+    and a peer at another address gets in. An honest handshake takes milliseconds; the oldest is slow or idle.
+    """
+
+    def __init__(self, limit: int = MAX_WAITING) -> None:
+        self._limit = limit
+        self._waiting: dict[Guest, str] = {}
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def enter(self, guest: Guest, address: str) -> Guest | None:
+        """Let `guest` of an IP address in; return who has to go for it, if anybody."""
+        host = _household(address)
+        evicted = None
+        if len(self._waiting) >= self._limit:
+            most = max(self._counts.values())
+            evicted = next(one for one, home in self._waiting.items() if self._counts[home] == most)
+            self.leave(evicted)
+        self._waiting[guest] = host
+        self._counts[host] += 1
+        return evicted
+
+    def leave(self, guest: Guest) -> None:
+        """Forget `guest`; idempotent."""
+        host = self._waiting.pop(guest, None)
+        if host is not None:
+            self._counts[host] -= 1
+            if not self._counts[host]:
+                del self._counts[host]
+
+
+def _household(address: str) -> str:
+    """Return what one customer has of addresses: of IPv6 ones, 2**64."""
+    if ":" not in address:
+        return address
+    bare = address.partition("%")[0]
+    return str(ipaddress.ip_network((bare, 64), strict=False))

@@ -34,11 +34,7 @@ def encode_answer(host: str, port: int) -> bytes:
 
 
 def parse_answer(data: bytes) -> tuple[str, int]:
-    """Return the address and port in an answer.
-
-    Raises:
-        Refused: It is none.
-    """
+    """Return the address and port in an answer; raises Refused if it is none."""
     if len(data) != ANSWER_BYTES:
         raise Refused("went away", f"expected {ANSWER_BYTES} bytes, got {len(data)}")
     magic, packed, port = _ANSWER.unpack(data)

@@ -8,35 +8,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Awaitable, Callable
 
-from equipoise.dht.direct.channel import DirectChannel
+from equipoise.dht.tasks import TaskSet
+from equipoise.dht.transport import FramedChannel
 
 PARKED_SECONDS = 600.0
 """A channel that no round has wanted for so long is closed; some rounds are minutes apart."""
-ALIVE_SECONDS = 20
-"""Nothing said for so long, the kernel asks whether the other end is there: routers forget connections that rest."""
-ALIVE_PROBES = 3
 
 
 class Parking:
     """Punched channels: those that wait for a round, and which are still open."""
 
-    def __init__(self, serve: Callable[[DirectChannel], Awaitable[None]]) -> None:
+    def __init__(self, serve: Callable[[FramedChannel], Awaitable[None]]) -> None:
         """`serve` takes over a channel that the other side has begun to use, and returns when that is over."""
         self._serve = serve
-        self._kept: dict[str, tuple[DirectChannel, asyncio.Task[None]]] = {}
-        self._newest: dict[str, DirectChannel] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._kept: dict[str, tuple[FramedChannel, asyncio.Task[None]]] = {}
+        self._newest: dict[str, FramedChannel] = {}
+        self._tasks = TaskSet()
 
-    def park(self, channel: DirectChannel, *, dialled: bool) -> None:
+    def park(self, channel: FramedChannel, *, dialled: bool) -> None:
         """Keep a channel until it is taken (`dialled`) or used by the other side."""
         self._newest = {peer: one for peer, one in self._newest.items() if not one.closed}
         self._newest[channel.peer] = channel
-        task = asyncio.create_task(self._keep(channel) if dialled else self._hold(channel))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks.spawn(self._keep(channel) if dialled else self._hold(channel))
         if dialled:
             before, _ = self._kept.get(channel.peer, (None, None))
             self._kept[channel.peer] = channel, task
@@ -52,7 +47,7 @@ class Parking:
         channel = self._newest.get(peer)
         return channel is not None and not channel.closed
 
-    async def take(self, peer: str) -> DirectChannel | None:
+    async def take(self, peer: str) -> FramedChannel | None:
         """Return the channel to `peer` that is kept, for good; None if there is none or it has broken."""
         channel, watch = self._kept.pop(peer, (None, None))
         if channel is None or watch is None:
@@ -68,39 +63,23 @@ class Parking:
 
     async def stop(self) -> None:
         """Keep nothing any more; idempotent. Channels are closed by whoever counts them."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.stop()
 
-    async def _keep(self, channel: DirectChannel) -> None:
+    async def _keep(self, channel: FramedChannel) -> None:
         # The other side speaks only when spoken to: whatever comes, it is the end.
         await self._first_byte(channel)
         if self._kept.get(channel.peer, (None, None))[0] is channel:
             del self._kept[channel.peer]
         channel.close()
 
-    async def _hold(self, channel: DirectChannel) -> None:
+    async def _hold(self, channel: FramedChannel) -> None:
         if await self._first_byte(channel):
             await self._serve(channel)
         channel.close()
 
-    async def _first_byte(self, channel: DirectChannel) -> bool:
+    async def _first_byte(self, channel: FramedChannel) -> bool:
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(PARKED_SECONDS):
                 await channel.wait_readable()
                 return True
         return False
-
-
-def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel find out, while nothing is said, whether the other end is still there."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", ALIVE_SECONDS),
-        ("TCP_KEEPINTVL", ALIVE_SECONDS),
-        ("TCP_KEEPCNT", ALIVE_PROBES),
-    ):
-        option = getattr(socket, name, None)
-        if option is not None:
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -21,7 +21,6 @@ VERSION = 2
 _MAGIC = b"EQPD"
 _PREFACE = struct.Struct("!4sBB32s32s32s")
 PREFACE_BYTES = _PREFACE.size
-FINGERPRINT_BYTES = 32
 SECRET_BYTES = 32
 GREETING_BYTES = 1 + SECRET_BYTES
 
@@ -56,11 +55,7 @@ def fingerprint_of(certificate: bytes) -> bytes:
 
 
 def parse_preface(data: bytes | bytearray) -> Preface:
-    """Decode `PREFACE_BYTES` bytes of a stranger.
-
-    Raises:
-        Refused: They are no preface, or of another version.
-    """
+    """Decode `PREFACE_BYTES` bytes of a stranger; raises Refused if they are no preface, or of another version."""
     if len(data) != PREFACE_BYTES:
         raise Refused("malformed preface", f"expected {PREFACE_BYTES} bytes, got {len(data)}")
     magic, version, layer, dialler, acceptor, fingerprint = _PREFACE.unpack(data)

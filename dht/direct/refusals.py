@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from typing import Literal
 
-from equipoise.dht.escaping import printable
+from equipoise.dht.sanitize import printable
 
 Why = Literal[
     "malformed preface",
@@ -33,23 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class Refused(ConnectionError):
-    """A connection is refused.
-
-    Attributes:
-        why: What it is counted as.
-    """
-
-    def __init__(self, why: Why, text: str) -> None:
-        super().__init__(text)
-        self.why: Why = why
-
-
-class CredentialError(ValueError):
-    """A credential is refused; the message says why, in one line.
-
-    Attributes:
-        why: What it is counted as.
-    """
+    """A connection or a credential is refused; the message says why, in one line, `why` what it is counted as."""
 
     def __init__(self, why: Why, text: str) -> None:
         super().__init__(text)
@@ -60,23 +44,19 @@ class Refusals:
     """Counts refusals by reason, and logs at most one line a second about each.
 
     Attributes:
+        counts: How often each reason occurred.
         last: The latest in words; empty before there is one.
     """
 
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._unlogged: Counter[str] = Counter()
         self._logged_at: dict[str, float] = {}
         self.last = ""
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """How often each reason occurred."""
-        return dict(self._counts)
-
     def note(self, why: Why, text: str, now: float) -> None:
         """Count one refusal at `now` (seconds, monotonic); a line tells how many had none before it."""
-        self._counts[why] += 1
+        self.counts[why] += 1
         self.last = printable(f"{why}: {text}")
         if now - self._logged_at.get(why, float("-inf")) < LINE_SECONDS:
             self._unlogged[why] += 1

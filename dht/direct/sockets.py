@@ -1,7 +1,8 @@
-"""Options of the TCP sockets that carry direct channels, and what the kernel tells of them."""
+"""The TCP sockets that carry direct channels: opened, with their options, and what the kernel tells of them."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import functools
@@ -9,11 +10,18 @@ import socket
 import struct
 import sys
 import termios
+from collections.abc import Callable
+
+from equipoise.dht.address import is_ip
 
 USER_TIMEOUT_MS = 3000
 """Bytes that nobody acknowledges for so long end the connection (RFC 5482): a dead machine is not waited for."""
 UNSENT_BYTES = 256 * 1024
 """The kernel takes more only once less than this waits to be sent: a control frame never queues behind megabytes."""
+
+ALIVE_SECONDS = 20
+"""Nothing said for so long, the kernel asks whether the other end is there: routers forget connections that rest."""
+ALIVE_PROBES = 3
 
 WITHIN_HOST = b"reno"
 """The congestion control between two processes of one machine, which every Linux has. BBR, where it is the system's
@@ -26,6 +34,8 @@ _INFO_BYTES = 128
 _INT = struct.Struct("=i")
 _ACKNOWLEDGED = struct.Struct("=120xQ")
 """tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
+DIAL_SECONDS = 1.5
+"""For one address, so that three are tried: packets to an address of another network vanish without an answer."""
 
 
 def prepare(unopened: socket.socket) -> None:
@@ -35,14 +45,23 @@ def prepare(unopened: socket.socket) -> None:
 
 def tune(connection: socket.socket) -> None:
     """Set what an open connection wants, where the system has it."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for name, value in (("TCP_USER_TIMEOUT", USER_TIMEOUT_MS), ("TCP_NOTSENT_LOWAT", UNSENT_BYTES)):
-        option = getattr(socket, name, None)
-        if option is not None:
-            with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    _set(connection, TCP_NODELAY=1, TCP_USER_TIMEOUT=USER_TIMEOUT_MS, TCP_NOTSENT_LOWAT=UNSENT_BYTES)
     if not _within_host(connection):
         _control_congestion(connection, _usual_congestion_control(connection.family))
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Have the kernel find out, while nothing is said, whether the other end is still there."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set(connection, TCP_KEEPIDLE=ALIVE_SECONDS, TCP_KEEPINTVL=ALIVE_SECONDS, TCP_KEEPCNT=ALIVE_PROBES)
+
+
+def _set(connection: socket.socket, **options: int) -> None:
+    """Set those options of TCP that the system has."""
+    for name, value in options.items():
+        if hasattr(socket, name):
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _control_congestion(connection: socket.socket, how: bytes) -> None:
@@ -95,3 +114,61 @@ def wake_at(connection: socket.socket, count: int) -> None:
     """
     if sys.platform == "linux":
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+
+
+def _any(host: str) -> bool:
+    return True
+
+
+async def connect(host: str, port: int, permits: Callable[[str], bool] = _any) -> socket.socket:
+    """Connect to one address within `DIAL_SECONDS`.
+
+    Args:
+        host: IP address or name.
+        port: TCP port.
+        permits: Says whether the IP address that a name stands for may be dialled.
+
+    Raises:
+        OSError: Nobody answers, or the name is not known.
+    """
+    try:
+        async with asyncio.timeout(DIAL_SECONDS):
+            return await _connect(host, port, permits)
+    except TimeoutError:
+        raise ConnectionError(f"no answer within {DIAL_SECONDS:.1f} s") from None
+    except UnicodeError:
+        raise ConnectionError("it is no name of a host") from None
+
+
+async def _connect(host: str, port: int, permits: Callable[[str], bool]) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    family, address = await _resolve(host, port)
+    if not permits(str(address[0])):
+        raise ConnectionError("it is a private address of another network than this machine's")
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        prepare(connection)
+        await loop.sock_connect(connection, address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+async def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
+    if is_ip(host):  # Most are, and need no look-up in another thread.
+        return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port)
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return found[0][0], found[0][4]
+
+
+def said(error: BaseException) -> str:
+    """Return what an error says, without its number."""
+    return (error.strerror if isinstance(error, OSError) else "") or str(error) or type(error).__name__
+
+
+def shown(address: tuple[str, int]) -> str:
+    """Return an address as people write it."""
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -13,17 +13,23 @@ import socket
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.sockets import acknowledged, waiting, wake_at
 from equipoise.dht.direct.tls import TlsFault, TlsSession
-from equipoise.dht.streams import STALL_SECONDS, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed, wake
+from equipoise.dht.streams import (
+    HEAD_BYTES,
+    NO_BYTES,
+    STALL_SECONDS,
+    YIELD_BYTES,
+    Buffer,
+    BytesRefused,
+    Stream,
+    StreamClosed,
+    wake,
+)
 
-HEAD_BYTES = 4096
-"""Read ahead: a control frame whole, in one call."""
 JOINED_BYTES = 16 * 1024
 """A frame up to this size is joined and sent in one call, one record: copying is cheaper than a second one."""
 WAKE_BYTES = 64 * 1024
 """Of what a record still lacks, the kernel collects so much before it wakes the loop: a wake-up costs as much as these
 bytes, and links deliver segments of 1.4 KB. Half of what Linux gives a receive buffer to begin with."""
-READ_COST_BYTES = 64 * 1024
-"""What a read counts for at least before others on the loop get a turn: many small frames take their time too."""
 TLS_PIECE_BYTES = 128 * 1024
 """Encrypted at once, as eight records: larger copies no longer fit the cache."""
 TLS_RECORD_BYTES = 16 * 1024
@@ -31,17 +37,12 @@ TLS_RECORD_BYTES = 16 * 1024
 TLS_READ_BYTES = 256 * 1024
 """Read from the socket at once."""
 
-_NO_BYTES = memoryview(b"")
-
 
 class PlainStream(Stream):
     """The socket's bytes as they are."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, buffer_bytes=0)
-        self._head = memoryview(bytearray(HEAD_BYTES))
-        self._ahead = _NO_BYTES
-        self._unyielded = 0
         self._acknowledged = 0
         self._arrived = 0
         self._wakes_at = 1
@@ -61,69 +62,13 @@ class PlainStream(Stream):
             self._acknowledged = self.sent if count is None else count
         return self._acknowledged
 
-    async def wait_readable(self) -> None:
-        """Wait, without a bound, until there is something to read; may read ahead."""
-        if not self._ahead:
-            await self._look_ahead(1, None)
-
-    def read_ahead(self, count: int) -> bytes:
-        """Return the next `count` bytes if they are here already, else none."""
-        ahead = self._ahead
-        if len(ahead) < count:
-            return b""
-        self._ahead = ahead[count:]
-        return bytes(ahead[:count])
-
-    async def receive_into(self, view: memoryview) -> None:
-        """Fill `view` from the stream.
-
-        Raises:
-            StreamClosed: The stream ended, broke, or stalled.
-        """
-        done = 0
-        while (lacking := len(view) - done) > 0:
-            if self._ahead:
-                done += self._drain(view[done:])
-            elif lacking < HEAD_BYTES:
-                await self._look_ahead(lacking, STALL_SECONDS)
-            else:
-                done += await self._take(view[done:], lacking, STALL_SECONDS)
-
-    async def _look_ahead(self, lacking: int, bound: float | None) -> None:
-        self._ahead = self._head[: await self._take(self._head, lacking, bound)]
-
-    def _drain(self, view: memoryview) -> int:
-        """Move what was read ahead into `view`; return how much."""
-        got = min(len(self._ahead), len(view))
-        view[:got] = self._ahead[:got]
-        self._ahead = self._ahead[got:]
-        return got
-
-    async def _take(self, view: memoryview, lacking: int, bound: float | None) -> int:
-        """Wait for bytes, put those that are there into `view`, and return how many; cancelled, none are lost.
-
-        Nobody can do anything with fewer than `lacking`: a wait may last until these are there.
-        """
-        if self._unyielded >= YIELD_BYTES:
-            # Before and not after: there is no waiting once bytes have been taken.
-            self._unyielded = 0
-            await asyncio.sleep(0)
-        while (taken := self._attempt(self._socket.recv_into, view)) is None:
-            self._wake_at(min(lacking, WAKE_BYTES))
-            await self._wait_to_read(bound)
-            self._unyielded = 0
-        if taken == 0:
-            raise StreamClosed("closed by the other end")
-        self.received += taken
-        self._unyielded += max(taken, READ_COST_BYTES)
-        return taken
-
     def _watch(self) -> None:
         if self._reading is not None and self._wakes_at > 1 and waiting(self._socket):
             wake(self._reading)  # What is too little to go on with is progress all the same.
         super()._watch()
 
     def _wake_at(self, count: int) -> None:
+        count = min(count, WAKE_BYTES)
         if count != self._wakes_at and not self.closed:
             self._wakes_at = count
             wake_at(self._socket, count)
@@ -263,7 +208,7 @@ def _join(head: Buffer, body: Buffer) -> tuple[bytes, memoryview]:
     """Join what is small; a large body stays where it is."""
     first, rest = bytes(head), memoryview(body).cast("B")
     if rest and len(first) + len(rest) <= JOINED_BYTES:
-        return first + rest, _NO_BYTES
+        return first + rest, NO_BYTES
     return first, rest
 
 

@@ -5,27 +5,25 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.direct import handshake, mirror
 from equipoise.dht.direct.admitted import Admitted, AdmittedPeers
-from equipoise.dht.direct.channel import DirectChannel, OpenChannels
-from equipoise.dht.direct.dialling import connect, said, shown
-from equipoise.dht.direct.gate import Gate
-from equipoise.dht.direct.listener import Listener, endpoints
-from equipoise.dht.direct.parking import Parking, keep_alive
+from equipoise.dht.direct.credential import Presence
+from equipoise.dht.direct.listener import Gate, Listener, endpoints
+from equipoise.dht.direct.parking import Parking
 from equipoise.dht.direct.preface import Layer, Preface, fingerprint_of, parse_preface
-from equipoise.dht.direct.presence import Presence
-from equipoise.dht.direct.refusals import CredentialError, Refusals, Refused, Why
-from equipoise.dht.direct.sockets import tune
+from equipoise.dht.direct.refusals import Refusals, Refused, Why
+from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
 from equipoise.dht.interfaces import private_networks
+from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
-from equipoise.dht.transport import Handler, run_handler
+from equipoise.dht.tasks import TaskSet
+from equipoise.dht.transport import FramedChannel, Handler, OpenChannels, run_handler
 
 OPEN_SECONDS = 5.0
 """To dial and shake hands, over all of a peer's addresses."""
@@ -33,34 +31,26 @@ HANDSHAKE_SECONDS = 5.0
 """For whoever dials us, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
 """How long who dials us may wait for its admission: its manifest comes to us a moment later than to it."""
+MAX_FAILURES = 1024
+"""Peers remembered with the reason for which they could not be dialled: as many as are admitted."""
 DEFAULT_LAYER: Layer = "aead"
 """A quarter of the processor time of TLS' records: `aead` states figures, how sure they are, and when to choose TLS."""
-
-
-@dataclass(frozen=True)
-class DirectOptions:
-    """How direct channels are made.
-
-    Attributes:
-        listen: Where to listen; empty: nowhere (client mode).
-        layer: How frames are carried once both sides have proved who they are.
-    """
-
-    listen: Sequence[ListenAddress] = ()
-    layer: Layer = DEFAULT_LAYER
 
 
 class DirectTransport:
     """Opens and accepts direct channels with admitted peers; needs nothing of libp2p.
 
     Attributes:
+        peer: PeerID of this peer.
+        dialable: Whether others can open channels to this peer.
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
     def __init__(
         self,
         identity: Identity,
-        options: DirectOptions,
+        listen: Sequence[ListenAddress] = (),
+        layer: Layer = DEFAULT_LAYER,
         clock: Callable[[], float] = time.time,
         policy: DialPolicy | None = None,
     ) -> None:
@@ -68,39 +58,31 @@ class DirectTransport:
 
         Args:
             identity: This peer's key.
-            options: Where to listen, and how frames are carried.
+            listen: Where to listen; empty: nowhere (client mode).
+            layer: How frames are carried once both sides have proved who they are.
             clock: Tells the swarm's time, seconds since 1970, by which credentials expire.
-            policy: Which addresses of credentials are dialled, and how often.
+            policy: Says which addresses of credentials are dialled, and how often.
 
         Raises:
             ValueError: Unencrypted channels are to be listened for where other machines reach them.
         """
-        if options.layer == "plain" and not all(is_loopback(one.host) for one in options.listen):
+        if layer == "plain" and not all(is_loopback(one.host) for one in listen):
             raise ValueError("channels without encryption are for measurements on loopback addresses only")
-        self._peer = identity.peer
-        self._layer = options.layer
+        self.peer = identity.peer
+        self.dialable = bool(listen)
+        self._layer = layer
         self._policy = policy or DialPolicy(private_networks)
         self._presence = Presence(identity, clock)
         self._admitted = AdmittedPeers(clock)
-        self._listener = Listener(options.listen, self._accept)
-        self._dialable = bool(options.listen)
+        self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
         self._gate: Gate[asyncio.Task[None]] = Gate()
         self._handler: Handler | None = None
         self._channels = OpenChannels()
+        self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
         self._parking = Parking(lambda channel: run_handler(self._handler, channel))
         self.on_meet: Callable[[str], None] = lambda peer: None
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def peer(self) -> str:
-        """PeerID of this peer."""
-        return self._peer
-
-    @property
-    def dialable(self) -> bool:
-        """Whether others can open channels to this peer."""
-        return self._dialable
+        self._tasks = TaskSet()
 
     @property
     def credential(self) -> bytes:
@@ -113,7 +95,7 @@ class DirectTransport:
             channel=self._layer,
             listening=tuple(shown(one) for one in self._presence.addresses or self._listener.bound),
             channels=len(self._channels),
-            refused=self._refusals.counts,
+            refused=dict(self._refusals.counts),
             last_refusal=self._refusals.last,
         )
 
@@ -125,9 +107,9 @@ class DirectTransport:
         """
         try:
             self._admitted.admit(peer, credential)
-        except CredentialError as error:
+        except Refused as error:
             self._refuse(error.why, str(error))
-            raise
+            raise ValueError(str(error)) from None
 
     def meet(self, peer: str) -> None:
         """A round with `peer` begins, if it was admitted: a channel with it is worth some effort."""
@@ -149,7 +131,7 @@ class DirectTransport:
 
     def failure(self, peer: str) -> str:
         """Why the last dial of `peer` opened no channel; empty if one was opened since, or it is not to be dialled."""
-        return self._channels.failure(peer) if self.reaches(peer) else ""
+        return self._failures.get(peer, "") if self.reaches(peer) else ""
 
     @property
     def port(self) -> int:
@@ -184,12 +166,9 @@ class DirectTransport:
         self._listener.stop()
         await self._parking.stop()
         self._channels.close()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.stop()
 
-    async def open(self, peer: str) -> DirectChannel:
+    async def open(self, peer: str) -> FramedChannel:
         """Open a channel to `peer` within `OPEN_SECONDS`.
 
         Raises:
@@ -205,7 +184,7 @@ class DirectTransport:
             async with asyncio.timeout(OPEN_SECONDS):
                 for host, port in admitted.credential.addresses:
                     try:
-                        return self._channels.enter(peer, await self._try(admitted, host, port))
+                        return self._enter(peer, await self._try(admitted, host, port))
                     except OSError as error:
                         failures.append(f"{shown((host, port))}: {said(error)}")
         except TimeoutError:
@@ -215,7 +194,7 @@ class DirectTransport:
         if not failures:
             failures.append("it listens nowhere")
         reason = "; ".join(failures)
-        self._channels.failed(peer, reason)
+        self._failures[peer] = reason
         raise ConnectionError(f"cannot open a direct channel to {peer}: {reason}")
 
     async def _try(self, admitted: Admitted, host: str, port: int) -> PlainStream:
@@ -234,12 +213,16 @@ class DirectTransport:
         finally:
             self._policy.end(peer, place, self._now(), failure)
 
+    def _enter(self, peer: str, stream: PlainStream) -> FramedChannel:
+        self._failures.pop(peer, None)
+        return self._channels.enter(peer, stream)
+
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def punch(
         self, peer: str, connection: socket.socket, address: tuple[str, int], *, dialled: bool
-    ) -> DirectChannel:
+    ) -> FramedChannel:
         """Make a connection that both sides have opened at once a channel, as if one had dialled the other.
 
         Args:
@@ -256,7 +239,7 @@ class DirectTransport:
             admitted = self._admitted.current(peer)
             if dialled:
                 self._channels.check_room(peer)
-                return self._channels.enter(peer, await self._claim(connection, admitted, address))
+                return self._enter(peer, await self._claim(connection, admitted, address))
             preface = parse_preface(await handshake.receive_opening(connection))
             if preface.dialler != peer:
                 raise Refused("other peer", f"{preface.dialler} is where {peer} was expected")
@@ -264,7 +247,7 @@ class DirectTransport:
         finally:
             connection.close()
 
-    def park(self, channel: DirectChannel, *, dialled: bool) -> None:
+    def park(self, channel: FramedChannel, *, dialled: bool) -> None:
         """Keep a punched channel for the next round; with `dialled` as in `punch`."""
         self._parking.park(channel, dialled=dialled)
 
@@ -273,7 +256,7 @@ class DirectTransport:
     ) -> PlainStream:
         """Say who this peer is on a connection that it has opened, and prove it."""
         own = fingerprint_of(self._presence.certificate.der)
-        preface = Preface(self._layer, self._peer, admitted.credential.peer, own)
+        preface = Preface(self._layer, self.peer, admitted.credential.peer, own)
         try:
             if self._layer == "plain" and not is_loopback(address[0]):
                 raise Refused("plain", "channels without encryption are for loopback addresses only")
@@ -297,7 +280,7 @@ class DirectTransport:
         return await handshake.secure(connection, context, expected, preface, dialler=dialler)
 
     def _accept(self, connection: socket.socket, address: tuple[str, int]) -> None:
-        task = self._spawn(self._welcome(connection, address))
+        task = self._tasks.spawn(self._welcome(connection, address))
         task.add_done_callback(lambda _: connection.close())
         evicted = self._gate.enter(task, address[0])
         if evicted is not None:
@@ -329,9 +312,9 @@ class DirectTransport:
             self._gate.leave(task)
         await run_handler(self._handler, channel)
 
-    async def _introduce(self, connection: socket.socket, host: str, preface: Preface) -> DirectChannel:
+    async def _introduce(self, connection: socket.socket, host: str, preface: Preface) -> FramedChannel:
         tune(connection)
-        if preface.acceptor != self._peer:
+        if preface.acceptor != self.peer:
             raise Refused("other peer", f"{preface.dialler} wants to reach {preface.acceptor}")
         if (preface.layer == "plain") != (self._layer == "plain") or (
             self._layer == "plain" and not is_loopback(host)
@@ -344,13 +327,7 @@ class DirectTransport:
         except ConnectionError as error:
             stream.close()
             raise Refused("too many", str(error)) from None
-        return self._channels.enter(preface.dialler, stream)
+        return self._enter(preface.dialler, stream)
 
     def _refuse(self, why: Why, text: str) -> None:
         self._refusals.note(why, text, time.monotonic())
-
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task

@@ -1,15 +1,15 @@
 """One attempt of two peers to punch a hole, at either side. Sans IO: told events and the time, it returns actions.
 
     begins                                        the other side
-    Measure, Offer        ------------------->    Measure
-                          <-------------------    Offer
+    Measure, Places       ------------------->    Measure
+                          <-------------------    Places
     Probe                 ------------------->
                           <-------------------    Echo
     Go                    ------------------->    Try at once
     Try half the way there and back later
 
 The last four lines are repeated while no connection comes about: each time the way is measured anew, so that both
-routers' first packets cross (libp2p's DCUtR; its CONNECT is our Offer, its SYNC our Go).
+routers' first packets cross (libp2p's DCUtR; its CONNECT is our Places, its SYNC our Go).
 """
 
 from __future__ import annotations
@@ -17,18 +17,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from equipoise.dht.escaping import printable
-from equipoise.dht.punch.messages import (
-    MAX_REASON_CHARACTERS,
-    MAX_TRIES,
-    Echo,
-    End,
-    Go,
-    Message,
-    Offer,
-    Probe,
-)
-from equipoise.dht.punch.places import Place, Places, obstacle, targets
+from equipoise.dht.punch import messages
+from equipoise.dht.punch.messages import Place, Places, obstacle, targets
+from equipoise.dht.sanitize import printable
 
 MEASURE_SECONDS = 4.0
 """To ask public peers where this one's connections come from."""
@@ -44,7 +35,7 @@ MAX_LEAD_SECONDS = 1.0
 class Heard:
     """The other side has said something."""
 
-    message: Message
+    message: messages.Message
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ class Measure:
 class Say:
     """Send a message to the other side."""
 
-    message: Message
+    message: messages.Message
 
 
 @dataclass(frozen=True)
@@ -130,7 +121,7 @@ class Punch:
         self.finished = False
         self._begins = begins
         self._phase: Phase = "measuring"
-        self._awaited: type[Message] = Offer
+        self._awaited: type[messages.Message] = Places
         self._own: Places | None = None
         self._theirs: Places | None = None
         self._probed_at = 0.0
@@ -140,12 +131,12 @@ class Punch:
 
     def start(self, now: float) -> list[Action]:
         """Begin: the one side measures, the other waits for its offer."""
-        return self._measure(now) if self._begins else self._await(Offer, now)
+        return self._measure(now) if self._begins else self._await(Places, now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in what has happened; return what is to be done."""
         match event:
-            case Heard(End(reason=reason)):
+            case Heard(messages.End(reason=reason)):
                 return self._on_end(reason, now)
             case Heard(message):
                 return self._on_message(message, now)
@@ -167,25 +158,25 @@ class Punch:
             return self._finish(reason)
         self._own = places
         if self._begins:
-            return [*self._offer(places), *self._await(Offer, now)]
-        return self._compare() or [*self._offer(places), *self._await(Probe, now)]
+            return [Say(places), *self._await(Places, now)]
+        return self._compare() or [Say(places), *self._await(messages.Probe, now)]
 
-    def _on_message(self, message: Message, now: float) -> list[Action]:
+    def _on_message(self, message: messages.Message, now: float) -> list[Action]:
         if self._phase != "awaiting" or type(message) is not self._awaited:
             return self._finish(f"the other side said {type(message).__name__} out of turn")
         match message:
-            case Offer():
-                self._theirs = message.places
+            case Places():
+                self._theirs = message
                 return (self._compare() or self._probe(now)) if self._begins else self._measure(now)
-            case Probe(number=number) if number == self.tries + 1:
+            case messages.Probe(number=number) if number == self.tries + 1:
                 self.tries = number
-                return [Say(Echo(number)), *self._await(Go, now)]
-            case Echo(number=number) if number == self.tries:
+                return [Say(messages.Echo(number)), *self._await(messages.Go, now)]
+            case messages.Echo(number=number) if number == self.tries:
                 self._phase = "leading"
                 self.deadline = now + min((now - self._probed_at) / 2, MAX_LEAD_SECONDS)
-                return [Say(Go(number))]
-            case Go(number=number) if number == self.tries:
-                return [*self._await(Probe, now), self._try()]
+                return [Say(messages.Go(number))]
+            case messages.Go(number=number) if number == self.tries:
+                return [*self._await(messages.Probe, now), self._try()]
         return self._finish(f"the other side speaks of another try than the {self.tries}.")
 
     def _on_end(self, reason: str, now: float) -> list[Action]:
@@ -224,12 +215,9 @@ class Punch:
         self._phase, self.deadline = "measuring", now + MEASURE_SECONDS
         return [Measure()]
 
-    def _await(self, kind: type[Message], now: float) -> list[Action]:
+    def _await(self, kind: type[messages.Message], now: float) -> list[Action]:
         self._phase, self._awaited, self.deadline = "awaiting", kind, now + ANSWER_SECONDS
         return []
-
-    def _offer(self, places: Places) -> list[Action]:
-        return [Say(Offer(places.outside, places.inside, places.steady))]
 
     def _compare(self) -> list[Action]:
         """Give up unless the other side has named a place that is worth trying."""
@@ -246,13 +234,13 @@ class Punch:
     def _probe(self, now: float) -> list[Action]:
         self.tries += 1
         self._probed_at = now
-        return [Say(Probe(self.tries)), *self._await(Echo, now)]
+        return [Say(messages.Probe(self.tries)), *self._await(messages.Echo, now)]
 
     def _try(self) -> Action:
         return Try(self._targets())
 
     def _again(self, now: float) -> list[Action]:
-        if self.tries < MAX_TRIES:
+        if self.tries < messages.MAX_TRIES:
             return self._probe(now)
         failures = f"{self._found()}, in {self.tries} tries"
         # Of what was found there the other side is told nothing: it may have named places to have them looked at.
@@ -267,6 +255,6 @@ class Punch:
     def _finish(self, reason: str, told: str | None = None, tell: bool = True) -> list[Action]:
         self.finished, self.deadline = True, float("inf")
         tell = tell and (self._begins or bool(reason))
-        words = (reason if told is None else told)[:MAX_REASON_CHARACTERS]
-        last: list[Action] = [Say(End(words))] if tell else []
+        words = (reason if told is None else told)[: messages.MAX_REASON_CHARACTERS]
+        last: list[Action] = [Say(messages.End(words))] if tell else []
         return [*last, Finish(reason)]

@@ -1,17 +1,29 @@
-"""What two peers say to each other, over a relay, to punch a hole: msgpack, bounded, checked before it is believed."""
+"""What two peers say to each other, over a relay, to punch a hole: where their connections come from, above all.
+
+Messages are msgpack, bounded, and checked before they are believed; not all places that a stranger names are tried.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
+from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
 
-from equipoise.dht import msgpack_guard
-from equipoise.dht.escaping import printable
-from equipoise.dht.punch.places import MAX_INSIDE, Places
+from equipoise.dht import sanitize
 from equipoise.dht.state import PROTOCOL_VERSION
 
+MIN_PORT = 1024
+"""Routers give outgoing connections no lower one; whoever names one has somebody else's service in mind."""
+
+MAX_INSIDE = 2
+"""A member that lies has this peer send so many connections' first packets, and one more, to its neighbours."""
+
+Place = tuple[str, int]
+"""IP address and TCP port."""
+_Told = tuple[Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]]
 PUNCH_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/punch"
 MAX_MESSAGE_BYTES = 1024
 """Three IPv6 addresses, or a reason, take less than half."""
@@ -19,26 +31,82 @@ MAX_REASON_CHARACTERS = 160
 MAX_TRIES = 3
 """As in DCUtR: what does not come about in three tries does not in thirty."""
 
-_Host = Annotated[str, msgspec.Meta(max_length=45)]
-_Place = tuple[_Host, Annotated[int, msgspec.Meta(ge=1, le=65535)]]
 _Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRIES)]
 
 
-class Malformed(ValueError):
-    """Bytes that are no message."""
+class Places(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+    """Where one peer's connections come from: what the two sides of a punch tell each other first.
 
+    Attributes:
+        outside: As public peers see them: its router's.
+        inside: As its own machine and its neighbours see them.
+        steady: Whether its router, as far as is known, gives every destination the same port.
+    """
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """Where the author's connections come from (`places.Places`); the other side answers with its own."""
-
-    outside: _Place
-    inside: Annotated[tuple[_Place, ...], msgspec.Meta(max_length=MAX_INSIDE)] = ()
+    outside: _Told
+    inside: Annotated[tuple[_Told, ...], msgspec.Meta(max_length=MAX_INSIDE)] = ()
     steady: bool = True
 
-    @property
-    def places(self) -> Places:
-        """The same as a value."""
-        return Places(self.outside, self.inside, self.steady)
+
+class NoPlace(Exception):
+    """Nobody can be told where this peer's connections come from; the message says why."""
+
+
+def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Places:
+    """Return this peer's places by what public peers have said.
+
+    Of several the most must agree on the address: one that lies would have others connect to whom it likes.
+
+    Args:
+        seen: Where each of them saw a connection come from; all left from one local port.
+        inside: That port's own addresses.
+
+    Raises:
+        NoPlace: They have said nothing, or do not agree.
+    """
+    seen = list(seen)
+    # A neighbour sees what is inside, which helps nobody beyond the router.
+    outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
+    if not outside:
+        raise NoPlace("no public peer has told where its connections come from")
+    [(host, votes)] = Counter(host for host, _ in outside).most_common(1)
+    if 2 * votes <= len(outside):
+        told = " and ".join(sorted({host for host, _ in outside}))
+        raise NoPlace(f"public peers do not agree where its connections come from: {told}")
+    [(place, alike)] = Counter(place for place in outside if place[0] == host).most_common(1)
+    return Places(place, tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=2 * alike > votes)
+
+
+def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
+    """Return where the other peer may be found, the likeliest first; empty if it names nothing worth a packet.
+
+    Behind one router (one public address), it is sought inside too. Addresses that nobody outside could have are
+    tried only where this peer's own is such a one. One side's port must be known; from the other, a router that looks
+    at addresses only lets a connection in whatever its port (RFC 5382, section 4.3).
+    """
+    found = []
+    if (own.steady or theirs.steady) and _alike(own.outside, theirs.outside):
+        found = [theirs.outside]
+    if own.outside[0] == theirs.outside[0]:
+        near = theirs.inside[:MAX_INSIDE]
+        found = [place for place in near if any(_alike(one, place) for one in own.inside)] + found
+    foreign = (place for place in dict.fromkeys(found) if place not in (own.outside, *own.inside))
+    return tuple(place for place in foreign if place[1] >= MIN_PORT)
+
+
+def obstacle(own: Places, theirs: Places) -> str:
+    """Return in words what is known to stand between the two; empty if nothing is."""
+    unsteady = [whose for whose, one in (("this", own), ("the other", theirs)) if not one.steady]
+    if not unsteady:
+        return ""
+    return f"{' and '.join(unsteady)} side's router gives every destination another port"
+
+
+def _alike(own: Place, theirs: Place) -> bool:
+    here, there = ipaddress.ip_address(own[0]), ipaddress.ip_address(theirs[0])
+    if there.is_multicast or there.is_unspecified or here.version != there.version:
+        return False
+    return (here.is_global, here.is_loopback) == (there.is_global, there.is_loopback)
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
@@ -65,24 +133,19 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)] = ""
 
 
-Message = Offer | Probe | Echo | Go | End
+Message = Places | Probe | Echo | Go | End
 
 encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Message).decode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """Read a stranger's message.
-
-    Raises:
-        Malformed: It is none, or breaks a bound.
-    """
+    """Read a stranger's message; raises Malformed if it is none, or breaks a bound."""
     try:
-        msgpack_guard.check(data, MAX_MESSAGE_BYTES)
-        message: Message = _decode(data)
-        for host, _ in (message.outside, *message.inside) if isinstance(message, Offer) else ():
+        message = sanitize.decode(_decoder, data, MAX_MESSAGE_BYTES)
+        for host, _ in (message.outside, *message.inside) if isinstance(message, Places) else ():
             if ipaddress.ip_address(host) and "%" in host:
                 raise ValueError("expected addresses without a zone")
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise Malformed(f"malformed message: {printable(str(error))}") from None
+    except ValueError as error:
+        raise sanitize.Malformed(f"malformed message: {sanitize.printable(str(error))}") from None
     return message

@@ -7,15 +7,16 @@ listen there would start and take half of its connections instead of being refus
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import socket
 from collections.abc import Sequence
 
 from equipoise.dht.direct import mirror
-from equipoise.dht.direct.dialling import said, shown
-from equipoise.dht.punch.places import Place, Places, judge
+from equipoise.dht.direct.sockets import said, shown
+from equipoise.dht.punch.messages import Place, Places, judge
+from equipoise.dht.streams import Acceptor
+from equipoise.dht.tasks import sleep_until
 
 MIRRORS = 3
 """Public peers that are asked: two tell a NAT that maps each destination to another port, a third outvotes a liar."""
@@ -46,7 +47,7 @@ class SharedPort:
 
     def __init__(self) -> None:
         self._number = 0
-        self._listening: socket.socket | None = None
+        self._acceptor: Acceptor | None = None
         self._held: list[socket.socket] = []
         self._arrived: dict[str, socket.socket] = {}
         self._arrival = asyncio.Event()
@@ -82,17 +83,14 @@ class SharedPort:
             connection = self._arrived.pop(place[0], None) or await self._dial(place)
             if connection is not None:
                 return connection
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._arrival.wait()
+            await sleep_until(self._arrival, pause)
             pause *= 2
 
     def close(self) -> None:
         """Close what is held open; idempotent."""
-        if self._listening is not None:
-            asyncio.get_running_loop().remove_reader(self._listening)
-            self._listening.close()
-            self._listening = None
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
         for connection in (*self._held, *self._arrived.values()):
             connection.close()
         self._held, self._arrived = [], {}
@@ -127,23 +125,10 @@ class SharedPort:
         return connection
 
     def _listen(self, host: str) -> None:
-        if self._listening is None:
-            self._listening = self._bound(host)
-            self._listening.listen(MAX_ARRIVED)
-            asyncio.get_running_loop().add_reader(self._listening, self._accept)
+        if self._acceptor is None:
+            self._acceptor = Acceptor(self._bound(host), MAX_ARRIVED, self._take)
 
-    def _accept(self) -> None:
-        assert self._listening is not None
-        try:
-            connection, address = self._listening.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as error:
-            # No descriptor left: it would be called at every turn of the loop. What is dialled may succeed still.
-            _log.warning("cannot accept connections for now: %s", said(error))
-            asyncio.get_running_loop().remove_reader(self._listening)
-            return
-        connection.setblocking(False)
+    def _take(self, connection: socket.socket, address: Place) -> None:
         # Its port may be another than was told, where only the other side's router draws ports.
         before = self._arrived.pop(address[0], None)
         if len(self._arrived) >= MAX_ARRIVED:

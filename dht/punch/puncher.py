@@ -7,23 +7,49 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.direct.channel import DirectChannel
+from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.escaping import printable
-from equipoise.dht.inbound import Inbound
-from equipoise.dht.limits import RateLimit
-from equipoise.dht.link import Link
-from equipoise.dht.punch.coordination import Coordination
-from equipoise.dht.punch.messages import MAX_REASON_CHARACTERS, PUNCH_PROTOCOL, End, encode
-from equipoise.dht.punch.places import Place
+from equipoise.dht.limits import LruDict, RateLimit
+from equipoise.dht.link import Inbound, Link
+from equipoise.dht.punch import machine
+from equipoise.dht.punch.messages import (
+    MAX_MESSAGE_BYTES,
+    MAX_REASON_CHARACTERS,
+    PUNCH_PROTOCOL,
+    End,
+    NoPlace,
+    Place,
+    decode,
+    encode,
+)
 from equipoise.dht.punch.port import SharedPort
-from equipoise.dht.punch.wishes import Wishes
-from equipoise.dht.streams import Stream, send_message
+from equipoise.dht.reach import Reach
+from equipoise.dht.sanitize import Malformed, printable
+from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
+from equipoise.dht.tasks import TaskSet
+from equipoise.dht.transport import FramedChannel
 
+WANTED_SECONDS = 600.0
+"""After it was last met in a round a peer is still worth a hole for so long: some rounds are minutes apart."""
+FIRST_RETRY_SECONDS = 15.0
+MAX_RETRY_SECONDS = 600.0
+"""A punch that failed is tried again after so long, each time twice as long: the other side may not have been in the
+round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few messages. After
+one that went well it is the former: routers there may be that let connections begin and not last."""
+PATIENCE_SECONDS = 2.0
+"""From first meeting a peer to punching: one may dial the other, which is simpler, and the other side learns a moment
+later that both are in one round."""
+MAX_WANTED = 256
+"""The least recently met is forgotten; a group has at most 64 members."""
+MAX_AT_ONCE = 4
+"""Punches under way that began here: each holds a stream and a few sockets."""
+MAX_EVENTS = 8
+"""That wait to be handled; whoever sends faster waits too."""
 CHECK_SECONDS = 1.0
 """How often it is looked whether a hole is wanted."""
 OPEN_SECONDS = 5.0
@@ -44,67 +70,223 @@ ADDRESS_TRIES_PER_SECOND = 1.0
 ADDRESS_TRIES_BURST = 60.0
 """Tries of one address, whoever names it: twenty punches with peers behind one router."""
 
+OpenChannel = Callable[[SharedPort, Place], Awaitable[FramedChannel]]
+"""Connects from a port to a place and shakes hands there, until it is cancelled; raises OSError if that fails."""
+
 _log = logging.getLogger(__name__)
+
+
+@dataclass
+class Wish:
+    """One peer.
+
+    Attributes:
+        since: When it was last met.
+        retry: When a punch may begin.
+        under_way: Whether one is.
+        failure: Why the last one failed; empty if it did not.
+        delay: How long that was from the last failure; 0 after none.
+    """
+
+    since: float
+    retry: float
+    under_way: bool = False
+    failure: str = ""
+    delay: float = 0.0
+
+
+class Wishes:
+    """The peers met in rounds that cannot be dialled: when a hole to each is tried, and what came of it. Sans IO."""
+
+    def __init__(self) -> None:
+        self._wishes: LruDict[str, Wish] = LruDict(MAX_WANTED)
+
+    def want(self, peer: str, now: float) -> None:
+        """`peer` was met in a round."""
+        wish = self._wishes[peer] = self._wishes.get(peer) or Wish(now, retry=now + PATIENCE_SECONDS)
+        wish.since = now
+
+    def due(self, now: float, lacking: Callable[[str], bool]) -> list[str]:
+        """Return the peers to begin with now, those met last first; of those for which `lacking` holds."""
+        room = MAX_AT_ONCE - sum(wish.under_way for wish in self._wishes.values())
+        found = [
+            peer
+            for peer, wish in reversed(self._wishes.items())
+            if not wish.under_way and wish.retry <= now < wish.since + WANTED_SECONDS and lacking(peer)
+        ]
+        return found[: max(0, room)]
+
+    def began(self, peer: str) -> None:
+        """A punch with a wanted peer is under way."""
+        self._wishes[peer].under_way = True
+
+    def ended(self, peer: str, failure: str, now: float) -> None:
+        """It is over; `failure` says why there is no channel, if there is none."""
+        wish = self._wishes.get(peer)
+        if wish is not None:
+            wish.under_way, wish.failure = False, failure
+            wish.delay = min(2 * wish.delay or FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS) if failure else 0.0
+            wish.retry = now + (wish.delay or FIRST_RETRY_SECONDS)
+
+    def refusal(self, peer: str, now: float) -> str:
+        """Return why this peer takes no part in a punch that `peer` begins; empty if it does."""
+        wish = self._wishes.get(peer)
+        if wish is None or now >= wish.since + WANTED_SECONDS:
+            return "it has met this peer in no round of late"
+        return "a punch between the two is under way" if wish.under_way else ""
+
+    def failure(self, peer: str) -> str:
+        """Return why the last punch with `peer` failed; empty if it did not, or none has ended."""
+        wish = self._wishes.get(peer)
+        return wish.failure if wish is not None else ""
+
+
+class Coordination:
+    """One side of one attempt.
+
+    Attributes:
+        channel: What came of it; None before, and if nothing did.
+        machine: What decides; it counts the tries.
+    """
+
+    def __init__(self, stream: Stream, begins: bool, mirrors: Sequence[Place], opens: OpenChannel) -> None:
+        """`mirrors` are direct listeners of public peers; `begins` for the side that speaks first on `stream`."""
+        self.channel: FramedChannel | None = None
+        self._stream = stream
+        self.machine = machine.Punch(begins)
+        self._mirrors = mirrors
+        self._opens = opens
+        self._port = SharedPort()
+        self._events: asyncio.Queue[machine.Event] = asyncio.Queue(MAX_EVENTS)
+        self._tasks = TaskSet()
+        self._trying: asyncio.Task[None] | None = None
+
+    async def run(self) -> str:
+        """Return why there is no channel; empty if there is one."""
+        try:
+            self._tasks.spawn(self._listen())
+            reason = await self._go_on()
+        except StreamClosed as error:
+            reason = f"the relayed stream has ended: {error}"
+        finally:
+            await self._tasks.stop()
+            self._port.close()
+        # One that was opened at the last moment is as good.
+        return "" if self.channel is not None else reason
+
+    async def _go_on(self) -> str:
+        loop = asyncio.get_running_loop()
+        actions = self.machine.start(loop.time())
+        while True:
+            for action in actions:
+                if isinstance(action, machine.Finish):
+                    return action.reason
+                await self._perform(action)
+            actions = self.machine.handle(await self._next(), loop.time())
+
+    async def _next(self) -> machine.Event:
+        try:
+            async with asyncio.timeout_at(self.machine.deadline):
+                return await self._events.get()
+        except TimeoutError:
+            return machine.Tick()
+
+    async def _perform(self, action: machine.Action) -> None:
+        match action:
+            case machine.Say(message):
+                await send_message(self._stream, encode(message))
+            case machine.Measure():
+                self._tasks.spawn(self._measure())
+            case machine.Try(targets):
+                if self._trying is not None:
+                    self._trying.cancel()
+                self._trying = self._tasks.spawn(self._try(targets))
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                await self._stream.wait_readable()
+                data = await receive_message(self._stream, MAX_MESSAGE_BYTES)
+                await self._events.put(machine.Heard(decode(data)))
+        except (StreamClosed, Malformed) as error:
+            await self._events.put(machine.Broke(str(error)))
+
+    async def _measure(self) -> None:
+        try:
+            places = await self._port.measure(self._mirrors)
+        except (NoPlace, OSError) as error:
+            await self._events.put(machine.Measured(None, said(error)))
+        else:
+            await self._events.put(machine.Measured(places))
+
+    async def _try(self, targets: Sequence[Place]) -> None:
+        failures = await asyncio.gather(*(self._try_one(place) for place in targets))
+        if self.channel is None:
+            await self._events.put(machine.Missed("; ".join(failures)))
+
+    async def _try_one(self, place: Place) -> str:
+        try:
+            channel = await self._opens(self._port, place)
+        except OSError as error:
+            return f"{shown(place)}: {said(error)}"
+        if self.channel is not None:
+            channel.close()
+            return ""
+        self.channel = channel
+        await self._events.put(machine.Opened())
+        return ""
 
 
 class Puncher:
     """Decides when a hole is punched, and keeps what came of it.
 
     Attributes:
-        mirrors: Tells the direct listeners of public peers, which see where connections come from.
-        hidden: Tells whether this peer is one that listens and cannot be dialled.
+        inbound: Where p2pd is to send streams for this.
     """
 
-    def __init__(self, link: Link, dialer: Dialer, direct: DirectTransport, folder: Path) -> None:
-        self.mirrors: Callable[[], Sequence[Place]] = tuple
-        self.hidden: Callable[[], bool] = lambda: False
+    def __init__(
+        self, link: Link, dialer: Dialer, direct: DirectTransport, reach: Reach, folder: Path
+    ) -> None:
         self._link = link
+        self._reach = reach
         self._dialer = dialer
         self._direct = direct
         self._wishes = Wishes()
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
         self._address_tries = RateLimit(ADDRESS_TRIES_PER_SECOND, ADDRESS_TRIES_BURST)
-        self._inbound = Inbound(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.inbound = Inbound(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
+        self._tasks = TaskSet()
 
     def want(self, peer: str) -> None:
         """A round with `peer` has begun."""
-        if self.hidden():
+        if self._hidden:
             self._wishes.want(peer, asyncio.get_running_loop().time())
 
     def failure(self, peer: str) -> str:
         """Return why the last punch with `peer` failed; empty if it did not, or none has ended."""
         return self._wishes.failure(peer)
 
-    def listen(self) -> None:
-        """Start to take streams from p2pd, and to punch."""
-        self._inbound.listen()
-        self._spawn(self._run())
-
-    async def attach(self) -> None:
-        """Have a (new) p2pd send streams here.
-
-        Raises:
-            LinkError: p2pd does not answer.
-        """
-        await self._inbound.attach(self._link)
+    def start(self) -> None:
+        """Start to punch."""
+        self._tasks.spawn(self._run())
 
     async def stop(self) -> None:
         """End everything; idempotent."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
-        await self._inbound.stop()
+        await self._tasks.stop()
 
     async def _run(self) -> None:
         while True:
-            if self._link.attached and self.hidden():
+            if self._link.attached and self._hidden:
                 for peer in self._wishes.due(asyncio.get_running_loop().time(), self._begins):
                     self._wishes.began(peer)
-                    self._spawn(self._begin(peer))
+                    self._tasks.spawn(self._begin(peer))
             await asyncio.sleep(CHECK_SECONDS)
+
+    @property
+    def _hidden(self) -> bool:
+        """Whether this peer is one that listens and cannot be dialled."""
+        return self._reach.hidden and bool(self._direct.port)
 
     def _begins(self, peer: str) -> bool:
         """Whether it is for this side to begin a punch, and there is need of one."""
@@ -143,7 +325,7 @@ class Puncher:
         now = asyncio.get_running_loop().time()
         if not self._limit.allow(peer, now):
             return "it is asked too often"
-        if not self.hidden():
+        if not self._hidden:
             return "it is not behind a NAT, as far as it knows"
         if peer > self._direct.peer:
             return "it is for itself to begin"
@@ -152,18 +334,18 @@ class Puncher:
     async def _punch(self, peer: str, stream: Stream, begins: bool) -> str:
         """Return why there is no hole; empty if there is one."""
 
-        async def connect(port: SharedPort, place: Place) -> DirectChannel:
+        async def connect(port: SharedPort, place: Place) -> FramedChannel:
             now, host = asyncio.get_running_loop().time(), place[0]
             if not (self._tries.allow(f"{peer} {host}", now) and self._address_tries.allow(host, now)):
                 raise ConnectionError("that address is tried too often")
             connection = await port.connect(place)
             return await self._direct.punch(peer, connection, place, dialled=begins)
 
-        coordination = Coordination(stream, begins, self.mirrors(), connect)
+        coordination = Coordination(stream, begins, self._reach.mirrors, connect)
         failure = await coordination.run()
         if coordination.channel is not None:
             self._direct.park(coordination.channel, dialled=begins)
-            _log.info("a hole to %s is punched, at try %d", peer, coordination.tries)
+            _log.info("a hole to %s is punched, at try %d", peer, coordination.machine.tries)
         return failure
 
     def _end(self, peer: str, failure: str) -> None:
@@ -171,14 +353,3 @@ class Puncher:
         if failure:
             _log.info("no hole to %s: %s", peer, failure)
         self._wishes.ended(peer, failure, asyncio.get_running_loop().time())
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            # Only a bug of ours ends a task by an exception.
-            _log.error("punching failed", exc_info=task.exception())

@@ -13,20 +13,13 @@ from dataclasses import dataclass
 
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
 from equipoise.dht.dialer import Dialer, Unreached
+from equipoise.dht.limits import LruDict
 from equipoise.dht.link import Link, LinkError
-from equipoise.dht.relay.messages import (
-    HOP_PROTOCOL,
-    Kind,
-    Limit,
-    Malformed,
-    Message,
-    Status,
-    decode_hop,
-    describe,
-    encode_hop,
-)
-from equipoise.dht.relay.trial import TRIAL_BYTES, Trial, Trials
+from equipoise.dht.relay.messages import HOP_PROTOCOL, Kind, Limit, Message, Status, decode, describe, encode
+from equipoise.dht.relay.trial import TRIAL_BYTES, RelayError, Trials
+from equipoise.dht.sanitize import Malformed
 from equipoise.dht.streams import receive_message, send_message
+from equipoise.dht.tasks import sleep_until
 
 WANTED = 2
 """Relays in use: one may die while a round goes on, and three would only make addresses longer."""
@@ -46,20 +39,22 @@ GAP_SECONDS = 3.0
 MAX_CANDIDATES = 64
 """Relays whose failures are remembered, and that are known at all."""
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Held:
     """A place at a relay that has passed its trial.
 
     Attributes:
-        address: Where others reach this peer through it.
+        address: Where others reach this peer through it, in the form that `--join` takes.
         since: When it was last asked for, on the loop's clock.
-        trial: What the trial came to.
+        trial: How the trial went, in words.
     """
 
     address: str
     since: float
-    trial: Trial
+    trial: str
 
 
 @dataclass(frozen=True)
@@ -77,10 +72,6 @@ class Refused:
     delay: float
 
 
-class RelayError(Exception):
-    """A relay gives no place; the message says why."""
-
-
 class RelayKeeper:
     """Keeps this peer reachable through relays while it runs.
 
@@ -94,7 +85,7 @@ class RelayKeeper:
     ) -> None:
         """`offers` tells the PeerIDs of peers that relay for others."""
         self.held: dict[str, Held] = {}
-        self.refused: dict[str, Refused] = {}
+        self.refused: LruDict[str, Refused] = LruDict(MAX_CANDIDATES)
         self.on_change: Callable[[], None] = lambda: None
         self._link = link
         self._dialer = dialer
@@ -104,20 +95,12 @@ class RelayKeeper:
         self._look = asyncio.Event()
         self._era = 0
         self._pause_until = float("-inf")
-        self._log = logging.getLogger(__name__)
-
-    @property
-    def addresses(self) -> list[str]:
-        """Where others reach this peer through relays, in the form that `--join` takes."""
-        return [held.address for held in self.held.values()]
 
     @property
     def reason(self) -> str:
         """What relays there are, or why there is none, in one line."""
         if self.held:
-            return ", ".join(
-                f"relay {_short(relay)}: {held.trial.reason}" for relay, held in self.held.items()
-            )
+            return ", ".join(f"relay {_short(relay)}: {held.trial}" for relay, held in self.held.items())
         if self.refused:
             return ", ".join(f"relay {_short(relay)}: {one.reason}" for relay, one in self.refused.items())
         return "no peer that it has met relays for others (--relay)"
@@ -132,11 +115,7 @@ class RelayKeeper:
             self._look.clear()
             if self._link.attached:
                 await self._tend()
-            try:
-                async with asyncio.timeout(CHECK_SECONDS):
-                    await self._look.wait()
-            except TimeoutError:
-                continue
+            await sleep_until(self._look, CHECK_SECONDS)
 
     def lose_all(self) -> None:
         """p2pd is another one now: what it had reserved is gone, and what is being reserved."""
@@ -155,8 +134,6 @@ class RelayKeeper:
                 self._drop(relay, "it is not connected any more", 0.0)
             elif held.since + RENEW_SECONDS < now:
                 await self._renew(relay, held)
-        # Those that go on being tried and forgotten must not pile up.
-        self.refused = dict(list(self.refused.items())[-MAX_CANDIDATES:])
         for relay in self._offers():
             if len(self.held) >= WANTED or asyncio.get_running_loop().time() < self._pause_until:
                 return
@@ -179,19 +156,17 @@ class RelayKeeper:
         try:
             address = await self._place(relay)
             trial = await self._trials.conduct(address)
-            if not trial.passed:
-                raise RelayError(trial.reason)
             if era != self._era:
                 raise RelayError("p2pd was started again meanwhile")
         except RelayError as error:
             delay = min(2 * before.delay, MAX_RETRY_SECONDS) if before else FIRST_RETRY_SECONDS
             self.refused[relay] = Refused(str(error), loop.time() + delay, delay)
             self._pause_until = loop.time() + GAP_SECONDS
-            self._log.info("relay %s is not used: %s", relay, error)
+            _log.info("relay %s is not used: %s", relay, error)
         else:
             self.refused.pop(relay, None)
             self.held[relay] = Held(address.text, loop.time(), trial)
-            self._log.info("relay %s is used: %s", relay, trial.reason)
+            _log.info("relay %s is used: %s", relay, trial)
         self.on_change()
 
     def _drop(self, relay: str, reason: str, delay: float) -> None:
@@ -199,7 +174,7 @@ class RelayKeeper:
         self.refused[relay] = Refused(
             reason, asyncio.get_running_loop().time() + delay, delay or FIRST_RETRY_SECONDS
         )
-        self._log.info("relay %s is not used any more: %s", relay, reason)
+        _log.info("relay %s is not used any more: %s", relay, reason)
         self.on_change()
 
     async def _place(self, relay: str) -> Address:
@@ -229,8 +204,11 @@ class RelayKeeper:
             async with asyncio.timeout(RESERVE_SECONDS):
                 stream = await self._link.open_stream(relay, HOP_PROTOCOL, RESERVE_SECONDS)
                 try:
-                    await send_message(stream, encode_hop(Message(Kind.RESERVE)))
-                    answer = decode_hop(await receive_message(stream))
+                    await send_message(
+                        stream,
+                        encode(Message(Kind.RESERVE), HOP_PROTOCOL),
+                    )
+                    answer = decode(await receive_message(stream), HOP_PROTOCOL)
                 finally:
                     stream.close()
         except TimeoutError:

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from equipoise.dht import base58
+import base58
+
 from equipoise.dht.identity import public_key_of
+from equipoise.dht.limits import Allowance, Tally
 from equipoise.dht.link import Link, LinkError
-from equipoise.dht.relay.allowance import Allowance
 from equipoise.dht.relay.messages import (
+    HOP_PROTOCOL,
     STOP_PROTOCOL,
     Kind,
     Limit,
-    Malformed,
     Message,
     Status,
     StopKind,
-    decode_hop,
-    decode_stop,
+    decode,
     describe,
-    encode_hop,
-    encode_stop,
+    encode,
 )
+from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import RelayStatus
 from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
+from equipoise.dht.tasks import end
 
 DEFAULT_BANDWIDTH = 12.5e6
 """Bytes per second, 100 Mbit/s: each comes in once and goes out once; a favour should not take a whole uplink."""
@@ -74,10 +74,13 @@ class RelayService:
         self._rules = rules
         self._allowance = Allowance(rules.bandwidth if rules else 1.0)
         self._reserved: dict[str, float] = {}
-        self._circuits: Counter[str] = Counter()
-        self._open = 0
+        self._circuits = Tally()
         self._bytes = 0
         self._refused = 0
+
+    @property
+    def _open(self) -> int:
+        return self._circuits.total() // 2
 
     def status(self) -> RelayStatus | None:
         """Return what it does; None if it does not relay."""
@@ -94,7 +97,7 @@ class RelayService:
         """
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                request = decode_hop(await receive_message(stream))
+                request = decode(await receive_message(stream), HOP_PROTOCOL)
         except Malformed as error:
             await self._refuse(peer, stream, Status.MALFORMED_MESSAGE, str(error))
             return
@@ -122,26 +125,17 @@ class RelayService:
         _log.info("relaying for %s", peer)
         # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
         answer = Message(Kind.STATUS, expires=2**40, limit=_limit(rules), status=Status.OK)
-        await send_message(stream, encode_hop(answer))
+        await send_message(stream, encode(answer, HOP_PROTOCOL))
 
     async def _connect(self, peer: str, request: Message, stream: Stream, rules: RelayRules) -> None:
-        target = base58.encode(request.peer[:64])
+        target = base58.b58encode(request.peer[:64]).decode()
         refusal = self._refusal(peer, target)
         if refusal is not None:
             await self._refuse(peer, stream, *refusal)
             return
         # Counted before anything is waited for: whoever asks many times at once gets no more.
-        for end in (peer, target):
-            self._circuits[end] += 1
-        self._open += 1
-        try:
+        with self._circuits.counting(peer, target):
             await self._carry(peer, target, stream, rules)
-        finally:
-            self._open -= 1
-            for end in (peer, target):
-                self._circuits[end] -= 1
-                if self._circuits[end] <= 0:
-                    del self._circuits[end]
 
     def _refusal(self, peer: str, target: str) -> tuple[Status, str] | None:
         try:
@@ -170,7 +164,11 @@ class RelayService:
             return
         try:
             await send_message(
-                stream, encode_hop(Message(Kind.STATUS, limit=_limit(rules), status=Status.OK))
+                stream,
+                encode(
+                    Message(Kind.STATUS, limit=_limit(rules), status=Status.OK),
+                    HOP_PROTOCOL,
+                ),
             )
             why = await self._pump_both(stream, other, rules)
             _log.info("the circuit from %s to %s has ended: %s", peer, target, why)
@@ -187,10 +185,10 @@ class RelayService:
         """
         other = await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)
         try:
-            call = Message(StopKind.CONNECT, peer=base58.decode(peer), limit=_limit(rules))
+            call = Message(StopKind.CONNECT, peer=base58.b58decode(peer), limit=_limit(rules))
             async with asyncio.timeout(ANSWER_SECONDS):
-                await send_message(other, encode_stop(call))
-                answer = decode_stop(await receive_message(other))
+                await send_message(other, encode(call, STOP_PROTOCOL))
+                answer = decode(await receive_message(other), STOP_PROTOCOL)
             if answer.status != Status.OK:
                 raise LinkError(f"{target} answers: {describe(answer.status)}")
         except BaseException:
@@ -207,9 +205,7 @@ class RelayService:
             done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             return next(iter(done)).result()
         finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.wait(pumps)
+            await end(pumps)
 
     async def _pump(self, source: Stream, sink: Stream, rules: RelayRules) -> str:
         """Carry bytes one way until that ends; returns why."""
@@ -231,7 +227,10 @@ class RelayService:
     async def _refuse(self, peer: str, stream: Stream, status: Status, why: str) -> None:
         self._refused += 1
         _log.info("no relaying for %s: %s", peer, why)
-        await send_message(stream, encode_hop(Message(Kind.STATUS, status=status)))
+        await send_message(
+            stream,
+            encode(Message(Kind.STATUS, status=status), HOP_PROTOCOL),
+        )
 
 
 def _limit(rules: RelayRules) -> Limit:

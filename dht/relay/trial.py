@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -29,19 +28,8 @@ TRIAL_SECONDS = 12.0
 CHUNK_BYTES = 32 * 1024
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What came of one.
-
-    Attributes:
-        passed: Whether every byte arrived.
-        seconds: How long the bytes took.
-        reason: The same in words.
-    """
-
-    passed: bool
-    seconds: float
-    reason: str
+class RelayError(Exception):
+    """A relay gives no place, or is of no use; the message says why."""
 
 
 @dataclass
@@ -56,36 +44,30 @@ class _Transfer:
     peer: str
     received: int = 0
 
-    @property
-    def passed(self) -> str:
-        """How much that is, in words."""
-        return f"{self.received} of {TRIAL_BYTES} bytes passed"
-
 
 class Trials:
     """Conducts trials, one at a time, and receives what they send."""
 
-    def __init__(self, folder: Path, guard: str) -> None:
-        """`folder` takes the other p2pd's key and socket for the while; `guard` is `P2pdOptions.guard`."""
+    def __init__(self, folder: Path) -> None:
+        """`folder` takes the other p2pd's key and socket for the while."""
         self._folder = folder
-        self._guard = guard
         self._under_way: _Transfer | None = None
         self._lock = asyncio.Lock()
 
-    async def conduct(self, address: Address) -> Trial:
-        """Send `TRIAL_BYTES` to this peer at `address`, a relayed one."""
+    async def conduct(self, address: Address) -> str:
+        """Send `TRIAL_BYTES` to this peer at `address`, a relayed one; return in words how that went.
+
+        Raises:
+            RelayError: Not every byte arrived.
+        """
         async with self._lock:
             try:
-                folder = Path(tempfile.mkdtemp(prefix="trial-", dir=self._folder))
-            except OSError as error:
-                return Trial(False, 0.0, f"it cannot be tried: {error}")
-            try:
-                return await self._conduct(address, folder)
+                with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
+                    return await self._conduct(address, Path(folder))
             except (OSError, IdentityError, P2pdError) as error:
-                return Trial(False, 0.0, f"it cannot be tried: {error}")
+                raise RelayError(f"it cannot be tried: {error}") from error
             finally:
                 self._under_way = None
-                shutil.rmtree(folder, ignore_errors=True)
 
     async def receive(self, peer: str, relayed: bool, stream: Stream) -> None:
         """Take what the trial under way sends; anybody else's stream is closed."""
@@ -100,34 +82,28 @@ class Trials:
             # Closed by whoever tries, who has read the answer then.
             await stream.wait_readable()
 
-    async def _conduct(self, address: Address, folder: Path) -> Trial:
+    async def _conduct(self, address: Address, folder: Path) -> str:
         identity = load_or_create(folder)
-        options = P2pdOptions(identity.path, folder / "c", listen=(), guard=self._guard)
+        options = P2pdOptions(identity.path, folder / "c", listen=())
         transfer = self._under_way = _Transfer(identity.peer)
         loop = asyncio.get_running_loop()
-        began = loop.time()
         try:
             async with asyncio.timeout(TRIAL_SECONDS), _attached(options) as link:
                 await link.connect(address.peer, address.encode_transport())
                 stream = await link.open_stream(address.peer, TRIAL_PROTOCOL)
                 began = loop.time()
                 await _push(stream)
-                seconds = loop.time() - began
+                return f"1 MB passed in {loop.time() - began:.2f} s"
         except ConnectionError as error:
-            return Trial(False, loop.time() - began, f"{transfer.passed}: {error}")
+            why = f": {error}"
         except TimeoutError:
-            return Trial(False, TRIAL_SECONDS, f"{transfer.passed} within {TRIAL_SECONDS:.0f} s")
-        return Trial(True, seconds, f"1 MB passed in {seconds:.2f} s")
+            why = f" within {TRIAL_SECONDS:.0f} s"
+        raise RelayError(f"{transfer.received} of {TRIAL_BYTES} bytes passed{why}")
 
 
 @contextlib.asynccontextmanager
 async def _attached(options: P2pdOptions) -> AsyncIterator[Link]:
-    """A p2pd of its own for the while.
-
-    Raises:
-        P2pdError: It does not start.
-        LinkError: It does not answer.
-    """
+    """A p2pd of its own for the while; raises P2pdError if it does not start, LinkError if it does not answer."""
     p2pd = await P2pd.start(options)
     try:
         link = Link(options.control)

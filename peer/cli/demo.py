@@ -13,10 +13,15 @@ from equipoise.peer.cli.options import json_option
 @click.option("--peers", default=4, show_default=True, help="Daemons, each with a trainer of its own.")
 @click.option("--rounds", type=int, help="Updates that every trainer makes.")
 @click.option(
-    "--codec", default="int8", show_default=True, help="How gradients travel: fp32, fp16, bf16 or int8."
+    "--codec",
+    default="",
+    show_default="int8, and fp16 for gossip",
+    help="How values travel: fp32, fp16, bf16 or int8.",
 )
 @click.option("--kill", default=0, show_default=True, metavar="K", help="SIGKILL K daemons half-way.")
-@click.option("--strategy", default="allreduce", show_default=True, help="How the run averages.")
+@click.option(
+    "--strategy", default="allreduce", show_default=True, help="Who meets whom: allreduce or gossip."
+)
 @json_option
 def demo(peers: int, rounds: int | None, codec: str, kill: int, strategy: str, as_json: bool) -> None:
     """Run a whole swarm on this machine: real processes, real data, a minute or so.
@@ -28,6 +33,7 @@ def demo(peers: int, rounds: int | None, codec: str, kill: int, strategy: str, a
     equipoise demo
     equipoise demo --peers 8 --codec fp32
     equipoise demo --kill 1
+    equipoise demo --strategy gossip
     """
     from equipoise.peer.demo import DemoOptions, run_demo
 

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.averaging.outcome import Outcome
+from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import BootstrapStatus, DirectStatus, ReachStatus
 from equipoise.peer.config import RATES, Setting
-from equipoise.peer.logs import escaped
-from equipoise.peer.status import PeerRow, RunStatus, Status
+from equipoise.peer.status import Exchanges, PeerRow, RunStatus, Status
 
 SHORT_PEER = 8
 """Characters of a PeerID that people see: the last ones, since the first are alike in all of them."""
@@ -222,8 +222,22 @@ def _run(run: RunStatus) -> tuple[str, ...]:
 
 
 def _told(run: RunStatus) -> list[tuple[str, str]]:
-    lines = [run.transfer, *(f"{topic}: {told}" for topic, told in sorted(run.told.items()))]
+    lines = [
+        _exchanges(run.exchanges),
+        run.transfer,
+        *(f"{topic}: {told}" for topic, told in sorted(run.told.items())),
+    ]
     return [(run.name, line) for line in lines if line]
+
+
+def _exchanges(told: Exchanges | None) -> str:
+    if told is None:
+        return ""
+    spread = "unknown" if told.spread is None else f"{told.spread:.2g}"
+    return (
+        f"{told.partners} partners; exchanges: {told.ok} ok, {told.failed} failed, {told.in_doubt} in doubt; "
+        f"spread {spread}"
+    )
 
 
 def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:

@@ -10,16 +10,12 @@ from importlib import metadata
 import click
 import msgspec
 
+from equipoise.dht.sanitize import escaped
+from equipoise.peer.cli.asking import peers, rounds, show_here, status, stop
 from equipoise.peer.cli.daemon import daemon
 from equipoise.peer.cli.demo import demo
-from equipoise.peer.cli.here import show_here
 from equipoise.peer.cli.launch import launch
-from equipoise.peer.cli.peers import peers
-from equipoise.peer.cli.rounds import rounds
-from equipoise.peer.cli.status import status
-from equipoise.peer.cli.stop import stop
 from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
-from equipoise.peer.logs import escaped
 
 DEBUG_ENV = "EQUIPOISE_DEBUG"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import msgspec
 
@@ -29,6 +30,10 @@ BATCHES_PER_PEER = 2
 """The swarm steps when it has this many batches for each peer, wherever they came from."""
 
 
+EXCHANGE_STEPS = 4
+"""Local steps from one exchange to the next, where the peers gossip."""
+
+
 class DemoUsageError(EquipoiseError, ValueError):
     """The demo cannot be run as asked."""
 
@@ -45,7 +50,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         peers: Daemons, each with a trainer of its own.
         rounds: Updates that every trainer makes.
-        codec: Codec spec in which gradients travel.
+        codec: Codec spec in which values travel; empty for that of the strategy.
         kill: Daemons to SIGKILL half-way, the one that the others joined through among them.
         strategy: How the run averages.
         seconds: Time after which the demo gives up; 0 stands for as long as so many peers need on two cores.
@@ -53,7 +58,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     peers: int = 4
     rounds: int = 50
-    codec: str = "int8"
+    codec: str = ""
     kill: int = 0
     strategy: str = "allreduce"
     seconds: float = 0.0
@@ -81,16 +86,25 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _check_exchange(self) -> None:
-        # Here, because they import torch, which the command line does without until the demo really runs.
-        from equipoise.averaging.spec import STRATEGIES
-        from equipoise.compression import CodecError, parse_codec
+        # They import torch, which the command line does without until the demo really runs.
+        from equipoise.averaging.strategy import parse_strategy
+        from equipoise.compression import parse_codec
 
-        if self.strategy not in STRATEGIES:
-            raise DemoUsageError(f"expected --strategy {' or '.join(STRATEGIES)}, got {self.strategy!r}")
-        try:
-            parse_codec(self.codec)
-        except CodecError as error:
-            raise DemoUsageError(f"--codec: {error}") from error
+        given: dict[str, tuple[str, Callable[[str], object]]] = {
+            "strategy": (self.strategy, parse_strategy),
+            "codec": (self.codec or "fp32", parse_codec),
+        }
+        for option, (spec, parse) in given.items():
+            try:
+                parse(spec)
+            except ValueError as error:
+                raise DemoUsageError(f"--{option}: {error}") from error
+
+    def complete(self) -> DemoOptions:
+        """Options that name their codec."""
+        from equipoise.averaging.strategy import parse_strategy
+
+        return msgspec.structs.replace(self, codec=self.codec or parse_strategy(self.strategy).codec)
 
     @property
     def limit(self) -> float:

@@ -6,15 +6,14 @@ import msgspec
 
 
 class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A round succeeded and its mean was applied.
+    """A round succeeded, and the trainer made an update with its mean.
 
     Attributes:
-        update: Which update of the trainer this was, from 1.
+        update: Which update this was, from 1.
         group: Number of members of the group.
         contributors: Number of those whose gradients are in the mean.
-        loss: Mean loss of the trainer's own samples of this round.
+        loss: Mean loss of the trainer's own samples since the update before.
         bytes_sent: Bytes that its daemon sent.
-        bytes_received: Bytes that its daemon received.
         seconds: Duration of the round with its matchmaking.
     """
 
@@ -23,7 +22,6 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     contributors: int
     loss: float
     bytes_sent: int
-    bytes_received: int
     seconds: float
 
 
@@ -40,7 +38,7 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         digest: SHA-256 in hex of its parameters.
         accuracy: On the test images, 0 to 1.
-        alone: The accuracy of the same network after as many updates from the same own samples, without the swarm.
+        alone: The accuracy of the same network after as many updates from its own samples alone.
         values: Number of values in the gradient.
     """
 

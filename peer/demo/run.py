@@ -28,6 +28,7 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
         DemoError: scikit-learn is missing, or a daemon did not come up.
     """
     options.check()
+    options = options.complete()
     console = Console(stderr=json)
     with (
         _terminated_like_interrupted(),

@@ -11,7 +11,7 @@ from equipoise.peer.demo.reports import Failed, Finished, Report, Stepped
 
 MIN_GAIN = 0.01
 """Accuracy by which the swarm must beat a peer alone: it does by 0.025 to 0.045 with at most a quarter killed, and
-0.01 is more than the noise of 898 test images between networks that have seen the same samples."""
+0.01 is more than the noise of 898 test images."""
 
 FP32_BYTES = 4
 
@@ -111,8 +111,8 @@ class Ledger:
         return None
 
     def updates(self, trainer: int) -> int:
-        """How many updates `trainer` has made."""
-        return self._updates.get(trainer, 0)
+        """How many updates `trainer` has made; one that missed a round has made that update later, unreported."""
+        return self._options.rounds if trainer in self.finished else self._updates.get(trainer, 0)
 
     def summarize(self, killed: frozenset[int], problems: list[str], seconds: float) -> Summary:
         """The result, given which trainers' daemons were killed and what went wrong besides."""

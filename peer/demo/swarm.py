@@ -88,8 +88,7 @@ class DemoSwarm:
 
     def _start_trainers(self) -> None:
         self._display.note(f"starting {self._options.peers} trainers, each with its own share of the data")
-        left = self._options.limit - (time.monotonic() - self._start)
-        options = msgspec.json.encode(msgspec.structs.replace(self._options, seconds=max(1.0, left))).decode()
+        options = msgspec.json.encode(self._options).decode()
         for index in range(self._options.peers):
             command = trainer_command(self._home(index), index, options)
             self._trainers.append(self._family.start(f"trainer {index + 1}", command))
@@ -127,7 +126,7 @@ class DemoSwarm:
             self._display.note(f"trainer {trainer + 1}, update {report.update}: {report.reason}")
 
     def _kill_half_way(self) -> None:
-        """SIGKILL the first daemons, through which the others joined: nobody is needed for the rest to go on."""
+        """SIGKILL the first daemons, through which the others joined, and their trainers: the rest needs nobody."""
         if self._killed or not self._options.kill:
             return
         made = min(self._ledger.updates(index) for index in range(self._options.peers))
@@ -136,6 +135,7 @@ class DemoSwarm:
         self._killed = set(range(self._options.kill))
         for index in self._killed:
             self._daemons[index].kill()
+            self._trainers[index].kill()  # It could only wait for its daemon to come back.
         names = ", ".join(str(index + 1) for index in self._killed)
         self._display.note(f"killed daemon {names} after update {made}")
 

@@ -1,15 +1,16 @@
 """Training together: any torch optimizer by the whole swarm's batches, or local steps with an exchange now and then.
 
-`Run.optimizer` makes a `SwarmOptimizer`; `LocalSGD` and `DiLoCo` are context managers around a loop of your own.
+`Run.optimizer` makes a `SwarmOptimizer`. `LocalSGD`, `DiLoCo` and `Gossip` are context managers around your own loop.
 """
 
 from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.checkpoint import CheckpointError
+from equipoise.peer.training.gossip import Gossip
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD
 from equipoise.peer.training.optimizer import SwarmOptimizer
-from equipoise.peer.training.options import LocalOptions, Options
+from equipoise.peer.training.options import GossipOptions, LocalOptions, Options
 from equipoise.peer.training.recording import Checkpoints
 from equipoise.peer.training.stateful import SwarmState
 from equipoise.peer.training.tensorfile import ImageError
@@ -19,6 +20,8 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "DiLoCo",
+    "Gossip",
+    "GossipOptions",
     "ImageError",
     "LocalOptions",
     "LocalSGD",

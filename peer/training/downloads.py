@@ -6,9 +6,10 @@ import torch
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
+from equipoise.peer.futures import PendingFetch, PendingMean, Recovered
+from equipoise.peer.run import Run
 from equipoise.peer.training import events
 from equipoise.peer.training.image import Image, TrainingState
-from equipoise.peer.training.ports import PendingFetch, PendingMean, Recovered, TrainingRun
 from equipoise.peer.training.tensorfile import ImageError
 
 FETCH_SECONDS = 600.0
@@ -28,7 +29,7 @@ class Downloads:
         unheard: How many did not say then what they have.
     """
 
-    def __init__(self, run: TrainingRun, state: TrainingState) -> None:
+    def __init__(self, run: Run, state: TrainingState) -> None:
         self.image: Image | None = None
         self.mean: Recovered | None = None
         self.behind = self.unheard = 0
@@ -101,7 +102,7 @@ class Downloads:
             fetched = ended.result()
             if not fetched.ok or fetched.image is None:
                 return events.FetchFailed(fetched.reason)
-            image = self._state.read(_bytes(fetched.image), foreign=True)
+            image = self._state.read(torch.frombuffer(fetched.image, dtype=torch.uint8), foreign=True)
             if image.id != fetched.state:
                 raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
         except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
@@ -119,7 +120,3 @@ class Downloads:
             return events.RecoveryFailed(outcome.reason, decided=not found.unheard)
         self.mean = found
         return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer))
-
-
-def _bytes(image: torch.Tensor | memoryview) -> torch.Tensor:
-    return image if isinstance(image, torch.Tensor) else torch.frombuffer(image, dtype=torch.uint8)

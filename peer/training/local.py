@@ -12,29 +12,31 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
-import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self, Unpack
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.outer import Average, Nesterov, Outer
 from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
+from equipoise.peer.run import Run
 from equipoise.peer.tensors import stepped_tensors
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
-from equipoise.peer.training.member import CATCH_UP_SECONDS, Member
-from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords
-from equipoise.peer.training.ports import TrainingRun
+from equipoise.peer.training.member import (
+    CATCH_UP_SECONDS,
+    FINISH_SECONDS,
+    Finished,
+    Member,
+    Subject,
+    wait_for,
+)
+from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.recording import Checkpoints, Keeper
 from equipoise.peer.training.replica import ATTENDANCE
-from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject, wait_for
-from equipoise.peer.training.terms import number
+from equipoise.peer.training.step_hook import StepHook
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class DiLoCo:
 
     def __init__(
         self,
-        run: TrainingRun,
+        run: Run,
         every: int,
         outer: Outer | None = None,
         *,
@@ -90,7 +92,7 @@ class DiLoCo:
         parameters = stepped_tensors(run.source)
         self.steps = 0
         self.finished: Finished | None = None
-        self._parameters = {id(parameter) for parameter in parameters.values()}
+        self._hook = StepHook(parameters.values(), self._stepped)
         self._fragments = [
             Fragment(part_run, named, copy.deepcopy(outer), self._options, at)
             for at, (part_run, named) in enumerate(_parts(run, parameters, self._options.fragments))
@@ -98,7 +100,6 @@ class DiLoCo:
         for fragment in self._fragments:
             fragment.agree(type(self).__name__, outer)
         wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
-        self._counted: weakref.ref[torch.optim.Optimizer] | None = None
         self._keepers = [fragment.keep(checkpoints) for fragment in self._fragments] if checkpoints else []
         if checkpoints:
             self.steps = max(fragment.group_step for fragment in self._fragments)
@@ -141,13 +142,13 @@ class DiLoCo:
         return min(self.members, key=lambda member: member.in_step).reason
 
     def __enter__(self) -> Self:
-        _watch(self)
+        self._hook.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _unwatch(self)
+        self._hook.stop()
         if error is None and self.finished is None:
             self.finish()
 
@@ -167,15 +168,7 @@ class DiLoCo:
         self.finished = min(ends, key=lambda end: end.in_step)
         return self.finished
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer of this process has made a step."""
-        if self._counted is None or self._counted() is None:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if not held & self._parameters:
-                return
-            self._counted = weakref.ref(optimizer)
-        if self._counted() is not optimizer:  # Of several optimizers over one model the first one counts.
-            return
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self.steps += 1
         for fragment in self._fragments:
             caught_up = fragment.tick(self.steps)
@@ -192,7 +185,7 @@ class LocalSGD(DiLoCo):
 
     def __init__(
         self,
-        run: TrainingRun,
+        run: Run,
         every: int,
         *,
         checkpoints: Checkpoints | None = None,
@@ -214,7 +207,7 @@ class Fragment:
 
     def __init__(
         self,
-        run: TrainingRun,
+        run: Run,
         local: Mapping[str, torch.Tensor],
         outer: Outer,
         options: LocalOptions,
@@ -232,8 +225,7 @@ class Fragment:
         model = AgreedPart(self._agreed, self._follow_agreed)
         parts: dict[str, Part] = {"outer": UserPart(outer), "model": model}
         subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
-        policy = Policy(options.alone, options.patience, options.timeout, options.clock, True, options.trust)
-        self.member = Member(run, subject, policy)
+        self.member = Member(run, subject, options)
 
     def agree(self, kind: str, outer: Outer) -> None:
         """Meet only peers that train alike."""
@@ -359,34 +351,9 @@ class AgreedPart(ModelPart):
         self._loaded()
 
 
-_watching: list[DiLoCo] = []
-_hook: list[RemovableHandle] = []
-_lock = threading.Lock()
-
-
-def _watch(trained: DiLoCo) -> None:
-    """Have it told of all optimizers' steps, by one hook for all: torch may be calling its hooks in another thread."""
-    with _lock:
-        _watching.append(trained)
-        if not _hook:
-            _hook.append(register_optimizer_step_post_hook(_stepped))
-
-
-def _unwatch(trained: DiLoCo) -> None:
-    with _lock:
-        _watching.remove(trained)
-        if not _watching:
-            _hook.pop().remove()
-
-
-def _stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    for trained in tuple(_watching):
-        trained.stepped(optimizer)
-
-
 def _parts(
-    run: TrainingRun, parameters: Mapping[str, torch.Tensor], count: int
-) -> list[tuple[TrainingRun, dict[str, torch.Tensor]]]:
+    run: Run, parameters: Mapping[str, torch.Tensor], count: int
+) -> list[tuple[Run, dict[str, torch.Tensor]]]:
     """The run itself, or a run for each fragment."""
     if count == 1:
         return [(run, dict(parameters))]

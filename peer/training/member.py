@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import psutil
 import torch
 
-from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
+from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
+from equipoise.peer.futures import PendingRound
+from equipoise.peer.run import Run
 from equipoise.peer.tensors import Gradients, named_gradients
 from equipoise.peer.training import events
 from equipoise.peer.training import replica as machine
-from equipoise.peer.training.crowd import Crowd, missing
 from equipoise.peer.training.downloads import Downloads
-from equipoise.peer.training.image import Image, digest
+from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.lineage import beginning
-from equipoise.peer.training.means import MEAN_BYTES, Mean, affordable, mean_of
-from equipoise.peer.training.ports import Pending, TrainingRun
-from equipoise.peer.training.replica import Replica
-from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject
+from equipoise.peer.training.options import CommonOptions
+from equipoise.peer.training.replica import HELD_MEANS, Replica
 from equipoise.peer.training.tensorfile import ImageError
 
 CATCH_UP_SECONDS = 5.0
@@ -55,7 +56,93 @@ GONE_SECONDS = 0.25
 SHORTEST_SECONDS = 0.1
 """For the last question."""
 
+WAIT_SECONDS = 60.0
+"""Sixteen processes that import torch on two cores take half of it."""
+
+LOOK_SECONDS = 0.1
+"""For one more look, where that time is over."""
+
+FINISH_SECONDS = 10.0
+"""How long one that ends stays at most: a round's stall, and some snapshot of a small model, fit in. Where all are as
+far, it goes at once."""
+
+HELD_MEMORY = 0.25
+"""Share of the memory that is available for means that are kept while a snapshot comes: that takes as much again, and
+the loop goes on."""
+
+MEAN_BYTES = 4
+"""Of a value of a mean."""
+
+LEAST_HELD = 2
+"""Means kept whatever memory there is: with fewer no snapshot, which always is some rounds old, could be used."""
+
+Update = Callable[[Mapping[str, torch.Tensor]], None]
+"""Takes the mean, fp32, by name, and makes the update that all peers make alike."""
+
 log = logging.getLogger(__name__)
+
+
+class Subject(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        tensors: What gradients, or differences, are exchanged of, by name.
+        buffers: Those that travel with them.
+        model: The part of the state that holds both.
+        state: All of it.
+        update: Makes an update.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    model: ModelPart
+    state: TrainingState
+    update: Update
+
+
+class Finished(NamedTuple):
+    """What it came to.
+
+    Attributes:
+        in_step: Whether this peer ends with the group's last state, as far as it knows.
+        reason: Why, or why not, one line.
+    """
+
+    in_step: bool
+    reason: str
+
+
+class Mean(NamedTuple):
+    """What one round came to: gradients, or differences, by name, fp32; and averaged buffers."""
+
+    values: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+
+    def copy(self) -> Mean:
+        """A copy in the machine's memory: an accelerator has less of it."""
+        return Mean(_copied(self.values), _copied(self.buffers))
+
+
+class Crowd:
+    """What is wrong with how many there are.
+
+    Attributes:
+        told: One line; empty as long as nothing is.
+    """
+
+    def __init__(self, run: str, group_size: int) -> None:
+        self.told = ""
+        self._run = run
+        self._group_size = group_size
+
+    def look(self, outcome: Outcome, state: RunState) -> None:
+        """Say it where some cannot have been in the group: those who are make another state of it, and so on."""
+        others = missing(outcome, state)
+        full = len(outcome.group) >= self._group_size
+        told = crowd_told(len(outcome.group) + others, self._group_size) if full and others else ""
+        if told and not self.told:
+            log.warning("run %s: %s", self._run, told)
+        self.told = told
 
 
 class Member:
@@ -66,19 +153,32 @@ class Member:
         outcomes: How many rounds have ended.
     """
 
-    def __init__(self, run: TrainingRun, subject: Subject, policy: Policy) -> None:
+    def __init__(
+        self, run: Run, subject: Subject, options: CommonOptions, target: float | None = None
+    ) -> None:
+        """Take part.
+
+        Args:
+            run: Where.
+            subject: What is trained.
+            options: What this peer decides for itself.
+            target: Samples, of all peers together, that make an update. Without one the steps of the loop say when a
+                round is due, and this peer attends rounds also while it fetches means that it missed: that it has them
+                does not tell at which of its own steps the others are, the end of a round does.
+        """
         self.last: Outcome | None = None
         self.outcomes = 0
         subject.state.require_writable()
         self._run = run
         self._subject = subject
-        self._policy = policy
-        self._clock = policy.clock
+        self._options = options
+        self._target = target
+        self._clock = options.clock
         start = beginning(subject.model.digest())
         self._replica = self._replica_at(start)
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
-        self._pending: Pending | None = None
+        self._pending: PendingRound | None = None
         self._gave = self._stopped = False
         self._claimed: StateId | None = None
         self._downloads = Downloads(run, subject.state)
@@ -142,7 +242,7 @@ class Member:
 
     def serve(self) -> float:
         """Offer a snapshot if one is wanted; returns the weight that the swarm has accumulated."""
-        progress = self._run.progress(self._policy.target)
+        progress = self._run.progress(self._target)
         self._offer(progress.wanted)
         return progress.swarm
 
@@ -224,7 +324,7 @@ class Member:
                 self._do(self._replica.handle(events.Overdue(), self._clock()))
             if self._clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
-        made_good = self.in_step and not self._policy.attends_always
+        made_good = self.in_step and self._target is not None
         if self._pending is not None and not self._gave and (made_good or not self.has_company()):
             self._stop_search()
 
@@ -276,7 +376,7 @@ class Member:
         moved = self.in_step and self._claimed != self.id
         return outcome.ok and moved and of is not None and of.epoch < self.id.epoch
 
-    def _comes(self, pending: Pending) -> bool:
+    def _comes(self, pending: PendingRound) -> bool:
         """Wait for a round; returns whether it has ended. If not, what it was for has been made good meanwhile."""
         before, since = self.id, self._clock()
         while not pending.wait(GONE_SECONDS):
@@ -355,15 +455,15 @@ class Member:
         return isinstance(self._run.state, Exchanging)
 
     def _replica_at(self, state: StateId) -> Replica:
-        policy, subject = self._policy, self._subject
+        options, subject = self._options, self._subject
         values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
         held = affordable(values * MEAN_BYTES, psutil.virtual_memory().available)
-        now = policy.clock()
-        return Replica(self._run.peer, state, now, policy.alone, policy.patience, held, policy.trust)
+        now = options.clock()
+        return Replica(self._run.peer, state, now, options.alone, options.patience, held, options.trust)
 
     @property
     def _stays_away(self) -> bool:
-        until = None if self._policy.attends_always else self._stays_away_until
+        until = None if self._target is None else self._stays_away_until
         return self._downloads.recovering and until is not None and self._clock() < until
 
     def _attend_for(self, seconds: float) -> None:
@@ -390,7 +490,7 @@ class Member:
         return (
             isinstance(state, Idle)
             and state.peers > 1
-            and self._run.progress(self._policy.target).swarm > machine.MEETING_WEIGHT
+            and self._run.progress(self._target).swarm > machine.MEETING_WEIGHT
         )
 
     def _start(self, seconds: float) -> None:
@@ -453,7 +553,7 @@ class Member:
             if not self._run.accumulated:
                 # Just come into step it misses no mean for that; beside a single giver it has to weigh something.
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
-            self._start(self._policy.timeout)
+            self._start(self._options.timeout)
             self._gave = True
             if wait:
                 self.collect()
@@ -545,3 +645,48 @@ class Member:
         assert image is not None, "it was fetched"
         with self._changing():
             image.load()
+
+
+def wait_for(runs: Sequence[Run], peers: int) -> None:
+    """Wait until so many others have joined each of these on equal terms; who does not come in time is met later.
+
+    Raises:
+        ValueError: That is no number of peers.
+    """
+    if isinstance(peers, bool) or not isinstance(peers, int) or peers < 0:
+        raise ValueError(f"wait_for: expected a whole number of peers >= 0, got {peers!r}")
+    deadline = time.monotonic() + WAIT_SECONDS
+    for run in runs if peers else ():
+        if not run.wait_for(peers, max(deadline - time.monotonic(), LOOK_SECONDS)):
+            log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
+
+
+def affordable(size: int, available: int) -> int:
+    """How many means of `size` bytes to keep at most where so many bytes are available."""
+    return max(min(int(available * HELD_MEMORY) // max(size, 1), HELD_MEANS), LEAST_HELD)
+
+
+def mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What one peer alone has accumulated, on the devices of the tensors that it is `like`."""
+    mean = {
+        name: torch.empty(one.shape, dtype=torch.float32, device=one.device) for name, one in like.items()
+    }
+    accumulator.mean_into(mean)
+    return mean
+
+
+def missing(outcome: Outcome, state: RunState) -> int:
+    """How many of the peers that are known were not in a round's group."""
+    return max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
+
+
+def crowd_told(peers: int, most: int) -> str:
+    """What is wrong with so many, one line."""
+    return (
+        f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
+        f"join with group_size >= {peers}"
+    )
+
+
+def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

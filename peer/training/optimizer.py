@@ -20,6 +20,7 @@ from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import NotFinite
 from equipoise.peer.errors import Refused
+from equipoise.peer.run import Run
 from equipoise.peer.tensors import (
     persistent_buffers,
     sparse_gradients,
@@ -35,12 +36,9 @@ from equipoise.peer.training.image import (
     UserPart,
     digest,
 )
-from equipoise.peer.training.member import Member
-from equipoise.peer.training.options import Options
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
+from equipoise.peer.training.options import Options, number
 from equipoise.peer.training.pace import Pace
-from equipoise.peer.training.ports import TrainingRun
-from equipoise.peer.training.subject import FINISH_SECONDS, Finished, Policy, Subject, wait_for
-from equipoise.peer.training.terms import number
 
 CLIP_BITS = 20
 """Bits kept of the factor that clips. Peers with other hardware, or another number of threads, add a norm up in
@@ -72,7 +70,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         scheduler: What `Options.scheduler` made.
     """
 
-    def __init__(self, run: TrainingRun, inner: torch.optim.Optimizer, options: Options) -> None:
+    def __init__(self, run: Run, inner: torch.optim.Optimizer, options: Options) -> None:
         """Wrap `inner`.
 
         Raises:
@@ -109,16 +107,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         frozen = _frozen(source) if is_module else {}
         run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
         subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
-        policy = Policy(
-            options.alone,
-            options.patience,
-            options.timeout,
-            options.clock,
-            trust=options.trust,
-            target=options.target_batch_size,
-        )
-        self.member = Member(run, subject, policy)
-        self._clock = policy.clock
+        self.member = Member(run, subject, options, options.target_batch_size)
+        self._clock = options.clock
         self._pace = Pace(options.target_batch_size)
         self._paced: Outcome | None = None
         self._given = 0.0
@@ -363,7 +353,7 @@ def _short(told: str) -> str:
     return f"blake3 {blake3(told.encode()).hexdigest()[:16]}"
 
 
-def _check_inner(run: TrainingRun, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     if isinstance(inner, SwarmOptimizer):
         raise TypeError(
             "expected a torch optimizer, got one that a run steps already: one run takes one optimizer"

@@ -154,6 +154,37 @@ class LocalOptions(CommonOptions):
         _require_positive("weight", self.weight)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GossipOptions:
+    """How local steps are exchanged in pairs.
+
+    Attributes:
+        every: Steps from the beginning of one exchange to that of the next, if that has ended by then.
+        weight: Of this peer in the mean of a pair.
+        timeout: Seconds for one exchange, the search for a partner included. The loop does not wait for it.
+        wait_for: How many other peers must be known before the loop begins, for a minute at most.
+    """
+
+    every: int
+    weight: float = 1.0
+    timeout: float = 30.0
+    wait_for: int = 0
+
+    def __post_init__(self) -> None:
+        _require_number("every", self.every, 1, math.inf, "a whole number of steps >= 1", int)
+        _require_positive("weight", self.weight)
+        _require_positive("timeout", self.timeout)
+        _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
+
+
+class GossipKeywords(TypedDict, total=False):
+    """Keywords of `Gossip` beside `every`."""
+
+    weight: float
+    timeout: float
+    wait_for: int
+
+
 def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:
     """Options of one kind from the keywords of a call.
 
@@ -173,6 +204,11 @@ def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[s
             hint = f"did you mean {close[0]!r}?" if close else f"known are {', '.join(known)}"
             raise TypeError(f"unknown option {name!r}; {hint}")
     return kind(**keywords)
+
+
+def number(value: float) -> str:
+    """A number as a term: whole if it is, and otherwise with every digit that tells it from the next."""
+    return f"{value:.0f}" if float(value).is_integer() else repr(float(value))
 
 
 def _require_positive(name: str, value: float) -> None:

@@ -17,10 +17,10 @@ from blake3 import blake3
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.home import CHECKPOINTS
+from equipoise.peer.run import Run
 from equipoise.peer.training.checkpoint import CheckpointError, Subject
 from equipoise.peer.training.folder import Folder, Found, Read, folder_name
 from equipoise.peer.training.member import Member
-from equipoise.peer.training.ports import TrainingRun
 
 log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Keeper:
         found: What training started from; None if nothing.
     """
 
-    def __init__(self, member: Member, run: TrainingRun, checkpoints: Checkpoints) -> None:
+    def __init__(self, member: Member, run: Run, checkpoints: Checkpoints) -> None:
         """Take the run's directory, and load the newest sound checkpoint.
 
         Raises:
@@ -216,7 +216,7 @@ class Keeper:
             self.recorder.close()
 
 
-def subject_of(run: TrainingRun) -> Subject:
+def subject_of(run: Run) -> Subject:
     """Whose state the run's checkpoints hold: its terms, and its model."""
     schema = run.schema
     # Of what a checkpoint holds; how tensors travel is no concern of it.

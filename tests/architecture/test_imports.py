@@ -6,7 +6,7 @@ import ast
 import sys
 from collections.abc import Callable
 
-from architecture.sources import PACKAGES, Import, Source, calls, imports, sources
+from architecture.sources import PACKAGES, ROOT, Import, Source, calls, imports, sources
 
 IMPURE = {
     "asyncio",
@@ -50,6 +50,11 @@ def test_compression_imports_torch_and_numpy_only() -> None:
     assert not _found(sources("compression"), lambda one: one.top not in own)
 
 
+def test_packages_import_no_tests() -> None:
+    tests = {path.stem for path in (ROOT / "tests").iterdir()} - set(PACKAGES)
+    assert not _found(sources(*PACKAGES), lambda one: one.top in tests)
+
+
 def test_machines_read_no_clock_chance_socket_or_file() -> None:
     # A seeded Random may be made from a round's seed; the module's own functions draw from a hidden state.
     assert not _found(
@@ -88,7 +93,8 @@ def test_nothing_is_unpickled_and_no_shell_is_started() -> None:
 
 
 def _machines() -> list[Source]:
-    return [source for source in sources("averaging") if source.path.parts[1] not in {"aio", "sim"}]
+    """The protocol machines, and the simulator that drives them in virtual time."""
+    return [source for source in sources("averaging", "tests/simulator") if source.path.parts[1] != "aio"]
 
 
 def _true(keyword: ast.keyword, *names: str) -> bool:

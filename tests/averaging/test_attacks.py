@@ -19,6 +19,7 @@ from equipoise.averaging.aio.round import ROUND_FRAME
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.messages import GroupFormed, Invitation, LeaveRequest, encode
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -35,7 +36,9 @@ Tap = Callable[[str, bytes, bytes], list[Frame]]
 
 
 def spec_of(size: int = SIZE, codec: str = "fp32") -> RunSpec:
-    return RunSpec.create("run", Schema.of({"w": torch.zeros(size)}), codec=codec, part_values=256)
+    return RunSpec.create(
+        "run", Schema.of({"w": torch.zeros(size)}), RunOptions(codec=codec, part_values=256)
+    )
 
 
 def honest(_: str, header: bytes, body: bytes) -> list[Frame]:

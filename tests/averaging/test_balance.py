@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from equipoise.averaging.aio.round import group_of
 from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.sim.matchmaking import signer
 from equipoise.averaging.spec import RunSpec
 from oracles.averaging import best_butterfly_seconds, butterfly_seconds
+from simulator.matchmaking import signer
 
 bandwidths_and_owners = st.lists(
     st.tuples(st.floats(1e3, 1e9), st.booleans()), min_size=3, max_size=64
@@ -60,7 +61,9 @@ def test_the_faster_owners_take_over_for_whom_nobody_can_dial() -> None:
 
 
 def test_a_group_is_cut_by_what_its_members_say_they_can_send() -> None:
-    spec = RunSpec.create("run", Schema.of({"w": torch.zeros(3 << 16)}), codec="fp32", part_values=256)
+    spec = RunSpec.create(
+        "run", Schema.of({"w": torch.zeros(3 << 16)}), RunOptions(codec="fp32", part_values=256)
+    )
     members = {"a": (100e6, False), "b": (1e6, True), "c": (2e6, True), "d": (100e6, False)}
     joins = [
         Join.create(

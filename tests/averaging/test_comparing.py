@@ -19,9 +19,9 @@ from equipoise.averaging.matchmaking.comparing import (
 )
 from equipoise.averaging.matchmaking.events import CandidatesSeen, MessageReceived, PeerLost, Send, Woke
 from equipoise.averaging.matchmaking.messages import SpecAnswer, SpecQuestion
-from equipoise.averaging.sim.matchmaking import Record
 from equipoise.averaging.spec import RunSpec
 from fakes.specs import spec
+from simulator.matchmaking import Record
 
 OWN = spec(terms={"target batch size": "4096"})
 OTHER = spec(terms={"target batch size": "2048"})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from equipoise.averaging.matchmaking.convening import FORGER_SECONDS, MAX_JOINS_OF_ONE
 from equipoise.averaging.matchmaking.events import Action, LookUp, MessageReceived, PeerLost, Woke
 from equipoise.averaging.matchmaking.gathering import (
     INVITE_AGAIN_SECONDS,
@@ -13,6 +12,7 @@ from equipoise.averaging.matchmaking.gathering import (
     KEEPALIVE,
     MAX_PARKED_GROUPS,
 )
+from equipoise.averaging.matchmaking.inspection import FORGER_SECONDS, MAX_JOINS_OF_ONE
 from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT, MIN_WAIT
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import (
@@ -29,8 +29,8 @@ from equipoise.averaging.matchmaking.messages import (
     encode,
 )
 from equipoise.averaging.matchmaking.roster import DIAL_SECONDS, LEAP, MISSES, SILENT_SECONDS, WARM_SECONDS
-from equipoise.averaging.sim.matchmaking import RUN
 from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
+from simulator.matchmaking import RUN
 
 # ---- convening ----
 

@@ -21,6 +21,7 @@ from equipoise.averaging.description import (
     first_difference,
     regarding,
 )
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.schema import MAX_NAME_CHARS, Schema
 from equipoise.averaging.spec import MAX_TERMS, PROTOCOL_VERSION, RunSpec
@@ -118,19 +119,26 @@ def test_names_that_are_not_printable_are_escaped() -> None:
     assert r"'\x1b[2J\n' float32 [1]" in told(here, spec({"a": (1,)}))
 
 
+NUMBERS = st.integers(0, 2**53)
+WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64)
+
 DESCRIPTIONS = st.builds(
     Description,
-    st.sampled_from([describe(spec()).version, 7]),
-    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
-    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
-    st.integers(0, 2**53),
-    st.integers(0, 2**53),
-    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64),
+    st.sampled_from([PROTOCOL_VERSION, PROTOCOL_VERSION + 1]),
+    st.builds(
+        RunOptions,
+        strategy=WORDS,
+        rule=WORDS,
+        codec=WORDS,
+        group_size=NUMBERS,
+        part_values=NUMBERS,
+        weights=WORDS,
+    ),
     st.lists(st.tuples(st.just("clip"), st.text("ab \"'", max_size=256)), max_size=3).map(tuple),
-    st.integers(0, 2**53),
-    st.integers(0, 2**53),
+    NUMBERS,
+    NUMBERS,
     st.binary(max_size=99),
-    st.integers(0, 2**53),
+    NUMBERS,
     st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=MAX_NOTE_CHARS),
 )
 
@@ -150,7 +158,8 @@ def test_whatever_a_stranger_tells_comes_to_one_short_printable_line(there: Desc
     [
         {"note": "\x1b[2J"},
         {"note": "x" * 161},
-        {"codec": "x" * 65},
+        {"options": RunOptions(codec="x" * 65)},
+        {"options": RunOptions(group_size=-1)},
         {"terms": (("a", "b\n"),)},
         {"terms": tuple((str(index), "") for index in range(33))},
         {"marks": b"x" * (MARK_BYTES * MAX_MARKS + 1)},

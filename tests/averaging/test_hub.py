@@ -16,6 +16,7 @@ from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.round import ROUND_FRAME, Round, Task
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -24,9 +25,9 @@ from fakes.cluster import company
 from fakes.memory import FakeIdentity, Net
 
 
-def spec_of(size: int, name: str = "run", **options: object) -> RunSpec:
+def spec_of(size: int, name: str = "run", terms: dict[str, str] | None = None, **options: object) -> RunSpec:
     schema = Schema.of({"w": torch.zeros(size)})
-    return RunSpec.create(name, schema, **{"codec": "fp32", "part_values": 256, **options})
+    return RunSpec.create(name, schema, RunOptions(**{"codec": "fp32", "part_values": 256, **options}), terms)
 
 
 class Cluster:
@@ -172,7 +173,7 @@ async def test_those_who_differ_say_how_and_the_later_one_objects(cluster: Clust
     for run in runs.values():
         assert isinstance(run.state, NoPeers)
         assert "target batch size" in run.state.reason
-        assert run.status().reason == run.state.reason
+        assert run.reason == run.state.reason
     outcome = await runs["first"].average(torch.zeros(1000), torch.zeros(1000), 1.0, 0.05)
     assert "1 peer of this name has another spec: target batch size: here 4096" in outcome.reason
 
@@ -484,7 +485,7 @@ async def test_our_own_small_tensor_that_is_not_finite_is_named(cluster: Cluster
     schema = Schema.of({"t": torch.zeros(3), "w": torch.zeros(300)})
     for name in "ab":
         cluster.add(name)
-    runs = await joined(cluster, RunSpec.create("run", schema, codec="int8"), "ab")
+    runs = await joined(cluster, RunSpec.create("run", schema), "ab")
     poisoned = torch.zeros(303)
     poisoned[301] = float("nan")
     outcomes = await asyncio.gather(

@@ -11,6 +11,7 @@ import torch
 from equipoise.averaging.aio import leftovers
 from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.leftovers import MAX_LEFTOVERS
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -158,7 +159,9 @@ async def test_the_run_left_first_goes_first(cluster: Cluster) -> None:
 
 
 def spec_of(number: int, values: int = 64) -> RunSpec:
-    return RunSpec.create(f"run{number}/step", Schema.of({"w": torch.zeros(values)}), codec="fp32")
+    return RunSpec.create(
+        f"run{number}/step", Schema.of({"w": torch.zeros(values)}), RunOptions(codec="fp32")
+    )
 
 
 def test_no_snapshot_is_wished_of_a_trainer_that_has_left() -> None:

@@ -27,9 +27,9 @@ from equipoise.averaging.manifest import (
 )
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, MessageError, decode, encode
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES
-from equipoise.averaging.sim.matchmaking import SPEC, signer, verify
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import MAX_EPOCH, StateId
+from simulator.matchmaking import SPEC, signer, verify
 
 OTHER_SPEC = "0" * 64
 

@@ -35,7 +35,6 @@ from equipoise.averaging.matchmaking.messages import (
 from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, MAX_ASKED, MAX_JUMP, SUSPECT_SECONDS
 from equipoise.averaging.matchmaking.seeking import REPLY_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
-from equipoise.averaging.sim.matchmaking import RUN, Record, verify
 from fakes.matchmaking import (
     NAMES,
     OTHER_SPEC,
@@ -51,6 +50,7 @@ from fakes.matchmaking import (
     seen,
     sent,
 )
+from simulator.matchmaking import RUN, Record, verify
 
 # ---- the short way ----
 

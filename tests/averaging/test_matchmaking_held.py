@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.sim.matchmaking import World
+from simulator.matchmaking import World
 
 READY_AFTER = 20.0
 """Seconds; longer than any convener may take that could have closed a group."""

@@ -20,8 +20,8 @@ from equipoise.averaging.matchmaking.messages import (
     Why,
 )
 from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, MISSED_SECONDS, REPLY_SECONDS
-from equipoise.averaging.sim.matchmaking import RUN, verify
 from fakes.matchmaking import NAMES, elapse, formed, join, machine, others_of, ready, roles, seen, sent
+from simulator.matchmaking import RUN, verify
 
 
 def accepts(convener: str, ticket: bytes, short: bool = False, wait: float = 10.0) -> MessageReceived:

@@ -16,8 +16,8 @@ from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest, Whereabouts
 from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, LONELY_SECONDS, REPLY_SECONDS
 from equipoise.averaging.outcome import NoPeers
-from equipoise.averaging.sim.matchmaking import RUN, SPEC, Record, Weather, World, verify
 from fakes.seeds import few_and_many
+from simulator.matchmaking import RUN, SPEC, Record, Weather, World, verify
 
 LATENCY = 0.002
 """Upper bound of the default weather's latency."""
@@ -259,7 +259,7 @@ def test_whoever_dies_at_whatever_step_the_others_form_a_group(count: int) -> No
         # Where all had formed before, they need not form again.
         since = 0.0 if everyone_formed(world, survivors, 0.0) else world.now
         for name in survivors:
-            world.peers[name].on_idle = lambda _, w=world, n=name: w.ready(n)
+            world.peers[name].on_idle = lambda w=world, n=name: w.ready(n)
         bound = 2 * (INITIAL_WAIT + REPLY_SECONDS)
         formed = world.run(bound, until=lambda w=world, s=survivors, t=since: everyone_formed(w, s, t))
         assert formed, (victim, step)
@@ -273,13 +273,13 @@ def test_whoever_stalls_at_whatever_step_the_others_form_a_group(count: int) -> 
         together(world, names(count), within=0.01)
         start = len(world.messages)
         world.run(1.0, until=lambda w=world, n=start + step: len(w.messages) >= n)
-        world.stall(victim)
+        world.peers[victim].stop()
         survivors = [name for name in names(count) if name != victim]
         for name in survivors:
-            world.peers[name].on_idle = lambda _, w=world, n=name: w.ready(n)
+            world.peers[name].on_idle = lambda w=world, n=name: w.ready(n)
         bound = 3 * (INITIAL_WAIT + REPLY_SECONDS)
         assert world.run(bound, until=lambda w=world, s=survivors: everyone_formed(w, s, 0.0)), (victim, step)
-        world.resume(victim)
+        world.peers[victim].resume()
         world.run(10.0)
         check_safety(world, 8)
 
@@ -291,7 +291,7 @@ def test_a_convener_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
         late, *parked = [name for name in names(4) if name != convener]
         together(world, [convener, *parked], within=0.1)
         world.run(0.2 + 0.05 * seed)
-        world.stall(convener)
+        world.peers[convener].stop()
         stopped = world.now
         asked = len(world.messages)
         world.run(2.5)
@@ -326,7 +326,7 @@ def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: fl
             world.peers[one].machine._standing.roster.hear(other, world.now)
         together(world, names(4), within=0.03)
         world.run(0.005 * seed)
-        world.stall(victim)
+        world.peers[victim].stop()
         formed = world.run(FOUND_OUT_SECONDS, until=lambda w=world, s=survivors: everyone_formed(w, s, 0.0))
         assert formed, (seed, victim)
         assert len(rounds_of(world)) == 1
@@ -343,9 +343,9 @@ def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
                 peer.machine._standing.lateness.learn(0.03)
         together(world, names(4), within=0.03)
         world.run(0.0015 * seed)
-        world.stall(convener)
+        world.peers[convener].stop()
         world.run(pause)
-        world.resume(convener)
+        world.peers[convener].resume()
         assert world.run(1.0, until=lambda w=world: everyone_formed(w, names(4), 0.0)), seed
         assert len(rounds_of(world)) == 1, seed
 
@@ -359,7 +359,7 @@ def test_a_convener_that_is_lost_having_told_some_leaves_nobody_out(told: int, d
         survivors = [name for name in names(4) if name != convener]
         together(world, names(4), within=0.03)
         world.run(1.0, until=lambda w=world, c=convener: len(w.peers[c].formed) > 0)
-        world.stall(convener)
+        world.peers[convener].stop()
         for name in survivors[told:]:
             world.sever(convener, name)  # What was on its way to these is lost.
         world.run(LATENCY)
@@ -495,14 +495,14 @@ def storm(world: World, peers: list[str], draw: Random) -> None:
     """One fault, drawn at random; the first peer lives, so that somebody can be dialled."""
     name, fault = draw.choice(peers[1:]), draw.random()
     peer = world.peers[name]
-    if not peer.alive:
+    if peer.dead:
         before = peer
         world.add(name, dialable=before.dialable)
         world.each_round(name, lambda: world.random.uniform(0.1, 0.5))
-    elif fault < 0.25 and sum(one.alive for one in world.peers.values()) > 3:
+    elif fault < 0.25 and sum(not one.dead for one in world.peers.values()) > 3:
         world.kill(name)
     elif fault < 0.45:
-        world.resume(name) if peer.stalled else world.stall(name)
+        peer.resume() if peer.stopped else peer.stop()
     elif fault < 0.65:
         world.withdraw(name)
         world.ready(name, after=0.5)
@@ -535,10 +535,10 @@ def test_no_storm_puts_a_peer_into_two_rounds_and_after_it_all_take_part(
     world.weather = Weather(weather.latency, weather.directory)
     for name, peer in world.peers.items():
         peer.blind_to = set()
-        if peer.stalled:
-            world.resume(name)
+        if peer.stopped:
+            world.peers[name].resume()
         world.ready(name, after=1.0)
-    living, calm_at = [name for name, peer in world.peers.items() if peer.alive], world.now
+    living, calm_at = [name for name, peer in world.peers.items() if not peer.dead], world.now
     assert world.run(RECOVERY_SECONDS, until=lambda: everyone_formed(world, living, calm_at + 10.0))
     check_safety(world, group_size)
 

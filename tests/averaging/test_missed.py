@@ -38,7 +38,7 @@ from fakes.missed import kept_by, recovered, rounds
 from fakes.transfer import RUN, TICKET, answer, mean_answer, offer_of, proof_of
 
 SIZE = 3_000_000
-SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}), codec="int8")
+SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}))
 BEFORE = StateId(7, "ab" * 32)
 OTHER = StateId(7, "cd" * 32)
 

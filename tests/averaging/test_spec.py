@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Outcome, check_weight
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_PARTS, SHORT_PARTS, RunSpec, SpecError
@@ -16,8 +17,8 @@ SCHEMA = Schema.of({"w": torch.zeros(10)})
 
 def test_equal_options_have_equal_hashes_however_the_codec_is_spelt() -> None:
     assert (
-        RunSpec.create("r", SCHEMA, codec="int8").hash
-        == RunSpec.create("r", SCHEMA, codec="int8:block=128").hash
+        RunSpec.create("r", SCHEMA, RunOptions(codec="int8")).hash
+        == RunSpec.create("r", SCHEMA, RunOptions(codec="int8:block=128")).hash
     )
 
 
@@ -28,9 +29,9 @@ def test_equal_options_have_equal_hashes_however_the_codec_is_spelt() -> None:
         RunSpec.create("r", Schema.of({"w": torch.zeros(11)})),
         RunSpec.create("r", Schema.of({"v": torch.zeros(10)})),
         RunSpec.create("r", Schema.of({"w": torch.zeros(10, dtype=torch.float64)})),
-        RunSpec.create("r", SCHEMA, codec="fp16"),
-        RunSpec.create("r", SCHEMA, group_size=4),
-        RunSpec.create("r", SCHEMA, part_values=512),
+        RunSpec.create("r", SCHEMA, RunOptions(codec="fp16")),
+        RunSpec.create("r", SCHEMA, RunOptions(group_size=4)),
+        RunSpec.create("r", SCHEMA, RunOptions(part_values=512)),
         RunSpec.create("r", SCHEMA, terms={"clip": "1.0"}),
     ],
 )
@@ -51,28 +52,40 @@ def test_terms_have_no_order() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"name": ""}, "a run name of 1 to 64 printable characters"),
-        ({"name": "a\nb"}, "printable"),
-        ({"strategy": "ring"}, "unknown strategy 'ring': expected one of allreduce"),
+        ({"strategy": "ring"}, "unknown strategy 'ring'; strategies are allreduce, gossip"),
+        ({"strategy": "allreduce:quorum=17"}, "expected a quorum of at most the group size 16, got 17"),
+        ({"rule": "maen"}, "did you mean 'mean'?"),
         ({"group_size": 1}, "a group size of 2 to 64, got 1"),
         ({"part_values": 1000}, "a multiple of 256"),
         ({"part_values": 1024, "codec": "int8:block=4096"}, "a multiple of 4096"),
-        ({"terms": {"": "1"}}, "a term of 1 to 64 characters of printable ASCII, got ''"),
-        ({"terms": {"x" * 65: "1"}}, "a term of 1 to 64"),
-        ({"terms": {"clip": "\x1b[2J"}}, "term 'clip': expected at most 256 characters of printable ASCII"),
-        ({"terms": {"clip": "x" * 257}}, "term 'clip'"),
-        ({"terms": {"clip": 1.0}}, "term 'clip'.*got '1.0'"),
-        ({"terms": {str(index): "" for index in range(33)}}, "at most 32 terms, got 33"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict, message: str) -> None:
     with pytest.raises(SpecError, match=message):
-        RunSpec.create(**{"name": "r", "schema": SCHEMA, **options})
+        RunSpec.create("r", SCHEMA, RunOptions(**options))
+
+
+@pytest.mark.parametrize(
+    ("name", "terms", "message"),
+    [
+        ("", {}, "a run name of 1 to 64 printable characters"),
+        ("a\nb", {}, "printable"),
+        ("r", {"": "1"}, "a term of 1 to 64 characters of printable ASCII, got ''"),
+        ("r", {"x" * 65: "1"}, "a term of 1 to 64"),
+        ("r", {"clip": "\x1b[2J"}, "term 'clip': expected at most 256 characters of printable ASCII"),
+        ("r", {"clip": "x" * 257}, "term 'clip'"),
+        ("r", {"clip": 1.0}, "term 'clip'.*got '1.0'"),
+        ("r", {str(index): "" for index in range(33)}, "at most 32 terms, got 33"),
+    ],
+)
+def test_names_and_terms_out_of_range_are_refused(name: str, terms: dict, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        RunSpec.create(name, SCHEMA, terms=terms)
 
 
 def test_an_unknown_codec_is_refused() -> None:
     with pytest.raises(CodecError, match="int9"):
-        RunSpec.create("r", SCHEMA, codec="int9")
+        RunSpec.create("r", SCHEMA, RunOptions(codec="int9"))
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "3", None, True])

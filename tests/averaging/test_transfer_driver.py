@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from equipoise.averaging.aio.transfer import ASKS_SECONDS, MAX_ASKS_OF_ONE
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -161,7 +162,9 @@ async def test_memory_that_cannot_be_had_fails_the_fetch(cluster: Cluster) -> No
 
 
 async def test_peers_of_another_spec_are_neither_asked_nor_answered(cluster: Cluster) -> None:
-    other = RunSpec.create("run/step", Schema.of({"w": torch.zeros(101)}), codec="fp32", part_values=256)
+    other = RunSpec.create(
+        "run/step", Schema.of({"w": torch.zeros(101)}), RunOptions(codec="fp32", part_values=256)
+    )
     (donor,) = await cluster.add("a", spec=other)
     (newcomer,) = await cluster.add("new")
     await donor.offer(STATE, memoryview(IMAGE))

@@ -14,9 +14,9 @@ from equipoise.averaging.allreduce.ballot import Vote
 from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.allreduce.notary import statement
 from equipoise.averaging.manifest import Join, Manifest
-from equipoise.averaging.sim.matchmaking import SPEC, signer, verify
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.votes import MAX_ROUNDS, Circle, VotesError, voters
+from simulator.matchmaking import SPEC, signer, verify
 
 BEFORE = StateId(7, "ab" * 32)
 CONTRIBUTORS = 0b0111

@@ -322,7 +322,7 @@ class RunContract:
             (("digits/step", good), {}, SpecError, "run name"),
             (("digits", good), {"codec": "int7"}, CodecError, "int7"),
             (("digits", good), {"group_size": 1}, SpecError, "group size"),
-            (("digits", good), {"strategy": "magic"}, SpecError, "magic"),
+            (("digits", good), {"strategy": "magic"}, ValueError, "magic"),
         ]:
             with pytest.raises(error, match=said):
                 peer.join(*arguments, **options)  # type: ignore[arg-type]

@@ -8,13 +8,13 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from equipoise.dht import inbound
+from equipoise.dht import link
 from equipoise.dht.identity import peer_of
-from equipoise.dht.inbound import PEERS_SHARE, Inbound
-from equipoise.dht.link import LinkError
+from equipoise.dht.link import PEERS_SHARE, Inbound, LinkError
 from equipoise.dht.streams import Stream, StreamClosed, connect_unix, receive_message, send_message
 
 PEER, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2))
@@ -46,7 +46,7 @@ class Door:
 
 @pytest.fixture
 async def door(tmp_path: Path, monkeypatch) -> AsyncIterator[Door]:
-    monkeypatch.setattr(inbound, "inbound_stream", lambda message: (message.decode(), False))
+    monkeypatch.setattr(link, "inbound_stream", lambda message: (message.decode(), False))
     door = Door(tmp_path / "s", 2 * PEERS_SHARE)
     door.inbound.listen()
     yield door
@@ -88,21 +88,22 @@ async def test_a_fault_in_a_handler_is_logged(door: Door, caplog) -> None:
 async def test_a_stream_that_was_not_begun_with_is_closed(door: Door) -> None:
     near, far = socket.socketpair()
     with near:
-        door.inbound._accept(_listener(far))
+        door.inbound._take(far, "")
         await door.inbound.stop()
         near.setblocking(False)
         assert await asyncio.get_running_loop().sock_recv(near, 1) == b""
 
 
 async def test_without_descriptors_it_pauses_and_goes_on(door: Door, until, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(inbound, "PAUSE_SECONDS", 0.05)
-    listener = door.inbound._listener
-    assert listener is not None
-    door.inbound._accept(_Exhausted(listener.fileno()))
-    assert "cannot accept streams" in caplog.text
-    assert not asyncio.get_running_loop().remove_reader(listener), "it is not watched for the while"
-    door.inbound._listener = listener
-    door.inbound._resume(listener)
+    monkeypatch.setattr("equipoise.dht.streams.PAUSE_SECONDS", 0.05)
+    acceptor = door.inbound._acceptor
+    assert acceptor is not None
+    listening = acceptor.socket
+    acceptor.socket = cast(socket.socket, _Exhausted(listening.fileno()))
+    acceptor._accept()
+    assert "cannot accept connections" in caplog.text
+    assert not asyncio.get_running_loop().remove_reader(listening), "it is not watched for the while"
+    acceptor.socket = listening
     await door.knock(PEER)
     await until(lambda: door.entered == [PEER])
 
@@ -116,11 +117,3 @@ class _Exhausted:
 
     def accept(self) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
-
-
-def _listener(connection: socket.socket):
-    class Once:
-        def accept(self):
-            return connection, ""
-
-    return Once()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from equipoise.dht.joining import MAX_RETRY_SECONDS, Attempted, Joining, Looked, NetworkChanged, Try, Way
+from equipoise.dht.bootstrap import MAX_RETRY_SECONDS, Attempted, Joining, Looked, NetworkChanged, Way
 from equipoise.dht.state import AddressState
 
 ENTRY = Way("entry", "/ip4/192.0.2.7/tcp/31337/p2p/entry")
@@ -30,18 +30,18 @@ class World:
     def run(self, seconds: float, until_met: bool = False) -> None:
         end = self.now + seconds
         while self.now < end and not (until_met and self.alive):
-            for action in self.machine.handle(Looked(frozenset(self.alive), self.remembered), self.now):
-                self._attempt(action)
+            for way in self.machine.handle(Looked(frozenset(self.alive), self.remembered), self.now):
+                self._attempt(way)
             # As the driver: it looks once a second, and whenever an attempt is due.
             self.now = min(end, max(self.now + 0.001, min(self.now + 1.0, self.machine.deadline)))
 
-    def _attempt(self, action: Try) -> None:
-        self.tried.append((self.now, action.way))
-        state, reason = self.failures.get(action.way.peer, ("connected", "connected"))
+    def _attempt(self, way: Way) -> None:
+        self.tried.append((self.now, way))
+        state, reason = self.failures.get(way.peer, ("connected", "connected"))
         self.now += SECONDS
         if state == "connected":
-            self.alive.add(action.way.peer)
-        self.machine.handle(Attempted(action.way, state, reason), self.now)
+            self.alive.add(way.peer)
+        self.machine.handle(Attempted(way, state, reason), self.now)
         if self.lines[-1] != self.machine.why_alone():
             self.lines.append(self.machine.why_alone())
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from equipoise.dht.outbox import MAX_UNCONNECTED, Outbox
+from equipoise.dht.directory import MAX_UNCONNECTED, Outbox
 
 
 async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:

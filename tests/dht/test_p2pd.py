@@ -16,8 +16,15 @@ import pytest
 
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.p2pd import ListenError, P2pd, P2pdError, P2pdOptions, check_free
-from equipoise.dht.runtime import make_runtime_dir, remove_runtime_dir
+from equipoise.dht.p2pd import (
+    ListenError,
+    P2pd,
+    P2pdError,
+    P2pdOptions,
+    check_free,
+    make_runtime_dir,
+    remove_runtime_dir,
+)
 
 DAEMON = textwrap.dedent(
     """
@@ -30,7 +37,7 @@ DAEMON = textwrap.dedent(
         home = Path(sys.argv[1])
         identity = load_or_create(home)
         p2pd = await P2pd.start(P2pdOptions(identity.path, Path(sys.argv[2]), (), guard=sys.argv[3]))
-        print(p2pd.pid, flush=True)
+        print(p2pd.process.pid, flush=True)
         await asyncio.Event().wait()
 
     if sys.argv[4] == "thread":
@@ -76,7 +83,7 @@ def test_is_gone_soon_after_its_daemon_is_killed(
 async def test_stop_collects_it_even_if_it_hangs(tmp_path: Path, runtime: Path, guard: str) -> None:
     options = P2pdOptions(load_or_create(tmp_path).path, runtime / "c", (), guard=guard)
     p2pd = await P2pd.start(options)
-    processes = family(p2pd.pid)
+    processes = family(p2pd.process.pid)
     for process in processes:
         process.suspend()
     await p2pd.stop()
@@ -86,7 +93,7 @@ async def test_stop_collects_it_even_if_it_hangs(tmp_path: Path, runtime: Path, 
 
 async def test_its_end_is_told_with_the_reason(tmp_path: Path, runtime: Path) -> None:
     p2pd = await P2pd.start(P2pdOptions(load_or_create(tmp_path).path, runtime / "c", ()))
-    os.kill(p2pd.pid, signal.SIGKILL)
+    os.kill(p2pd.process.pid, signal.SIGKILL)
     assert await asyncio.wait_for(p2pd.wait(), 10) == "killed by SIGKILL"
     await p2pd.stop()
 

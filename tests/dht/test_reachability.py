@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
-from equipoise.dht.dialback import targets
+from equipoise.dht.autonat import TRUSTED_SECONDS, UNANSWERED_SECONDS, Answer, Reachability, targets
 from equipoise.dht.identity import Identity
-from equipoise.dht.reachability import TRUSTED_SECONDS, UNANSWERED_SECONDS, Finding, Reachability
 
-YES = Finding("44.0.0.1", ("/ip4/44.0.0.1/tcp/4001",), "")
-NO = Finding("44.0.0.1", (), "nobody answers")
+YES = Answer(reached=("/ip4/44.0.0.1/tcp/4001",))
+NO = Answer(failed="nobody answers")
 
 
 def test_it_is_unknown_until_somebody_has_tried() -> None:
@@ -33,7 +31,7 @@ def test_it_is_unknown_until_somebody_has_tried() -> None:
         ([YES, NO, YES], "direct"),
     ],
 )
-def test_most_decide_and_a_neighbour_alone_does_not(said: list[Finding], verdict: str) -> None:
+def test_most_decide_and_a_neighbour_alone_does_not(said: list[Answer], verdict: str) -> None:
     found = Reachability()
     for peer, finding in enumerate(said):
         found.hear(str(peer), finding, 0.0)

@@ -7,21 +7,23 @@ import socket
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
+import base58
 import pytest
 
-from equipoise.dht import base58
+from equipoise.dht import limits
 from equipoise.dht.identity import peer_of
+from equipoise.dht.limits import BURST_SECONDS
 from equipoise.dht.link import LinkError
-from equipoise.dht.relay import allowance, service
-from equipoise.dht.relay.allowance import BURST_SECONDS
+from equipoise.dht.relay import service
 from equipoise.dht.relay.messages import (
+    HOP_PROTOCOL,
+    STOP_PROTOCOL,
     Kind,
     Message,
     Status,
     StopKind,
-    decode_hop,
-    encode_hop,
-    encode_stop,
+    decode,
+    encode,
 )
 from equipoise.dht.relay.service import (
     CHUNK_BYTES,
@@ -69,7 +71,7 @@ class Relay:
     async def ask(self, peer: str, message: Message) -> Stream:
         """Begin a request; returns the asker's end."""
         near, far = self._pair()
-        await send_message(far, encode_hop(message))
+        await send_message(far, encode(message, HOP_PROTOCOL))
         self.tasks.append(asyncio.create_task(self.service.handle(peer, False, near)))
         return far
 
@@ -80,7 +82,7 @@ class Relay:
         return status
 
     async def connect(self, peer: str) -> Stream:
-        return await self.ask(peer, Message(Kind.CONNECT, peer=base58.decode(TARGET)))
+        return await self.ask(peer, Message(Kind.CONNECT, peer=base58.b58decode(TARGET)))
 
     async def close(self) -> None:
         for task in self.tasks:
@@ -126,11 +128,11 @@ async def test_both_directions_together_are_carried_as_fast_as_allowed_and_no_fa
 ) -> None:
     clock = Clock()
     ours = SimpleNamespace(get_running_loop=lambda: clock, sleep=clock.sleep)
-    monkeypatch.setattr(allowance, "asyncio", ours)
+    monkeypatch.setattr(limits, "asyncio", ours)
     near = await relay.connect(PEERS[1])
     far = await relay.called.get()
     await receive_message(far)
-    await send_message(far, encode_stop(Message(StopKind.STATUS, status=Status.OK)))
+    await send_message(far, encode(Message(StopKind.STATUS, status=Status.OK), STOP_PROTOCOL))
     assert await answer(near) == Status.OK
     relay.tasks += [asyncio.create_task(work(end)) for end in (near, far) for work in (flood, drain)]
     for _ in range(12):
@@ -150,7 +152,7 @@ async def drain(end: Stream) -> None:
 
 
 async def answer(end: Stream) -> int:
-    return decode_hop(await receive_message(end)).status
+    return decode(await receive_message(end), HOP_PROTOCOL).status
 
 
 async def test_who_asks_many_times_at_once_gets_no_more(relay: Relay, until) -> None:

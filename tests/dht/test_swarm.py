@@ -208,7 +208,7 @@ async def test_one_that_falls_silent_is_gone_before_its_record_lapses(members, u
     monkeypatch.setattr("equipoise.dht.directory.TTL_SECONDS", 60.0)
     monkeypatch.setattr("equipoise.dht.contacts.ANSWER_SECONDS", 0.5)
     monkeypatch.setattr("equipoise.dht.contacts.LOOK_SECONDS", 0.1)
-    monkeypatch.setattr("equipoise.dht.pulse.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("equipoise.dht.contacts.QUIET_SECONDS", 0.2)
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     for member in (first, second):
@@ -232,11 +232,14 @@ async def test_addresses_follow_those_of_the_interfaces(members, until, monkeypa
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.peer in second.status().connected)
     true = first.addresses
-    first._supervisor.addresses = ["/ip4/192.0.2.9/tcp/4001"]
-    first._on_addresses()
-    old = (f"/ip4/192.0.2.9/tcp/4001/p2p/{first.peer}",)
-    await until(lambda: second._dialer.addresses_of(first.peer) == old)
-    monkeypatch.setattr("equipoise.dht.supervisor.WATCH_SECONDS", 0.1)
+
+    async def elsewhere() -> list[str]:
+        return ["/ip4/192.0.2.9/tcp/4001"]
+
+    with monkeypatch.context() as moved:
+        moved.setattr(first._supervisor._link, "identify", elsewhere)
+        there = (f"/ip4/192.0.2.9/tcp/4001/p2p/{first.peer}",)
+        await until(lambda: second._dialer.addresses_of(first.peer) == there)
     await until(lambda: first.addresses == true)
     await until(lambda: second._dialer.addresses_of(first.peer) == tuple(true))
 

@@ -11,7 +11,7 @@ from equipoise.averaging import ports
 from equipoise.averaging.aio.link import SETTLED_SECONDS
 from equipoise.dht import transport
 from equipoise.dht.direct import sockets
-from equipoise.dht.transport import MAX_STREAMS_PER_PEER, STREAM_PROTOCOL, FramedChannel
+from equipoise.dht.transport import MAX_CHANNELS_PER_PEER, STREAM_PROTOCOL, FramedChannel
 
 BODY = bytes(range(256)) * 2048
 
@@ -169,9 +169,9 @@ async def test_streams_of_one_peer_are_bounded(pair, until) -> None:
     first, second, mine, theirs = pair
     queue = await accepted(first)
     opened = [mine, theirs] + [
-        await second.transport.open(first.peer) for _ in range(MAX_STREAMS_PER_PEER - 1)
+        await second.transport.open(first.peer) for _ in range(MAX_CHANNELS_PER_PEER - 1)
     ]
-    opened += [await asyncio.wait_for(queue.get(), 10) for _ in range(MAX_STREAMS_PER_PEER - 1)]
+    opened += [await asyncio.wait_for(queue.get(), 10) for _ in range(MAX_CHANNELS_PER_PEER - 1)]
     with pytest.raises(ConnectionError, match="the maximum"):
         await second.transport.open(first.peer)
     # One that ignores its own bound is hung up on by the other.
@@ -181,7 +181,7 @@ async def test_streams_of_one_peer_are_bounded(pair, until) -> None:
         await asyncio.wait_for(channel.receive(fresh), 10)
     for one in opened:
         one.close()
-    await until(lambda: first.transport.streams == 0)
+    await until(lambda: not first.transport.channels)
     (await second.transport.open(first.peer)).close()
     (await queue.get()).close()
 

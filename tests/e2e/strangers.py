@@ -1,8 +1,9 @@
 """Strangers that tell daemons of peers that there are not: `from e2e.strangers import main; main()`, and a way.
 
-`name`: genuine records of made-up identities, all of which name one third party. `forge`: records with false
-signatures, as fast as the daemons take them. Arguments: the way, a home, the run, the third party's port, how many
-records, and the addresses of the daemons. A stranger prints "connected", and begins with SIGUSR1.
+`name`: genuine records of made-up identities, all of which name one third party. `number`: the same, and all claim to
+be in the last round that a record can name, with 1e12 samples. `forge`: records with false signatures, as fast as the
+daemons take them. Arguments: the way, a home, the run, the third party's port, how many records, and the addresses of
+the daemons. A stranger prints "connected", and begins with SIGUSR1.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 import psutil
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from equipoise.averaging.manifest import MAX_ROUND
 from equipoise.dht.address import parse_address
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import CallError
@@ -34,7 +36,7 @@ NAME_SECONDS = 0.1
 """Between two pages of genuine records."""
 
 
-def records(run: str, port: int, count: int, home: Path) -> list[Kept]:
+def records(run: str, port: int, count: int, home: Path, round: int, accumulated: float) -> list[Kept]:
     """Genuine records of `count` identities, which say that they listen at the third party's port."""
     made = []
     for _ in range(count):
@@ -47,6 +49,8 @@ def records(run: str, port: int, count: int, home: Path) -> list[Kept]:
             state="ready",
             ttl=60.0,
             issued=time.time(),
+            round=round,
+            accumulated=accumulated,
             dialable=True,
             addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}",),
         )
@@ -59,7 +63,8 @@ async def attack(way: str, home: Path, run: str, port: int, count: int, targets:
     """Tell `targets`, until killed."""
     member = Swarm(home, SwarmOptions(listen=["/ip4/127.0.0.1/tcp/0"], join=targets))
     await member.start()
-    told = records(run, port, count, home)
+    claimed = (MAX_ROUND, 1e12) if way == "number" else (0, 0.0)
+    told = records(run, port, count, home, *claimed)
     if way == "forge":
         told = [Kept(one.key, one.subkey, one.data[:-1] + bytes([one.data[-1] ^ 1]), 60.0) for one in told]
     pages = [told[at : at + PAGE] for at in range(0, len(told), PAGE)]
@@ -78,7 +83,7 @@ async def attack(way: str, home: Path, run: str, port: int, count: int, targets:
                 await member._protocol.store(peer, page)
             except CallError:
                 await asyncio.sleep(0)
-            if way == "name":
+            if way != "forge":
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(killed.wait(), NAME_SECONDS)
 

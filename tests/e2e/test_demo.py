@@ -34,6 +34,15 @@ def test_it_works(swarm: Swarm) -> None:
 
 
 @pytest.mark.slow
+def test_gossip_beats_a_peer_alone_and_ends_with_one_model(swarm: Swarm) -> None:
+    summary = finish(swarm.command("demo", "--strategy", "gossip", "--json"))
+    assert summary["ok"], summary
+    assert summary["bit_identical"]
+    assert summary["accuracy"] > summary["accuracy_alone"]
+    assert summary["bytes_sent"] > 0
+
+
+@pytest.mark.slow
 def test_the_others_finish_when_the_first_daemon_is_killed(swarm: Swarm) -> None:
     summary = finish(swarm.command("demo", "--kill", "1", "--rounds", "40", "--json"))
     assert summary["ok"]
@@ -72,6 +81,7 @@ def test_nothing_is_left_when_it_is_interrupted(swarm: Swarm, number: int) -> No
         (("--peers", "1"), "--peers from 2"),
         (("--kill", "3"), "--kill from 0 to 2"),
         (("--codec", "int9"), "int9"),
+        (("--strategy", "gosip"), "did you mean 'gossip'?"),
     ],
 )
 def test_wrong_usage_is_one_line(swarm: Swarm, words: tuple[str, ...], hint: str) -> None:

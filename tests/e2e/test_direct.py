@@ -15,7 +15,7 @@ import torch
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.averaging.outcome import Idle
-from equipoise.dht.direct.preface import FINGERPRINT_BYTES, PREFACE_BYTES, Preface
+from equipoise.dht.direct.preface import PREFACE_BYTES, Preface
 from equipoise.dht.identity import peer_of
 from equipoise.peer import connect
 
@@ -69,8 +69,8 @@ def _feed(address: str, daemon: str, rng: random.Random) -> None:
         said = [
             rng.randbytes(rng.randrange(1, PREFACE_BYTES)),
             rng.randbytes(PREFACE_BYTES + rng.randrange(200)),
-            Preface("aead", stranger, another, rng.randbytes(FINGERPRINT_BYTES)).encode(),
-            Preface("tls", stranger, daemon, rng.randbytes(FINGERPRINT_BYTES)).encode() + rng.randbytes(200),
+            Preface("aead", stranger, another, rng.randbytes(32)).encode(),
+            Preface("tls", stranger, daemon, rng.randbytes(32)).encode() + rng.randbytes(200),
         ][number % 4]
         with (
             socket.create_connection((host, int(port)), timeout=10) as connection,

@@ -33,15 +33,16 @@ from equipoise.averaging.aio.round import ROUND_FRAME
 from equipoise.averaging.allreduce import messages as rounds
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.transfer import messages as transfers
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.direct.preface import Layer
 from equipoise.dht.direct.streams import AeadStream, TlsStream
 from equipoise.dht.swarm import Swarm as Membership
 from equipoise.dht.swarm import SwarmOptions
+from equipoise.dht.transport import FramedChannel
 from equipoise.peer import Run, connect
 from equipoise.peer.assembly import Signer
 from equipoise.peer.tensors import tensor_schema
@@ -104,7 +105,7 @@ async def _attack(victim: DaemonProcess, run: Run, tensor: torch.Tensor, layer: 
     await member.start()
     try:
         hub = Hub(member.transport, member.directory, Signer(member.identity), direct=member.direct)
-        spec = RunSpec.create("digits", tensor_schema([tensor]), **OPTIONS)
+        spec = RunSpec.create("digits", tensor_schema([tensor]), RunOptions(**OPTIONS))
         averager = await hub.join(spec)
         pending = run.average(timeout=60, wait=False)
         outcome = await averager.average(torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)
@@ -157,7 +158,7 @@ class Intruder:
         frames = [(ROUND_FRAME + self._rng.randbytes(16), b""), self._stray(200), self._stray(100)]
         records = [record for frame in frames for record in _records(channel, frame)]
         altered = ALTERATIONS[number % len(ALTERATIONS)](self._rng, records)
-        connection = channel._direct._socket
+        connection = channel._stream._socket
         with contextlib.suppress(OSError):
             connection.send(b"".join(altered))
             connection.shutdown(socket.SHUT_WR)
@@ -265,12 +266,12 @@ def _messages(me: str, daemon: str, spec: RunSpec) -> dict[bytes, list[bytes]]:
     }
 
 
-def _records(channel: DirectChannel, frame: Frame) -> list[bytes]:
+def _records(channel: FramedChannel, frame: Frame) -> list[bytes]:
     """The records of a frame as `channel` would send them, its body in small pieces."""
     header, body = frame
     plains = [len(header).to_bytes(4, "big") + len(body).to_bytes(4, "big") + header]
     plains += [body[at : at + 64] for at in range(0, len(body), 64)]
-    stream = channel._direct
+    stream = channel._stream
     if isinstance(stream, TlsStream):
         return [stream._tls.seal(plain) for plain in plains]
     assert isinstance(stream, AeadStream)
@@ -281,7 +282,7 @@ def _records(channel: DirectChannel, frame: Frame) -> list[bytes]:
     return records
 
 
-async def _closed(channel: DirectChannel) -> None:
+async def _closed(channel: FramedChannel) -> None:
     """Wait until the daemon has closed a channel, whatever it may have said before, but no farewell."""
     try:
         async with asyncio.timeout(CLOSES_SECONDS):

@@ -94,24 +94,36 @@ def processor_seconds(daemons: Sequence[ChildProcess]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("way", "strangers", "count"), [("name", 1, 60), ("name", 1, 4000), ("forge", 4, 400)]
+    ("way", "strangers", "count"),
+    [
+        ("name", 1, 60),
+        ("name", 1, 4000),
+        ("number", 1, 1),
+        ("number", 1, 2),
+        ("number", 1, 20),
+        ("forge", 4, 400),
+    ],
 )
 def test_strangers_are_cheap(
     swarm: Swarm, third_party: ThirdParty, way: str, strangers: int, count: int
 ) -> None:
-    """Three daemons rarely dial the third party; with `-s`, shows rounds before and during."""
+    """Three daemons rarely dial the third party; with `-s`, shows rounds before, during and after."""
     daemons = swarm.daemons(MEMBERS, args=LISTEN)
     with Fleet(daemons, normal(MEMBERS, 10_000), codec="fp32") as fleet:
         rounds(fleet, 3.0)
         usage = processor_seconds(daemons)
         before, used = rounds(fleet, SECONDS), processor_seconds(daemons) - usage
         addresses = [daemon.address for daemon in daemons]
-        let_loose([stranger(swarm, way, third_party.port, count, addresses) for _ in range(strangers)])
+        attackers = [stranger(swarm, way, third_party.port, count, addresses) for _ in range(strangers)]
+        let_loose(attackers)
         third_party.connections = 0
         usage = processor_seconds(daemons)
         during, used_then = rounds(fleet, SECONDS), processor_seconds(daemons) - usage
+        for attacker in attackers:
+            attacker.kill()
+        after = rounds(fleet, SECONDS)
         print(
             f"{way} {count}: in {SECONDS:g} s {before} rounds for {used:.1f} processor seconds, "
-            f"then {during} for {used_then:.1f}; {third_party.connections} dials"
+            f"then {during} for {used_then:.1f}, then {after}; {third_party.connections} dials"
         )
         assert third_party.connections <= MAX_CONNECTIONS

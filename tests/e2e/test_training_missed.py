@@ -13,9 +13,9 @@ import torch
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
 from equipoise.peer import Run, connect
-from equipoise.peer.fetching import PendingMean, Recovered
+from equipoise.peer.futures import PendingMean, Recovered
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
-from equipoise.peer.training.subject import Finished
+from equipoise.peer.training.member import Finished
 from oracles.training import batch_of, loss_of, network
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,6 +11,7 @@ import torch
 from equipoise.averaging.aio.averager import Averager
 from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -18,7 +19,9 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.image import CHUNK_BYTES
 from fakes.memory import FakeIdentity, Net
 
-SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(100)}), codec="fp32", part_values=256)
+SPEC = RunSpec.create(
+    "run/step", Schema.of({"w": torch.zeros(100)}), RunOptions(codec="fp32", part_values=256)
+)
 STATE = StateId(7, "ab" * 32)
 IMAGE = Random(7).randbytes(5 * CHUNK_BYTES + 12345)
 LIMIT = 64 * CHUNK_BYTES

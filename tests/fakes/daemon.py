@@ -8,11 +8,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 
+from equipoise.averaging.aio.download import Room
 from equipoise.averaging.description import describe, differences, first_difference, regarding
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
@@ -21,14 +21,6 @@ from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
 from equipoise.averaging.weights import cap_of, counted_weights
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
-from equipoise.peer.ports import Hub, Room, Swarm
-
-
-class FakeStanding(msgspec.Struct):
-    reason: str
-    round: int
-    rounds_ok: int
-    rounds_failed: int
 
 
 @dataclass
@@ -82,7 +74,7 @@ class FakeNetwork:
         """Whether groups that are complete stay in exchange."""
         self.count = 0
 
-    async def assemble(self, config: Config) -> tuple[Swarm, Hub]:
+    async def assemble(self, config: Config) -> Any:
         """A new peer of this network."""
         with self.lock:
             self.count += 1
@@ -118,7 +110,7 @@ class FakeNetwork:
 
     def _form(self, run: str, members: dict[str, Waiting]) -> None:
         claimed = {p: w.weight for p, w in members.items() if w.weight > 0 and p not in self.refused}
-        cap = cap_of(self.runs[run][min(members)].described.weights)
+        cap = cap_of(self.runs[run][min(members)].described.options.weights)
         counted = counted_weights(list(claimed.values()), (1 << len(claimed)) - 1, cap)
         weights = dict(zip(claimed, counted, strict=True))
         total = sum(weights.values())
@@ -300,6 +292,8 @@ class FakeTransfer:
 class FakeAverager:
     """One run of one peer."""
 
+    reason = "as the network says"
+
     def __init__(self, hub: FakeHub, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
         self._hub = hub
         self._network = network
@@ -381,9 +375,17 @@ class FakeAverager:
             members = self._network.runs[self._spec.name].items()
             return [peer for peer, member in members if member.spec != self._spec.hash]
 
-    def status(self) -> FakeStanding:
-        ok = sum(outcome.ok for outcome in self.history)
-        return FakeStanding("as the network says", self._member.round, ok, len(self.history) - ok)
+    @property
+    def round(self) -> int:
+        return self._member.round
+
+    @property
+    def rounds_ok(self) -> int:
+        return sum(outcome.ok for outcome in self.history)
+
+    @property
+    def rounds_failed(self) -> int:
+        return len(self.history) - self.rounds_ok
 
     async def leave(self, reason: str) -> None:
         self._network.withdraw(self._spec.name, self._peer)

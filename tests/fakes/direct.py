@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from equipoise.dht.address import ListenAddress
-from equipoise.dht.direct.transport import DirectOptions, DirectTransport
+from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.identity import Identity, load_or_create
 
 LOOPBACK = (ListenAddress("/ip4/127.0.0.1/tcp/0", "127.0.0.1", 0),)
@@ -25,7 +25,7 @@ class Peers:
 
     def make(self, name: str, layer="aead", listen=LOOPBACK) -> DirectTransport:
         """A transport of the identity `name`, with a certificate of its own."""
-        transport = DirectTransport(self.identity(name), DirectOptions(listen, layer))
+        transport = DirectTransport(self.identity(name), listen, layer)
         transport.serve(self._keep)
         transport.start()
         self.all.append(transport)

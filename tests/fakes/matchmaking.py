@@ -5,20 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
-from equipoise.averaging.matchmaking.events import (
-    Action,
-    BecameReady,
-    CandidatesSeen,
-    Form,
-    MessageReceived,
-    Send,
-    Woke,
-)
+from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import JoinRequest
 from equipoise.averaging.matchmaking.moshpit import rank
 from equipoise.averaging.matchmaking.standing import Standing
-from equipoise.averaging.sim.matchmaking import RUN, SPEC, Record, signer, verify
+from simulator.matchmaking import RUN, SPEC, Record, signer, verify
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
 OTHER_SPEC = "0" * 64
@@ -33,14 +25,14 @@ def others_of(name: str, count: int) -> list[str]:
     return [one for one in NAMES[:count] if one != name]
 
 
-def seen(*names: str, **fields: Any) -> CandidatesSeen:
-    return CandidatesSeen([Record(name, **fields) for name in sorted(names)])
+def seen(*names: str, **fields: Any) -> events.CandidatesSeen:
+    return events.CandidatesSeen([Record(name, **fields) for name in sorted(names)])
 
 
 def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Matchmaking:
     """A machine with a warm view of these others, all in its round."""
     one = Matchmaking(Standing(RUN, SPEC, name, group_size, signer(name), verify, round=round))
-    one.handle(Woke(), 0.0)
+    one.handle(events.Woke(), 0.0)
     one.handle(seen(*others, round=round), 0.0)
     meet(one, *others)
     return one
@@ -52,8 +44,8 @@ def meet(one: Matchmaking, *others: str, now: float = 0.0) -> None:
         one._standing.roster.hear(other, now)
 
 
-def ready(weight: float = 1.0, nonce: bytes = b"n" * NONCE_BYTES, **fields: Any) -> BecameReady:
-    return BecameReady(weight, nonce, **fields)
+def ready(weight: float = 1.0, nonce: bytes = b"n" * NONCE_BYTES, **fields: Any) -> events.BecameReady:
+    return events.BecameReady(weight, nonce, **fields)
 
 
 def join(name: str, round: int = 0, **fields: Any) -> Join:
@@ -67,28 +59,28 @@ def join(name: str, round: int = 0, **fields: Any) -> Join:
     return Join.create(signer(name), peer=name, round=round, **{**defaults, **fields})
 
 
-def asks(name: str, round: int = 0, hops: int = 0, **fields: Any) -> MessageReceived:
-    return MessageReceived(name, JoinRequest(RUN, join(name, round, **fields), hops=hops))
+def asks(name: str, round: int = 0, hops: int = 0, **fields: Any) -> events.MessageReceived:
+    return events.MessageReceived(name, JoinRequest(RUN, join(name, round, **fields), hops=hops))
 
 
-def elapse(one: Matchmaking, since: float, until: float) -> list[Action]:
+def elapse(one: Matchmaking, since: float, until: float) -> list[events.Action]:
     """Let time pass, with every wake-up that the machine asks for; returns what it asked for meanwhile."""
     actions, now = [], since
     while (now := max(now, one.deadline)) < until:
-        actions += one.handle(Woke(), now)
-    return actions + one.handle(Woke(), until)
+        actions += one.handle(events.Woke(), now)
+    return actions + one.handle(events.Woke(), until)
 
 
-def sent(actions: list[Action], kind: type) -> list[tuple[str, Any]]:
+def sent(actions: list[events.Action], kind: type) -> list[tuple[str, Any]]:
     return [
         (each.peer, each.message)
         for each in actions
-        if isinstance(each, Send) and isinstance(each.message, kind)
+        if isinstance(each, events.Send) and isinstance(each.message, kind)
     ]
 
 
-def formed(actions: list[Action]) -> Manifest | None:
-    return next((each.manifest for each in actions if isinstance(each, Form)), None)
+def formed(actions: list[events.Action]) -> Manifest | None:
+    return next((each.manifest for each in actions if isinstance(each, events.Form)), None)
 
 
 def roles(count: int, round: int = 0) -> tuple[str, str, list[str]]:

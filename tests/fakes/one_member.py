@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import (
-    Action,
-    ContributionReceived,
-    Event,
-    Fail,
-    Finish,
-    Group,
-    MeanReceived,
-    MessageReceived,
-    PartReduced,
-    PeerLost,
-    Send,
-    Woke,
-)
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.partition import Part
+from simulator.scenario import group_of
 
 A, B, C, D, E = range(5)
 ALL = 0b111
@@ -38,54 +25,45 @@ class Table:
         *,
         owners: Sequence[int] = (A,),
         weights: Sequence[float] = (1, 1, 1),
-        dialable: int | None = None,
+        dialable: int = -1,
         timeout: float = TIMEOUT,
     ) -> None:
-        parts = tuple(Part(at, at + 1, owner) for at, owner in enumerate(owners))
-        everyone = (1 << len(weights)) - 1
-        self.group = Group(
-            round_id=bytes(16),
-            names=tuple("abcdefgh"[: len(weights)]),
-            weights=tuple(weights),
-            dialable=everyone if dialable is None else dialable,
-            parts=parts,
-            first_leader=A,
-        )
+        self.group = group_of(owners, weights, dialable)
         self.now = 0.0
         self.machine = AllReduce(self.group, me, 0.0, timeout)
         self.first = self.machine.start(0.0)
 
-    def tell(self, *events: Event) -> list[Action]:
-        return [action for event in events for action in self.machine.handle(event, self.now)]
+    def tell(self, *told: events.Event) -> list[events.Action]:
+        return [action for event in told for action in self.machine.handle(event, self.now)]
 
-    def says(self, sender: int, *messages: wire.RoundMessage) -> list[Action]:
-        return self.tell(*(MessageReceived(sender, message) for message in messages))
+    def says(self, sender: int, *messages: wire.RoundMessage) -> list[events.Action]:
+        return self.tell(*(events.MessageReceived(sender, message) for message in messages))
 
-    def contributes(self, sender: int, *parts: int) -> list[Action]:
-        return self.tell(*(ContributionReceived(sender, part) for part in parts or (0,)))
+    def contributes(self, sender: int, *parts: int) -> list[events.Action]:
+        return self.tell(*(events.ContributionReceived(sender, part) for part in parts or (0,)))
 
     def mean(
         self, over: int, part: int = 0, digest: bytes = DIGEST, sender: int | None = None
-    ) -> list[Action]:
+    ) -> list[events.Action]:
         """From the part's owner, unless another sender is named."""
         owner = self.machine._ledger.owner_of[part]
-        return self.tell(MeanReceived(owner if sender is None else sender, part, over, digest))
+        return self.tell(events.MeanReceived(owner if sender is None else sender, part, over, digest))
 
-    def reduced(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[Action]:
-        return self.tell(PartReduced(part, over, digest))
+    def reduced(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[events.Action]:
+        return self.tell(events.PartReduced(part, over, digest))
 
-    def lose(self, *members: int) -> list[Action]:
-        return self.tell(*(PeerLost(member, "connection broke") for member in members))
+    def lose(self, *members: int) -> list[events.Action]:
+        return self.tell(*(events.PeerLost(member, "connection broke") for member in members))
 
-    def stall(self, times: int = 1) -> list[Action]:
-        actions: list[Action] = []
+    def stall(self, times: int = 1) -> list[events.Action]:
+        actions: list[events.Action] = []
         for _ in range(times):
             self.now = self.machine.deadline
-            actions += self.tell(Woke())
+            actions += self.tell(events.Woke())
         return actions
 
-    def wake(self) -> list[Action]:
-        return self.tell(Woke())
+    def wake(self) -> list[events.Action]:
+        return self.tell(events.Woke())
 
     def digest(self, decision: Decision) -> bytes:
         """Of the mean that this machine holds."""
@@ -95,18 +73,20 @@ class Table:
         return wire.Held(ballot, decision, digest or self.digest(decision))
 
 
-def sent(actions: list[Action], kind: type[wire.RoundMessage]) -> list[tuple[int, wire.RoundMessage]]:
+def sent(actions: list[events.Action], kind: type[wire.RoundMessage]) -> list[tuple[int, wire.RoundMessage]]:
     return [
-        (one.to, one.message) for one in actions if isinstance(one, Send) and isinstance(one.message, kind)
+        (one.to, one.message)
+        for one in actions
+        if isinstance(one, events.Send) and isinstance(one.message, kind)
     ]
 
 
-def recipients(actions: list[Action], kind: type[wire.RoundMessage]) -> list[int]:
+def recipients(actions: list[events.Action], kind: type[wire.RoundMessage]) -> list[int]:
     return [to for to, _ in sent(actions, kind)]
 
 
-def ends(actions: list[Action]) -> list[Action]:
-    return [one for one in actions if isinstance(one, Finish | Fail)]
+def ends(actions: list[events.Action]) -> list[events.Action]:
+    return [one for one in actions if isinstance(one, events.Finish | events.Fail)]
 
 
 def finished(me: int, **options) -> Table:
@@ -118,5 +98,5 @@ def finished(me: int, **options) -> Table:
         for part in range(len(table.group.parts)):
             table.mean(ALL, part)
         table.says(A, table.vote(decision))
-    assert isinstance(table.machine.ended, Finish)
+    assert isinstance(table.machine.ended, events.Finish)
     return table

@@ -17,15 +17,16 @@ from typing import Any
 import msgspec
 import torch
 
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
 from equipoise.averaging.transfer.kept import KEPT_MEANS
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
-from equipoise.peer.memory import Region
 from equipoise.peer.messages import AgreeRun, LeaveRun, ReportAccumulated
 from equipoise.peer.run import Run
+from equipoise.peer.shared_memory import Region
 from equipoise.peer.tensors import Tensors
 
 LIMIT_SECONDS = 100_000.0
@@ -239,10 +240,10 @@ class FakeRun(Run):
             name,
             binding,
             Region.create(2 * binding.values + 1024),
-            lambda name, tensors: swarm.join(peer, name, tensors),
-            swarm.group_size,
+            lambda options, name, tensors: swarm.join(peer, name, tensors),
+            RunOptions(group_size=swarm.group_size),
         )
-        self._region.close_fd()
+        self._region.memory.close()
         self.terms: Mapping[str, str] = {}
         self.waiting = False
         self.waits_since = self.weight = 0.0
@@ -394,9 +395,7 @@ class FakeFetch:
         if self._image is None:
             return SimpleNamespace(ok=False, reason="nobody offers it", state=None, image=None)
         state, image = self._image
-        return SimpleNamespace(
-            ok=True, reason="", state=state, image=torch.frombuffer(bytearray(image), dtype=torch.uint8)
-        )
+        return SimpleNamespace(ok=True, reason="", state=state, image=bytearray(image))
 
 
 class FakeRecovery:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,9 @@ import torch
 from torch import nn
 
 INPUTS, OUTPUTS = 8, 4
+
+_drawing = threading.Lock()
+"""Trainers in threads draw from one generator, torch's own: two at once would not get what their seeds say."""
 
 MakeOptimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 
@@ -39,7 +43,7 @@ def batch_of(peer: int, number: int, samples: int) -> Batch:
 
 def network(hidden: int = 32, seed: int = 0) -> nn.Module:
     """A network without kinks, whose gradients therefore vanish nowhere by accident; equal for an equal seed."""
-    with torch.random.fork_rng(devices=[]):
+    with _drawing, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return nn.Sequential(
             nn.Linear(INPUTS, hidden),

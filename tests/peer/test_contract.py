@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread, Peer
 from equipoise.peer.purposes import PURPOSES
 from equipoise.peer.service import MAX_RUNS
-from fakes.daemon import FakeNetwork
+from fakes.daemon import FakeAverager, FakeNetwork
 
 
 @pytest.fixture
@@ -82,11 +84,46 @@ class TestRun(RunContract):
     def test_the_daemon_forgets_a_client_that_closed(self, peers: Peers, network: FakeNetwork) -> None:
         clients = peers(2)
         run = clients[0].join("digits", [torch.zeros(1)], **OPTIONS)
-        assert list(network.runs["digits"]) == [clients[0].peer_id]
+        eventually(lambda: list(network.runs.get("digits", ())) == [clients[0].peer_id], "the join")
         clients[0].close()
 
         assert network.runs["digits"] == {}
         assert run.accumulated == 0.0
+
+    def test_status_answers_while_a_run_is_being_left(
+        self, peers: Peers, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        leave, gate = FakeAverager.leave, threading.Event()
+
+        async def slow(averager: FakeAverager, reason: str) -> None:
+            await leave(averager, reason)
+            await asyncio.to_thread(gate.wait, SOON)
+
+        monkeypatch.setattr(FakeAverager, "leave", slow)
+        (client,) = peers(1)
+        run = client.join("digits", [torch.zeros(1)], **OPTIONS)
+        eventually(lambda: "digits" in network.runs, "the join")
+        leaving = threading.Thread(target=run.leave)
+        leaving.start()
+        eventually(lambda: network.runs["digits"] == {}, "the farewell")
+
+        assert [one.name for one in client.status().runs] == ["digits"]
+        gate.set()
+        leaving.join()
+
+    def test_one_that_steps_and_nothing_else_is_one_run_of_the_swarm(
+        self, peers: Peers, network: FakeNetwork
+    ) -> None:
+        client, other = peers(2)
+        run = client.join("digits", [torch.zeros(1)], **OPTIONS)
+        run.agree({"clip": "1.0"})
+        other.join("digits", [torch.zeros(1)], **OPTIONS)
+
+        eventually(lambda: "digits" in network.runs, "one that has not said what it does")
+        assert list(network.runs["digits/step"]) == [client.peer_id]
+        assert list(network.runs["digits"]) == [other.peer_id]
+        assert not run.average(timeout=0.1), "the second run of the swarm"
+        assert client.peer_id in network.runs["digits"]
 
 
 class TestStepping(SteppingContract):

@@ -15,7 +15,7 @@ import pytest
 
 from e2e.swarm import eventually
 from equipoise.peer.cli import asking, program
-from equipoise.peer.cli import stop as stopping
+from equipoise.peer.cli import asking as stopping
 from equipoise.peer.errors import EquipoiseError, NoDaemon
 from equipoise.peer.holder import end_by_force, find_holder
 from equipoise.peer.home import PID_FILE, wait_until_free

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from equipoise.dht.sanitize import escaped
 from equipoise.peer.errors import HomeError
-from equipoise.peer.logs import MAX_LINE_CHARS, close_log, escaped, open_log
+from equipoise.peer.logs import MAX_LINE_CHARS, close_log, open_log
 
 log = logging.getLogger("equipoise.test")
 

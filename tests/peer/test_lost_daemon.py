@@ -22,8 +22,8 @@ from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Unwelcome
 from equipoise.peer.link import Link
-from equipoise.peer.memory import Region
 from equipoise.peer.messages import AgreeRun, JoinRun
+from equipoise.peer.shared_memory import Region
 from fakes.daemon import FakeNetwork
 
 STATE = StateId(3, "a" * 64)

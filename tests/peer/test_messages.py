@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Gathering, Outcome
+from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.peer.errors import ControlError
 from equipoise.peer.messages import (
     LENGTH,
@@ -16,7 +20,6 @@ from equipoise.peer.messages import (
     NotUnderstood,
     RoundEnded,
     StateIs,
-    TensorRow,
     decode_reply,
     decode_request,
     encode,
@@ -24,7 +27,7 @@ from equipoise.peer.messages import (
 
 REQUESTS = [
     Hello(1, "train.py"),
-    JoinRun("digits", "allreduce", "int8", 4, 256, (TensorRow("a", (2, 3), "float32"),), (), 6),
+    JoinRun("digits", RunOptions(), Schema((TensorSpec("a", (2, 3), "float32"),)), Schema(()), 6),
 ]
 
 
@@ -54,9 +57,9 @@ def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:
-    rows = tuple(TensorRow("x" * 500 + str(index), (1,), "float32") for index in range(5000))
+    schema = Schema(tuple(TensorSpec("x" * 500 + str(index), (1,), "float32") for index in range(5000)))
     with pytest.raises(ControlError, match="fuse small ones"):
-        encode(1, JoinRun("digits", "allreduce", "int8", 4, 256, rows, (), 3000))
+        encode(1, JoinRun("digits", RunOptions(), schema, Schema(()), 3000))
 
 
 DEEP = msgspec.Raw(b"\x91" * 100_000 + b"\xc0")
@@ -86,3 +89,43 @@ def test_garbage_is_refused(frame: bytes) -> None:
 def test_what_is_too_deep_or_not_text_is_refused_and_not_raised(frame: bytes) -> None:
     with pytest.raises(ControlError):
         decode_request(frame)
+
+
+START = {"type": "StartRound", "run": "digits", "purpose": "step", "weight": 1.0, "timeout": 1.0}
+TENSOR = ("a", (2,), "float32")
+JOIN = {
+    "type": "JoinRun",
+    "run": "digits",
+    "options": {},
+    "tensors": {"tensors": [TENSOR]},
+    "gradients": {"tensors": []},
+    "values": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "wrong"),
+    [
+        *((START, "weight", wrong) for wrong in (-1.0, math.nan, math.inf, "3", True)),
+        *((START, "timeout", wrong) for wrong in (0.0, -1.0, 86_401.0, math.nan, math.inf, None)),
+        (JOIN, "options", {"codec": "x" * 65}),
+        (JOIN, "options", {"group_size": -1}),
+        *(
+            (JOIN, "tensors", {"tensors": wrong})
+            for wrong in (
+                [("", (2,), "float32")],
+                [("x" * 513, (2,), "float32")],
+                [("a", (-2,), "float32")],
+                [("a", (1,) * 65, "float32")],
+                [("a", (2,), "int64")],
+                [TENSOR, TENSOR],
+            )
+        ),
+    ],
+)
+def test_what_is_out_of_its_range_does_not_reach_the_daemon(
+    message: dict[str, object], field: str, wrong: object
+) -> None:
+    decode_request(msgspec.msgpack.encode((5, message)))
+    with pytest.raises(NotUnderstood):
+        decode_request(msgspec.msgpack.encode((5, {**message, field: wrong})))

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from equipoise.averaging.sim.explore import Explorer
-from equipoise.averaging.sim.member import Violation
-from equipoise.averaging.sim.searches import Search, crashes_and_orders, further_faults
+from simulator.core import Violation
+from simulator.explore import Explorer
+from simulator.searches import Search, crashes_and_orders, further_faults
 
 
 def at_length(search: Search) -> bool:

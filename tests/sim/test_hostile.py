@@ -7,34 +7,31 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.allreduce.events import Finish, Group
+from equipoise.averaging.allreduce.events import Finish
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.notary import Notary
-from equipoise.averaging.partition import Part
-from equipoise.averaging.sim.arithmetic import draw_values
-from equipoise.averaging.sim.faults import Corrupt, Fault, Forge, Poison, When
-from equipoise.averaging.sim.member import Violation
-from equipoise.averaging.sim.network import Weather
-from equipoise.averaging.sim.process import Start
-from equipoise.averaging.sim.scenario import PHASES, Scenario
-from equipoise.averaging.sim.world import World
+from simulator.core import Violation
+from simulator.faults import Fault, When
+from simulator.network import Weather
+from simulator.scenario import PHASES, group_of, starts_of
+from simulator.world import Scenario, World
 
-MEMBERS = 4
+WEIGHTS = (1.0, 2.0, 3.0, 4.0)
+MEMBERS = len(WEIGHTS)
 
 HOSTILE = 3
 """It cannot be dialled, so that no part is ever its to reduce."""
 
 ATTACKS: dict[str, Callable[[], Fault]] = {
-    "means of parts that it does not own": lambda: Poison(HOSTILE),
-    "votes that nobody cast": lambda: Forge(HOSTILE),
+    "means of parts that it does not own": lambda: Fault(World.poison, HOSTILE),
+    "votes that nobody cast": lambda: Fault(World.forge, HOSTILE),
 }
 
 
 def scenario(seed: int, attack: Callable[[], Fault]) -> Scenario:
     chance = Random(seed)
-    parts = tuple(Part(at, at + 1, at % HOSTILE) for at in range(MEMBERS))
-    group = Group(bytes(16), ("a", "b", "c", "d"), (1.0, 2.0, 3.0, 4.0), 0b0111, parts, 0)
-    starts = tuple(Start(draw_values(chance, len(parts)), 0.0, 0.0, 30.0) for _ in range(MEMBERS))
+    group = group_of((at % HOSTILE for at in range(MEMBERS)), WEIGHTS, 0b0111)
+    starts = starts_of(chance, group, 30.0)
     steps = [When(step=chance.randint(1, 60)) for _ in range(3)]
     phases = [When(member=chance.randrange(HOSTILE), phase=chance.choice(PHASES)) for _ in range(2)]
     faults = tuple((when, attack()) for when in (*steps, *phases))
@@ -56,14 +53,10 @@ def lied_to(seed: int) -> Scenario:
     """A round in which an owner sends one member another mean than all others, as often as that member asks."""
     chance = Random(f"lie {seed}")
     each = chance.randint(1, 3)
-    parts = tuple(Part(at, at + 1, at // each) for at in range(MEMBERS * each))
-    group = Group(
-        bytes(16), ("a", "b", "c", "d"), (1.0, 2.0, 3.0, 4.0), 0b1111, parts, chance.randrange(MEMBERS)
-    )
-    starts = tuple(
-        Start(draw_values(chance, len(parts)), 0.02 * chance.random(), 0.0, 30.0) for _ in range(MEMBERS)
-    )
-    lie = When(seconds=0.0), Corrupt(HOSTILE, 1 << chance.randrange(HOSTILE))
+    owners = [at // each for at in range(MEMBERS * each)]
+    group = group_of(owners, WEIGHTS, leader=chance.randrange(MEMBERS))
+    starts = starts_of(chance, group, 30.0)
+    lie = When(seconds=0.0), Fault(World.corrupt, HOSTILE, 1 << chance.randrange(HOSTILE))
     weather = Weather(latency=(0.0005, 0.005), transfer=(0.001, 0.1))
     return Scenario(seed, group, starts, weather, (lie,), core=0b0111)
 

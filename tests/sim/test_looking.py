@@ -20,13 +20,13 @@ from equipoise.averaging.allreduce.events import (
 )
 from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.allreduce.machine import AllReduce
-from equipoise.averaging.sim import member
-from equipoise.averaging.sim.explore import Explorer
-from equipoise.averaging.sim.scenario import draw_scenario
-from equipoise.averaging.sim.searches import Search, crashes_and_orders, further_faults
-from equipoise.averaging.sim.snapshot import UNREAD, fingerprint
-from equipoise.averaging.sim.world import World
 from fakes.one_member import A, B, C, D, Table
+from simulator import member
+from simulator.explore import Explorer
+from simulator.scenario import draw_scenario
+from simulator.searches import Search, crashes_and_orders, further_faults
+from simulator.snapshot import UNREAD, fingerprint
+from simulator.world import World
 
 looks: Counter[bool] = Counter()
 """Of the events that are parts: after how many the machine looked at everything, and after how many not."""

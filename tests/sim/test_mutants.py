@@ -12,11 +12,11 @@ from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.attendance import Attendance
 from equipoise.averaging.allreduce.ballot import Inheritance, Tally, Vote
 from equipoise.averaging.allreduce.ledger import Ledger
-from equipoise.averaging.sim.explore import Explorer
-from equipoise.averaging.sim.member import Violation
-from equipoise.averaging.sim.scenario import draw_scenario
-from equipoise.averaging.sim.searches import Search
-from equipoise.averaging.sim.world import World
+from simulator.core import Violation
+from simulator.explore import Explorer
+from simulator.scenario import draw_scenario
+from simulator.searches import Search
+from simulator.world import World
 
 THREE = Search((1.0, 2.0, 3.0), owner=1, crashes=1)
 

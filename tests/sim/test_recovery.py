@@ -7,13 +7,11 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.allreduce.events import Fail, Finish, Group
-from equipoise.averaging.partition import Part
-from equipoise.averaging.sim.faults import Fault, Kill, Stop, When
-from equipoise.averaging.sim.network import Weather
-from equipoise.averaging.sim.process import Start
-from equipoise.averaging.sim.scenario import PHASES, Scenario
-from equipoise.averaging.sim.world import Report, World
+from equipoise.averaging.allreduce.events import Fail, Finish
+from simulator.faults import Fault, When
+from simulator.network import Weather
+from simulator.scenario import PHASES, group_of, starts_of
+from simulator.world import Report, Scenario, World
 
 PROMISED_SECONDS = 3.0
 """From the fault to the survivors' outcome: 2 s until silence is noticed, and what the repair takes on these links."""
@@ -21,18 +19,10 @@ PROMISED_SECONDS = 3.0
 MEMBERS = 4
 
 KINDS: dict[str, Callable[[int, Random], Fault]] = {
-    "its connections break": lambda victim, chance: Kill(victim, 0.02, chance.random()),
-    "it falls silent": lambda victim, chance: Kill(victim, None, chance.random()),
-    "it is stopped": lambda victim, chance: Stop(victim, 40.0, timers_first=chance.random() < 0.5),
+    "its connections break": lambda victim, chance: Fault(World.kill, victim, 0.02, chance.random()),
+    "it falls silent": lambda victim, chance: Fault(World.kill, victim, None, chance.random()),
+    "it is stopped": lambda victim, chance: Fault(World.stop, victim, 40.0, chance.random() < 0.5),
 }
-
-
-def group(chance: Random) -> Group:
-    each = chance.randint(1, 3)
-    parts = tuple(Part(at, at + 1, at // each) for at in range(MEMBERS * each))
-    return Group(
-        bytes(16), ("a", "b", "c", "d"), (1.0, 2.0, 3.0, 4.0), 0b1111, parts, chance.randrange(MEMBERS)
-    )
 
 
 def when(chance: Random, parts: int) -> When:
@@ -43,16 +33,15 @@ def when(chance: Random, parts: int) -> When:
 
 def scenario(seed: int, kind: str) -> tuple[Scenario, int]:
     chance = Random(seed)
-    made = group(chance)
-    starts = tuple(
-        Start(tuple(float(chance.randint(-9, 9)) for _ in made.parts), 0.02 * chance.random(), 0.0, 60.0)
-        for _ in range(MEMBERS)
-    )
+    each = chance.randint(1, 3)
+    owners = [at // each for at in range(MEMBERS * each)]
+    group = group_of(owners, (1.0, 2.0, 3.0, 4.0), leader=chance.randrange(MEMBERS))
+    starts = starts_of(chance, group, 60.0)
     victim = chance.randrange(MEMBERS)
     fault = KINDS[kind](victim, chance)
     weather = Weather(latency=(0.0005, 0.005), transfer=(0.01, 0.1))
-    faults = ((when(chance, len(made.parts)), fault),)
-    return Scenario(seed, made, starts, weather, faults, core=0b1111 & ~(1 << victim)), victim
+    faults = ((when(chance, len(owners)), fault),)
+    return Scenario(seed, group, starts, weather, faults, core=0b1111 & ~(1 << victim)), victim
 
 
 @pytest.mark.parametrize("kind", KINDS)

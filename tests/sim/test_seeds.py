@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from equipoise.averaging.allreduce.events import Finish
-from equipoise.averaging.sim.faults import Corrupt, Kill
-from equipoise.averaging.sim.scenario import draw_scenario
-from equipoise.averaging.sim.world import Report, World
+from simulator.scenario import draw_scenario
+from simulator.world import Report, World
 
 BLOCK = 50
 """Seeds per test: a failure names its block at once, and the seed in its message."""
@@ -74,8 +73,8 @@ def test_scenarios_are_varied() -> None:
     assert {scenario.group.size for scenario in scenarios} == set(range(2, 17))
     assert any(0 in scenario.group.weights for scenario in scenarios)
     assert any(scenario.group.dialable != scenario.group.everyone for scenario in scenarios)
-    struck = {type(fault) for scenario in scenarios for _, fault in scenario.faults}
-    assert struck >= {Kill, Corrupt}
+    struck = {fault.method for scenario in scenarios for _, fault in scenario.faults}
+    assert struck >= {World.kill, World.corrupt}
     assert any(scenario.weather.reorders for scenario in scenarios)
     assert any(scenario.weather.duplicates for scenario in scenarios)
 

@@ -6,17 +6,15 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.allreduce.events import Fail, Finish, Group
+from equipoise.averaging.allreduce.events import Fail, Finish
 from equipoise.averaging.allreduce.patience import GRACE_STALLS, MIN_BYTES_PER_SECOND, SLOWNESS, Patience
-from equipoise.averaging.partition import Part
-from equipoise.averaging.sim.arithmetic import draw_values
-from equipoise.averaging.sim.faults import Slow, When
-from equipoise.averaging.sim.network import PART_BYTES, Weather
-from equipoise.averaging.sim.process import Start
-from equipoise.averaging.sim.scenario import Scenario
-from equipoise.averaging.sim.world import Report, World
+from simulator.faults import Fault, When
+from simulator.network import PART_BYTES, Weather
+from simulator.scenario import group_of, starts_of
+from simulator.world import Report, Scenario, World
 
-MEMBERS = 4
+WEIGHTS = (1.0, 2.0, 3.0, 4.0)
+MEMBERS = len(WEIGHTS)
 TIMEOUT = 200.0
 EVERYONE = (1 << MEMBERS) - 1
 VICTIM = 2
@@ -25,13 +23,12 @@ TRICKLE = 2 * PART_BYTES / MIN_BYTES_PER_SECOND
 """Seconds per part at half the least rate."""
 
 
-def scenario(seed: int, transfer: tuple[float, float], slow: Slow | None = None, leader: int = 0) -> Scenario:
+def scenario(
+    seed: int, transfer: tuple[float, float], slow: Fault | None = None, leader: int = 0
+) -> Scenario:
     chance = Random(seed)
-    parts = tuple(Part(at, at + 1, at // 3) for at in range(3 * MEMBERS))
-    group = Group(bytes(16), ("a", "b", "c", "d"), (1.0, 2.0, 3.0, 4.0), EVERYONE, parts, leader)
-    starts = tuple(
-        Start(draw_values(chance, len(parts)), 0.02 * chance.random(), 0.0, TIMEOUT) for _ in range(MEMBERS)
-    )
+    group = group_of((at // 3 for at in range(3 * MEMBERS)), WEIGHTS, leader=leader)
+    starts = starts_of(chance, group, TIMEOUT)
     faults = ((When(seconds=0.0), slow),) if slow else ()
     return Scenario(seed, group, starts, Weather((0.0005, 0.005), transfer), faults, core=EVERYONE)
 
@@ -54,7 +51,7 @@ def test_where_all_links_are_slow_everyone_counts(transfer: tuple[float, float])
 @pytest.mark.parametrize("leader", [0, VICTIM])
 def test_one_that_is_four_times_slower_counts(leader: int) -> None:
     for seed in range(15):
-        report = World(scenario(seed, (1.0, 1.2), Slow(outgoing(VICTIM), 4.5), leader)).run()
+        report = World(scenario(seed, (1.0, 1.2), Fault(World.slow, outgoing(VICTIM), 4.5), leader)).run()
         assert counted(report) == {EVERYONE}, seed
 
 
@@ -62,7 +59,7 @@ def test_one_that_is_four_times_slower_counts(leader: int) -> None:
 @pytest.mark.parametrize("transfer", [TRICKLE, PART_BYTES / MIN_BYTES_PER_SECOND / 1.5, 2.0])
 def test_one_that_trickles_costs_seconds_and_not_the_round(leader: int, transfer: float) -> None:
     for seed in range(15):
-        made = scenario(seed, (0.01, 0.02), Slow(outgoing(VICTIM), transfer), leader)
+        made = scenario(seed, (0.01, 0.02), Fault(World.slow, outgoing(VICTIM), transfer), leader)
         report = World(made).run()
         assert report.seconds < (25.0 if leader == VICTIM else 14.0), seed
         assert all(isinstance(report.ends[member], Finish) for member in range(MEMBERS)), seed
@@ -96,8 +93,7 @@ def test_of_two_one_is_waited_for_as_long_as_it_delivers() -> None:
 
 
 def test_two_members_on_a_slow_link_finish() -> None:
-    parts = tuple(Part(at, at + 1, at // 3) for at in range(6))
-    group = Group(bytes(16), ("a", "b"), (1.0, 2.0), 0b11, parts, 0)
-    starts = tuple(Start((float(at),) * 6, 0.0, 0.0, TIMEOUT) for at in range(2))
+    group = group_of((0, 0, 0, 1, 1, 1), WEIGHTS[:2])
+    starts = starts_of(Random(1), group, TIMEOUT)
     report = World(Scenario(1, group, starts, Weather((0.01, 0.02), (3.0, 9.0)), (), core=0b11)).run()
     assert not [end for end in report.ends if isinstance(end, Fail)]

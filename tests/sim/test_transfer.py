@@ -7,11 +7,11 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.sim.transfer import MEAN, Result, Scenario, Trouble, World, image_of, state_of
 from equipoise.averaging.transfer.donor import ASKER_SECONDS
 from equipoise.averaging.transfer.events import Fail, Finish
 from equipoise.averaging.transfer.kept import KEPT_MEANS
 from equipoise.averaging.transfer.wear import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
+from simulator.transfer import MEAN, Result, Scenario, Trouble, World, image_of, state_of
 
 FINE = Trouble()
 

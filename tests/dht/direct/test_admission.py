@@ -18,11 +18,11 @@ from cryptography.x509.oid import NameOID
 
 from equipoise.dht.direct import admitted, certificate, handshake, transport
 from equipoise.dht.direct.certificate import OwnCertificate, make_certificate
-from equipoise.dht.direct.contexts import make_context
 from equipoise.dht.direct.credential import issue, parse
 from equipoise.dht.direct.preface import Preface, fingerprint_of, parse_preface
 from equipoise.dht.direct.refusals import Refused
 from equipoise.dht.direct.streams import PlainStream
+from equipoise.dht.direct.tls import make_context
 from fakes.direct import port_of, refused
 
 FRAME = (b"header", bytes(range(256)) * 80)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.aead import BODY, HEAD, Opener, RecordRefused, Sealer, traffic_key
-from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.direct.streams import AeadStream
-from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES
+from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES, FramedChannel
 from fakes.alterations import ALTERATIONS, insert, replay
 
 KEY = bytes(range(32))
@@ -154,7 +153,7 @@ class Victim:
         self.feeder, end = socket.socketpair()
         self.stream = AeadStream(end, Sealer(KEY), opener or Opener(KEY))
         self.placed = 0
-        self.channel = DirectChannel("12D3KooWoffender", self.stream, lambda channel: None)
+        self.channel = FramedChannel("12D3KooWoffender", self.stream, lambda channel: None)
 
     async def read(self, data: bytes) -> tuple[list[tuple[bytes, bytes]], str]:
         """The frames that arrive of `data`, and why no more did."""
@@ -231,7 +230,7 @@ async def test_keys_are_replaced_in_the_middle_of_frames(monkeypatch) -> None:
     monkeypatch.setattr(aead, "REKEY_RECORDS", 2)
     victim, body = Victim(), os.urandom(MAX_BODY_BYTES)
     sender = AeadStream(victim.feeder, Sealer(KEY), Opener(KEY))
-    sending = asyncio.ensure_future(DirectChannel("me", sender, lambda channel: None).send(b"header", body))
+    sending = asyncio.ensure_future(FramedChannel("me", sender, lambda channel: None).send(b"header", body))
     header, place = await victim.channel.receive(lambda _, size: memoryview(bytearray(size)))
     await sending
     assert (header, place) == (b"header", body)

@@ -8,9 +8,9 @@ import os
 import pytest
 
 from equipoise.averaging import ports
-from equipoise.dht import records
+from equipoise.dht import records, transport
 from equipoise.dht.address import ListenAddress
-from equipoise.dht.direct import aead, channel, credential, streams
+from equipoise.dht.direct import aead, credential, streams
 from fakes.direct import introduce
 
 LAYERS = ("plain", "tls", "aead")
@@ -185,7 +185,7 @@ async def test_who_listens_nowhere_dials_and_is_not_dialled(peers) -> None:
 
 async def test_channels_per_peer_are_bounded(peers) -> None:
     first, second = peers.pair()
-    for _ in range(channel.MAX_CHANNELS_PER_PEER):
+    for _ in range(transport.MAX_CHANNELS_PER_PEER):
         await first.open(second.peer)
     with pytest.raises(ConnectionError, match="maximum"):
         await first.open(second.peer)

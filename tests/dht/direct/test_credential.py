@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from equipoise.dht.direct import credential
 from equipoise.dht.direct.certificate import make_certificate
-from equipoise.dht.direct.credential import MAX_CREDENTIAL_BYTES, issue, parse
+from equipoise.dht.direct.credential import MAX_CREDENTIAL_BYTES, Presence, issue, parse
 from equipoise.dht.direct.listener import endpoints
-from equipoise.dht.direct.presence import Presence
-from equipoise.dht.direct.refusals import CredentialError
+from equipoise.dht.direct.refusals import Refused
 from equipoise.dht.identity import Identity, load_or_create
 
 NOW = time.time()
@@ -83,7 +82,7 @@ def test_addresses_that_do_not_fit_or_cannot_be_dialled_are_left_out(author, own
 )
 def test_signed_nonsense_is_refused(author, own, changes, why) -> None:
     wire = {"certificate": own.der, "addresses": (), "expires": NOW + 60} | changes
-    with pytest.raises(CredentialError) as caught:
+    with pytest.raises(Refused) as caught:
         parse(author.peer, _signed(author, **wire), NOW)
     assert caught.value.why == why
     assert "\n" not in str(caught.value)
@@ -91,7 +90,7 @@ def test_signed_nonsense_is_refused(author, own, changes, why) -> None:
 
 def test_a_certificate_signed_by_another_key_is_refused(author, own) -> None:
     altered = own.der[:-1] + bytes([own.der[-1] ^ 1])
-    with pytest.raises(CredentialError, match="not signed with its own key"):
+    with pytest.raises(Refused, match="not signed with its own key"):
         parse(author.peer, _signed(author, certificate=altered, addresses=(), expires=NOW + 60), NOW)
 
 
@@ -111,7 +110,7 @@ def test_no_altered_credential_is_taken(author, genuine) -> None:
             else:
                 altered = altered[: at + 1]
         if altered != genuine:
-            with pytest.raises(CredentialError):
+            with pytest.raises(Refused):
                 parse(author.peer, bytes(altered), NOW)
 
 
@@ -125,7 +124,7 @@ def test_no_altered_certificate_breaks_the_parser(author, own) -> None:
         if altered != own.der:
             data = _signed(author, certificate=bytes(altered), addresses=(), expires=NOW + 60)
             # The signature does not cover the name of its own algorithm; what it covers is as it was.
-            with contextlib.suppress(CredentialError):
+            with contextlib.suppress(Refused):
                 taken = x509.load_der_x509_certificate(parse(author.peer, data, NOW).certificate)
                 assert taken.tbs_certificate_bytes == genuine.tbs_certificate_bytes
 
@@ -133,7 +132,7 @@ def test_no_altered_certificate_breaks_the_parser(author, own) -> None:
 @given(st.binary(max_size=MAX_CREDENTIAL_BYTES + 10))
 @settings(max_examples=500)
 def test_noise_is_no_credential(noise: bytes) -> None:
-    with pytest.raises(CredentialError):
+    with pytest.raises(Refused):
         parse("12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN", noise, NOW)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import transport
-from equipoise.dht.direct.gate import MAX_WAITING, Gate
+from equipoise.dht.direct.listener import MAX_WAITING, Gate
 from equipoise.dht.direct.preface import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.refusals import Refusals, Refused
 from equipoise.dht.identity import peer_of
@@ -129,7 +129,7 @@ async def test_a_member_fed_with_noise_after_its_handshake_is_dropped(peers) -> 
         await first.open(second.peer)
         channel = await peers.accepted.get()
         (own,) = first._channels._channels
-        own._direct._socket.send(random.Random(number).randbytes(1 + number * 20))
+        own._stream._socket.send(random.Random(number).randbytes(1 + number * 20))
         own.close()
         with pytest.raises(ConnectionError, match=f"receive from {first.peer}"):
             await channel.receive(lambda _, size: memoryview(bytearray(size)))

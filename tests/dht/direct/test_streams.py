@@ -11,8 +11,8 @@ import pytest
 from equipoise.dht import streams as base
 from equipoise.dht.direct import aead, streams
 from equipoise.dht.direct.aead import Opener, Sealer
-from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.streams import StreamClosed
+from equipoise.dht.transport import FramedChannel
 
 KEY = bytes(32)
 BODY = bytes(range(256)) * 4096
@@ -32,7 +32,7 @@ class Ends:
         self.far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.far.setblocking(False)
         self.stream = streams.AeadStream(self.near, Sealer(KEY), Opener(KEY))
-        self.channel = DirectChannel("peer", self.stream, lambda channel: None)
+        self.channel = FramedChannel("peer", self.stream, lambda channel: None)
         self._sealer = Sealer(KEY)
 
     def frame(self, header: bytes, body: bytes) -> bytes:

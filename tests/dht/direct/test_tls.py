@@ -10,8 +10,7 @@ import pytest
 from OpenSSL import SSL
 
 from equipoise.dht.direct.certificate import make_certificate
-from equipoise.dht.direct.contexts import make_context
-from equipoise.dht.direct.tls import TlsFault, TlsSession
+from equipoise.dht.direct.tls import TlsFault, TlsSession, make_context
 
 GREETING = bytes(range(33))
 

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from equipoise.dht.punch import machine, puncher, wishes
+from equipoise.dht.punch import machine, puncher
 from equipoise.dht.punch.messages import PUNCH_PROTOCOL, End, decode
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.relay.service import RelayRules
@@ -42,7 +42,7 @@ async def knows_another(member: Swarm) -> bool:
 @pytest.fixture
 async def trio(members, until, monkeypatch) -> Trio:
     monkeypatch.setattr(puncher, "CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(wishes, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(puncher, "PATIENCE_SECONDS", 0.0)
     relay = await members.start("relay", relay=RelayRules())
     elsewhere = {"join": relay.addresses, "announce": ("/ip4/127.0.0.1/tcp/9",)}
     hidden = await asyncio.gather(*(members.start(name, **elsewhere) for name in ("a", "b")))
@@ -54,7 +54,7 @@ async def trio(members, until, monkeypatch) -> Trio:
 
 
 async def test_members_of_a_round_get_a_hole_for_the_next(trio: Trio, until, monkeypatch) -> None:
-    monkeypatch.setattr(wishes, "FIRST_RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(puncher, "FIRST_RETRY_SECONDS", 0.1)
     accepted: asyncio.Queue = asyncio.Queue()
 
     async def serve(channel) -> None:
@@ -101,7 +101,7 @@ async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
 def eager(monkeypatch) -> None:
     """Punches begin anew at once, and as often as there are tries left."""
     monkeypatch.setattr(machine, "TRY_SECONDS", 0.01)
-    monkeypatch.setattr(wishes, "FIRST_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(puncher, "FIRST_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(puncher, "CALLS_PER_SECOND", 1e9)
 
 

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from equipoise.dht.punch.messages import (
+    MAX_INSIDE,
     MAX_MESSAGE_BYTES,
     MAX_REASON_CHARACTERS,
     MAX_TRIES,
+    MIN_PORT,
     Echo,
     End,
     Go,
-    Malformed,
-    Offer,
+    NoPlace,
+    Places,
     Probe,
     decode,
     encode,
+    judge,
+    obstacle,
+    targets,
 )
-from equipoise.dht.punch.places import MAX_INSIDE, MIN_PORT, NoPlace, Places, judge, obstacle, targets
+from equipoise.dht.sanitize import Malformed
 
 HOME = ("192.168.1.2", 5001)
 ROUTER = ("44.0.0.1", 5001)
@@ -36,8 +41,8 @@ def places(host: str, *inside: str, port: int = 5002) -> Places:
 @pytest.mark.parametrize(
     "message",
     [
-        Offer(ROUTER, (HOME,)),
-        Offer(("2001:4860::1", 65535), (), False),
+        Places(ROUTER, (HOME,)),
+        Places(("2001:4860::1", 65535), (), False),
         Probe(1),
         Echo(MAX_TRIES),
         Go(2),

@@ -9,16 +9,15 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from equipoise.dht.direct import mirror, parking
-from equipoise.dht.direct.channel import DirectChannel
 from equipoise.dht.direct.preface import PREFACE_BYTES
 from equipoise.dht.direct.refusals import Refused
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
-from equipoise.dht.punch.coordination import Coordination
-from equipoise.dht.punch.messages import Offer, encode
-from equipoise.dht.punch.places import NoPlace
+from equipoise.dht.punch.messages import NoPlace, Places, encode
 from equipoise.dht.punch.port import SharedPort
+from equipoise.dht.punch.puncher import Coordination
 from equipoise.dht.streams import Stream, send_message
+from equipoise.dht.transport import FramedChannel
 from fakes.direct import Peers, introduce, port_of, refused
 
 
@@ -47,13 +46,13 @@ class Hidden:
         self.streams = streams
 
     def side(self, own: DirectTransport, other: DirectTransport, begins: bool) -> Coordination:
-        async def opens(port: SharedPort, place: tuple[str, int]) -> DirectChannel:
+        async def opens(port: SharedPort, place: tuple[str, int]) -> FramedChannel:
             connection = await port.connect(place)
             return await own.punch(other.peer, connection, place, dialled=begins)
 
         return Coordination(self.streams[not begins], begins, [port_of(self.public)], opens)
 
-    async def punch(self) -> tuple[DirectChannel, DirectChannel]:
+    async def punch(self) -> tuple[FramedChannel, FramedChannel]:
         """Both ends of a channel."""
         first, second = self.side(self.first, self.second, True), self.side(self.second, self.first, False)
         assert await run(first, second) == ["", ""]
@@ -172,7 +171,7 @@ async def test_noise_on_the_relayed_stream_ends_it(hidden: Hidden) -> None:
 async def test_a_stream_that_ends_ends_it(hidden: Hidden) -> None:
     introduce(hidden.first, hidden.second)
     side = hidden.side(hidden.second, hidden.first, False)
-    await send_message(hidden.streams[0], encode(Offer(("127.0.0.1", 9))))
+    await send_message(hidden.streams[0], encode(Places(("127.0.0.1", 9))))
     hidden.streams[0].close()
     assert "the relayed stream has ended" in await side.run()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equipoise.dht.punch.wishes import (
+from equipoise.dht.punch.puncher import (
     FIRST_RETRY_SECONDS,
     MAX_AT_ONCE,
     MAX_RETRY_SECONDS,

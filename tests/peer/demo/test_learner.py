@@ -7,7 +7,7 @@ import torch
 
 from equipoise.peer.demo.digits import Digits, deal, split_digits
 from equipoise.peer.demo.learner import Learner, train_alone
-from equipoise.peer.demo.options import BATCH
+from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER
 
 
 @pytest.fixture(scope="module")
@@ -42,37 +42,24 @@ def test_an_epoch_sees_every_own_image_once(halves: tuple[Digits, Digits]) -> No
     assert sum(sizes) == len(share.labels)
 
 
-def test_alone_is_what_the_same_updates_by_hand_give(halves: tuple[Digits, Digits]) -> None:
+def test_alone_makes_as_many_updates_each_of_a_peers_part_of_the_target(
+    halves: tuple[Digits, Digits],
+) -> None:
     share = deal(halves[0], 2, 4)
     by_hand = Learner(share, seed=2)
     for _ in range(3):
-        by_hand.backward()
-        by_hand.update()
-    assert train_alone(share, 2, [1, 1, 1]).digest() == by_hand.digest()
+        by_hand.backward(BATCHES_PER_PEER)
+        by_hand.optimizer.step()
+    assert train_alone(share, 2, 3).digest() == by_hand.digest()
 
 
-def test_alone_weighs_batches_by_their_samples(halves: tuple[Digits, Digits]) -> None:
+def test_a_gradient_of_several_batches_weighs_them_by_their_samples(halves: tuple[Digits, Digits]) -> None:
     """All batches of an epoch make the gradient of the whole share, though the last batch is smaller."""
     share = deal(halves[0], 0, 4)
     assert len(share.labels) % BATCH
-    alone = train_alone(share, 0, [-(-len(share.labels) // BATCH)])
-    whole = Learner(share, seed=0)
+    learner, whole = Learner(share, seed=0), Learner(share, seed=0)
+    _, samples = learner.backward(-(-len(share.labels) // BATCH))
+    assert samples == len(share.labels)
     torch.nn.functional.cross_entropy(whole.model(share.pixels), share.labels).backward()
-    for ours, expected in zip(alone.model.parameters(), whole.model.parameters(), strict=True):
+    for ours, expected in zip(learner.model.parameters(), whole.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-6)
-
-
-def test_a_state_is_all_that_the_next_update_depends_on(halves: tuple[Digits, Digits]) -> None:
-    ahead, behind = (Learner(deal(halves[0], 0, 4), seed=0) for _ in range(2))
-    for _ in range(3):
-        ahead.backward()
-        ahead.update()
-    with torch.no_grad():
-        for name, tensor in behind.state().items():
-            tensor.copy_(ahead.state()[name])
-    assert behind.updates == 3
-    for parameter, other in zip(behind.model.parameters(), ahead.model.parameters(), strict=True):
-        parameter.grad = other.grad
-    ahead.update()
-    behind.update()
-    assert behind.digest() == ahead.digest()

@@ -86,9 +86,7 @@ class Notes:
 
 
 def stepped(update: int) -> Stepped:
-    return Stepped(
-        update=update, group=3, contributors=3, loss=1.0, bytes_sent=1, bytes_received=1, seconds=0.1
-    )
+    return Stepped(update=update, group=3, contributors=3, loss=1.0, bytes_sent=1, seconds=0.1)
 
 
 DONE = Finished(digest="d", accuracy=0.96, alone=0.9, values=10)

@@ -13,8 +13,7 @@ import torch
 from equipoise.averaging.state import StateId
 from equipoise.peer.training import lineage, replica
 from equipoise.peer.training.lineage import CHECK_EVERY
-from equipoise.peer.training.member import CATCH_UP_SECONDS, POLL_SECONDS
-from equipoise.peer.training.subject import FINISH_SECONDS, Finished
+from equipoise.peer.training.member import CATCH_UP_SECONDS, FINISH_SECONDS, POLL_SECONDS, Finished
 from fakes.trainers import SAMPLES, Trainer, adamw, assert_alike
 from fakes.training import FakeRun, FakeSwarm
 from oracles.training import network

@@ -37,7 +37,7 @@ from equipoise.peer.training.events import (
     Stopped,
 )
 from equipoise.peer.training.lineage import CHECK_EVERY, beginning, follow
-from equipoise.peer.training.means import affordable
+from equipoise.peer.training.member import affordable
 from equipoise.peer.training.missed import MAX_MISSED, within_reach
 from equipoise.peer.training.replica import (
     ATTENDANCE,

@@ -1,0 +1,1 @@
+"""Exchanges between pairs of peers, whenever two are free."""

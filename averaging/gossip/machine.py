@@ -1,0 +1,267 @@
+"""Pairing: the machine that forms pairs, of one peer in one run.
+
+A free peer proposes to a random live partner, with its signed join, and to one at a time. A free partner puts the
+manifest of the pair together, begins the round, and sends it. Any other declines at once and says after how long to ask
+again. Two peers that propose to each other make one pair: the one with the smaller PeerID puts it together.
+
+A peer that was declined listens for a while before it asks again: it is then free for those that ask it. If all free
+peers kept asking, none would be free to be asked.
+
+A peer begins at most one exchange each time that it becomes ready, whatever comes later. So it is never in two. A
+partner whose manifest comes too late finds nobody in its round, which fails there and has changed nothing.
+
+Each peer numbers its own exchanges; a pair's round has the number of the peer that proposed.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from equipoise.averaging.gossip.topology import partners
+from equipoise.averaging.manifest import Join, Manifest, ManifestError, shortfall
+from equipoise.averaging.matchmaking.events import (
+    Announce,
+    BecameReady,
+    CandidatesSeen,
+    Event,
+    Form,
+    MessageReceived,
+    PeerLost,
+    RoundEnded,
+    Withdrew,
+)
+from equipoise.averaging.matchmaking.inspection import Inspection
+from equipoise.averaging.matchmaking.matchmaker import Matchmaker
+from equipoise.averaging.matchmaking.messages import (
+    MAX_DETAIL_CHARS,
+    GroupFormed,
+    JoinRefused,
+    JoinRequest,
+    Whereabouts,
+    Why,
+)
+from equipoise.averaging.matchmaking.roster import DIAL_SECONDS, SILENT_SECONDS
+from equipoise.averaging.matchmaking.standing import Standing
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
+
+PAIR = 2
+
+LEAST_WAIT, MOST_WAIT = 0.05, 5.0
+"""Bounds on the seconds after which a peer that declined says it may be asked again: what it says is a guess from its
+past, and a peer that trains may become free at any moment."""
+
+LISTEN_SECONDS, MAX_LISTEN_SECONDS = 0.05, 1.0
+"""How long a declined peer listens, on average, before it asks again: twice as long each time, to a maximum. An answer
+from another continent takes a third of a second."""
+
+REFUSED_SECONDS = 30.0
+"""How long a peer is not asked that refused for a reason which does not pass: another version, another spec."""
+
+MEMORY = 0.2
+"""Weight of the last duration in the moving averages that waits are guessed from."""
+
+
+class Pairing(Matchmaker):
+    """One peer's pairs in one run. Times are seconds of one monotonic clock.
+
+    Args:
+        standing: Where the peer stands in the run.
+        topology: One of `topology.TOPOLOGIES`.
+        chance: Draws partners and waits.
+    """
+
+    def __init__(self, standing: Standing, topology: str, chance: Random) -> None:
+        super().__init__(standing)
+        self._topology = topology
+        self._chance = chance
+        self._inspection = Inspection(standing)
+        self._wants: BecameReady | None = None
+        self._own: Join | None = None
+        self._asked: str | None = None
+        self._answer_by = float("inf")
+        self._asks_at = float("-inf")
+        self._listens = LISTEN_SECONDS
+        self._away: dict[str, float] = {}
+        self._since = float("-inf")
+        self._usual = {"exchange": LEAST_WAIT, "pause": LEAST_WAIT}
+        self._announced = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether a partner is sought for this peer."""
+        return self._wants is not None
+
+    @property
+    def state(self) -> RunState:
+        """Where the next exchange stands."""
+        others = self._standing.roster.count
+        if self._exchanging is not None:
+            return Exchanging(PAIR, self._exchanging.round)
+        if not others:
+            return NoPeers()
+        return Gathering(1, PAIR, self._reason) if self.ready else Idle(others)
+
+    def _take(self, event: Event, now: float) -> None:
+        match event:
+            case CandidatesSeen(candidates):
+                self._standing.roster.see(candidates, now)
+                self._standing.meet(now)
+            case BecameReady():
+                self._begin(event, now)
+            case Withdrew():
+                self._wants = self._asked = self._exchanging = None
+                self._since, self._reason = now, "withdrawn"
+            case MessageReceived(peer, message):
+                self._standing.roster.hear(peer, now)
+                self._receive(peer, message, now)
+            case PeerLost(peer):
+                if peer == self._asked:
+                    self._listen(now, 0.0)
+                self._lose(peer, now)
+            case RoundEnded(round):
+                if self._exchanging is not None and self._exchanging.round == round:
+                    self._exchanging = None
+                    self._learn("exchange", now)
+                    self._reason = f"exchange {round} is over"
+
+    def _lose(self, peer: str, now: float) -> None:
+        """A channel that breaks says little of the peer; one that cannot be opened anew, by a word to it, says more."""
+        standing = self._standing
+        if standing.roster.doubt(peer, now):
+            standing.send(peer, standing.whereabouts(asks=True))
+        else:
+            standing.roster.lose(peer, now)
+
+    def _begin(self, event: BecameReady, now: float) -> None:
+        if self._wants is not None:
+            raise ValueError("expected BecameReady while not ready, this peer seeks a partner already")
+        self._own = self._standing.join(event)
+        self._wants, self._exchanging = event, None
+        self._asks_at, self._listens = now, LISTEN_SECONDS
+        self._learn("pause", now)
+
+    def _receive(self, peer: str, message: object, now: float) -> None:
+        match message:
+            case JoinRequest():
+                self._proposed(peer, message, now)
+            case JoinRefused() if peer == self._asked and self._own and message.ticket == self._own.ticket:
+                self._listen(now, message.wait if message.why is Why.BUSY else REFUSED_SECONDS)
+            case GroupFormed():
+                self._formed(peer, message, now)
+            case Whereabouts(asks=True):
+                self._standing.send(peer, self._standing.whereabouts())
+
+    # ---- the partner ----
+
+    def _proposed(self, peer: str, request: JoinRequest, now: float) -> None:
+        join, objection = request.join, self._inspection.mismatch(request)
+        if objection is None and not self._takes(peer):
+            objection = Why.BUSY, "it is not free"
+        if objection is None:
+            objection = self._inspection.forgery(peer, join, now) or self._accept(join, now)
+        if objection is not None:
+            why, detail = objection
+            wait = self._wait(now)
+            refusal = JoinRefused(self._standing.run, join.ticket, why, detail[:MAX_DETAIL_CHARS], wait=wait)
+            self._standing.send(peer, refusal)
+
+    def _takes(self, peer: str) -> bool:
+        """Whether this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
+        crossing = self._asked == peer and self._standing.peer < peer
+        return self.ready and (self._asked is None or crossing)
+
+    def _accept(self, join: Join, now: float) -> tuple[Why, str] | None:
+        standing = self._standing
+        assert self._wants is not None, "it takes the join"
+        manifest = Manifest.of(standing.peer, [join, standing.join(self._wants, join.round)])
+        problem = shortfall(manifest.members)
+        if problem:
+            return Why.NOT_VALID, problem
+        standing.send(join.peer, GroupFormed(standing.run, manifest, 0.0))
+        self._exchange(manifest, join.peer, now)
+        return None
+
+    def _wait(self, now: float) -> float:
+        """Guess after how many seconds this peer is free."""
+        if self.ready:
+            return LEAST_WAIT
+        usual = self._usual["pause"] + (self._usual["exchange"] if self._exchanging else 0.0)
+        return min(max(usual - (now - self._since), LEAST_WAIT), MOST_WAIT)
+
+    # ---- the peer that proposes ----
+
+    def _formed(self, peer: str, message: GroupFormed, now: float) -> None:
+        manifest = message.manifest
+        if self._own is None or not self.ready or peer not in manifest.peers:
+            return
+        try:
+            self._standing.check(manifest, self._own)
+        except ManifestError as error:
+            self._reason = f"{peer} sent a manifest that is not valid: {error}"
+            if peer == self._asked:
+                self._listen(now, REFUSED_SECONDS)
+            return
+        self._exchange(manifest, peer, now)
+
+    def _listen(self, now: float, away: float) -> None:
+        """The peer that was asked does not answer, or not before so many seconds have passed."""
+        assert self._asked is not None, "it was asked"
+        self._away[self._asked] = now + away
+        self._reason = f"{self._asked} is not free for an exchange"
+        self._asked = None
+        self._pause(now)
+
+    def _pause(self, now: float) -> None:
+        self._asks_at = now + self._listens * self._chance.uniform(0.5, 1.5)
+        self._listens = min(2 * self._listens, MAX_LISTEN_SECONDS)
+
+    def _propose(self, now: float) -> None:
+        standing, roster = self._standing, self._standing.roster
+        assert self._own is not None, "it is ready"
+        self._away = {peer: until for peer, until in self._away.items() if until > now}
+        near = partners(self._topology, roster.others(now), standing.peer)
+        if not self._own.dialable:
+            near = tuple(roster.dialable_others(near, now))
+        free = [peer for peer in near if peer not in self._away]
+        if not free:
+            self._reason = f"all {len(near)} partners are busy" if near else "no partner is known"
+            self._pause(now)
+            return
+        self._asked = self._chance.choice(free)
+        self._reason = f"{self._asked} was asked for an exchange"
+        self._answer_by = now + DIAL_SECONDS + SILENT_SECONDS
+        roster.ask(self._asked, now)
+        standing.send(self._asked, JoinRequest(standing.run, self._own))
+
+    # ---- both ----
+
+    def _exchange(self, manifest: Manifest, partner: str, now: float) -> None:
+        self._learn("seek", now)
+        self._wants = self._own = self._asked = None
+        self._exchanging = manifest
+        self._standing.round += 1
+        self._standing.roster.shared(manifest.peers)
+        self._reason = f"exchange {manifest.round} with {partner}"
+        self._standing.out.append(Form(manifest, self._reason))
+
+    def _learn(self, what: str, now: float) -> None:
+        """One of this peer's states is over: `pause`, `seek` or `exchange`."""
+        if self._since > float("-inf") and what in self._usual:
+            self._usual[what] += MEMORY * (now - self._since - self._usual[what])
+        self._since = now
+
+    def _settle(self, now: float) -> None:
+        roster = self._standing.roster
+        roster.lose_silent(now)
+        if self._asked is not None and (now >= self._answer_by or not roster.alive(self._asked, now)):
+            self._listen(now, REFUSED_SECONDS)
+        if self.ready and self._asked is None and now >= self._asks_at:
+            self._propose(now)
+        if not self._announced:
+            self._announced = True
+            self._standing.out.append(Announce(False, self._standing.round, self._reason))
+        self._deadline = roster.silent_at
+        if self._asked is not None:
+            self._deadline = min(self._deadline, self._answer_by)
+        elif self.ready:
+            self._deadline = min(self._deadline, self._asks_at)

@@ -1,0 +1,43 @@
+"""What a rule is: it makes one vector of the contributions to a round."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+
+
+class Reduced(NamedTuple):
+    """What a rule made of contributions.
+
+    Attributes:
+        values: [d], of the contributions' dtype.
+        scores: f64 [n]: how much each contribution counted, 0 to 1.
+    """
+
+    values: torch.Tensor
+    scores: torch.Tensor
+
+
+class Rule(ABC):
+    """One way to combine contributions, value by value: each owner applies it to its share.
+
+    It is a pure function, each operation rounded on its own, so that every owner would produce the same bytes.
+
+    Attributes:
+        name: What specs call it.
+        spec: The canonical spec: all options, in the documented order.
+    """
+
+    name: str
+    spec: str
+
+    @abstractmethod
+    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
+        """Combine contributions.
+
+        Args:
+            rows: f32 or f64 [n, d], in member order, n >= 1. They are not changed.
+            weights: f64 [n], above 0.
+        """

@@ -1,1 +1,0 @@
-"""A deterministic simulator of rounds: the real machines under a virtual clock."""

@@ -1,0 +1,279 @@
+"""Peers dial each other back on request, which is how one behind a NAT finds out that it is.
+
+Like libp2p's AutoNAT, which p2pd would take a quarter of a minute to ask, and asks of public addresses only. The
+asker names ports and addresses; only its own machine is dialled: the IP address that its connection comes from, and,
+where that is a private one, others of the same private networks. A try is one TCP connection and the greeting
+that libp2p's listeners send, or, at the direct port, one question of `mirror`; so nobody can be made to dial a third
+party.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Annotated, Literal
+
+import msgspec
+
+from equipoise.dht import messages
+from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
+from equipoise.dht.dialer import GREETING, Unreached, probe, told
+from equipoise.dht.direct import mirror
+from equipoise.dht.direct.sockets import connect
+from equipoise.dht.interfaces import network_of
+from equipoise.dht.limits import RateLimit
+from equipoise.dht.link import Link
+from equipoise.dht.records import Addresses
+from equipoise.dht.sanitize import printable
+
+WITNESSES = 3
+"""Peers asked: a neighbour on the same network reaches what the rest of the world does not."""
+TRUSTED_SECONDS = 300.0
+"""An answer is asked for again after so long: routers forget port mappings, machines move."""
+UNANSWERED_SECONDS = 10.0
+"""Seconds after which this peer asks a peer again that gave no answer or was too busy to try."""
+MAX_ASKED = 1024
+DIALBACK = "equipoise.dht.dialback"
+DIALBACK_SECONDS = 4.0
+"""A try takes at most 2 s; the rest is for the way there and back."""
+MAX_TARGETS = 6
+MAX_AT_ONCE = 8
+"""Dial-backs under way for others; a further one is told to come again."""
+CALLS_PER_SECOND = 0.5
+BURST = 5.0
+"""A daemon asks three peers, and again after its addresses have changed."""
+MAX_TEXT = 200
+
+Verdict = Literal["unknown", "direct", "private"]
+Probe = Callable[[str, int], Awaitable[None]]
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+
+
+class Ask(messages.Versioned, frozen=True, kw_only=True):
+    """Try to dial me.
+
+    Attributes:
+        addresses: Where I listen, in the form that `--join` takes.
+        direct: TCP port of my direct listener, to be tried at the hosts where I am seen; 0: none.
+    """
+
+    addresses: Addresses
+    direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+
+
+class Answer(messages.Versioned, frozen=True, kw_only=True):
+    """What came of it.
+
+    Attributes:
+        seen: IP addresses that the asker's connections come from, as the author sees them.
+        reached: Addresses that led to the asker, in the form that `--listen` takes.
+        failed: Why none did, if none did.
+        busy: Whether nothing was tried.
+        direct: TCP port of the author's direct listener, which tells whoever asks where it comes from; 0: none.
+        blocked: Why the asker's direct port could not be opened; empty if it was, or not tried.
+    """
+
+    seen: Text = ""
+    reached: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
+    failed: Text = ""
+    busy: bool = False
+    direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    blocked: Text = ""
+
+
+class Reachability:
+    """Judges whether others can dial this peer, from what those said who tried. Sans IO.
+
+    Attributes:
+        verdict: `direct`, `private` or, before anybody has tried, `unknown`.
+        reason: Why, in one line.
+        addresses: Those that led here when last heard of; a router's, if it forwards a port.
+    """
+
+    def __init__(self, hidden: str = "") -> None:
+        """`hidden` says why nobody could dial this peer whatever they tried; then nobody is asked."""
+        self._hidden = hidden
+        self._asked: dict[str, float] = {}
+        self._heard: dict[str, tuple[float, Answer]] = {}
+        self.verdict: Verdict = "private" if hidden else "unknown"
+        self.reason = hidden or "no peer has tried to dial it yet"
+        self.addresses: tuple[str, ...] = ()
+
+    def whom(self, candidates: Iterable[str], now: float) -> list[str]:
+        """Choose the peers to ask now, and count them as asked."""
+        if self._hidden:
+            return []
+        self._heard = {
+            peer: (at, said) for peer, (at, said) in self._heard.items() if at + TRUSTED_SECONDS > now
+        }
+        self._asked = {peer: at for peer, at in self._asked.items() if at + UNANSWERED_SECONDS > now}
+        room = min(WITNESSES - len(self._heard), MAX_ASKED - len(self._asked))
+        chosen = [peer for peer in candidates if peer not in self._heard and peer not in self._asked][
+            : max(0, room)
+        ]
+        self._asked |= dict.fromkeys(chosen, now)
+        return chosen
+
+    def hear(self, peer: str, finding: Answer, now: float) -> bool:
+        """Weigh what `peer` found; return whether the verdict or the addresses are others now.
+
+        Most of those who tried decide. If they are even it is `private`: owning no share costs this peer nothing,
+        being given one that half the group cannot reach costs everybody the round.
+        """
+        self._heard[peer] = now, finding
+        said = [one for _, one in self._heard.values()]
+        reached = [one for one in said if one.reached]
+        before = self.verdict, self.addresses
+        self.addresses = tuple(dict.fromkeys(address for one in reached for address in one.reached))
+        self.verdict = "direct" if 2 * len(reached) > len(said) else "private"
+        if self.verdict == "direct":
+            self.reason = f"{len(reached)} of {_peers(len(said))} reached it at {reached[-1].reached[0]}"
+            blocked = [one.blocked for one in reached if one.blocked]
+            if blocked:
+                # It is `direct` all the same: libp2p carries what the direct port does not.
+                self.reason += f"; {len(blocked)} cannot open a direct channel to it: {blocked[-1]}"
+        else:
+            failed = next(one for one in reversed(said) if not one.reached)
+            self.reason = f"{len(said) - len(reached)} of {_peers(len(said))} failed, {failed.failed}"
+        return (self.verdict, self.addresses) != before
+
+    @property
+    def direct_ports(self) -> dict[str, int]:
+        """The ports of the witnesses' direct listeners, by PeerID."""
+        return {peer: said.direct for peer, (_, said) in self._heard.items() if said.direct}
+
+    def doubt(self) -> None:
+        """Ask everybody again: this peer's addresses are others now, or its network is."""
+        self._heard.clear()
+        self._asked.clear()
+        self.addresses = ()
+
+
+def _peers(count: int) -> str:
+    return f"{count} peer{'' if count == 1 else 's'}"
+
+
+class DialBack:
+    """Dials back for others, and asks them to; `direct` tells the port of this peer's direct listener, 0 for none."""
+
+    def __init__(self, link: Link) -> None:
+        self.direct: Callable[[], int] = lambda: 0
+        self._link = link
+        self._limit = RateLimit(CALLS_PER_SECOND, BURST)
+        self._under_way = 0
+
+    async def ask(self, peer: str, addresses: tuple[str, ...]) -> Answer | None:
+        """Have `peer` dial back; None if it did not try.
+
+        Raises:
+            ConnectionError: It does not answer.
+            messages.MessageError: Its answer is none.
+        """
+        question = messages.encode(Ask(addresses=addresses, direct=self.direct()))
+        data = await self._link.call(peer, DIALBACK, question, DIALBACK_SECONDS)
+        answer = messages.decode(data, Answer)
+        if answer.busy:
+            return None
+        reached = tuple(one for one in answer.reached if _is_listen_address(one))
+        failed, blocked = printable(answer.failed, MAX_TEXT), printable(answer.blocked, MAX_TEXT)
+        return Answer(reached=reached, failed=failed, direct=answer.direct, blocked=blocked)
+
+    async def answer(self, peer: str, data: bytes) -> bytes:
+        """Answer the call of `peer`."""
+        if self._under_way >= MAX_AT_ONCE or not self._limit.allow(peer, time.monotonic()):
+            return messages.encode(Answer(busy=True))
+        ask = messages.decode(data, Ask)
+        self._under_way += 1
+        try:
+            seen = direct_hosts((await self._link.connections()).get(peer, ()))
+            where = targets(seen, ask.addresses)
+            # Only where it comes from: neighbours that it names have asked for nothing, and are told nothing.
+            hosts = seen[:MAX_TARGETS] if where and ask.direct else []
+            answer, other = await asyncio.gather(
+                _try_all(seen, where, greeted),
+                _try_all(seen, [(host, ask.direct) for host in hosts], answered),
+            )
+            blocked = other.failed if hosts and not other.reached else ""
+            return messages.encode(msgspec.structs.replace(answer, direct=self.direct(), blocked=blocked))
+        finally:
+            self._under_way -= 1
+
+
+def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
+    """Return what may be dialled for a peer that is seen at the hosts `seen` and says it listens at `addresses`."""
+    found: dict[tuple[str, int], None] = {}
+    for text in addresses:
+        try:
+            address = parse_address(text)
+        except AddressError:
+            continue
+        if address.relayed:
+            continue
+        found |= dict.fromkeys((host, address.port) for host in seen)
+        if any(_neighbours(host, address.host) for host in seen):
+            found[address.host, address.port] = None
+    return list(found)[:MAX_TARGETS]
+
+
+async def greeted(host: str, port: int) -> None:
+    """Open a connection on which libp2p must greet; raises Unreached if nobody answers, or something else."""
+    await probe(host, port, GREETING)
+
+
+async def answered(host: str, port: int) -> None:
+    """Open a connection on which a direct listener must answer a question; raises Unreached if nobody does."""
+    async with told(host, port):
+        connection = await connect(host, port)
+        try:
+            await mirror.ask(connection)
+        finally:
+            connection.close()
+
+
+async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe) -> Answer:
+    async def one(host: str, port: int) -> tuple[str, str]:
+        try:
+            await attempt(host, port)
+        except Unreached as error:
+            return "", str(error)
+        return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}", ""
+
+    results = await asyncio.gather(*(one(host, port) for host, port in where))
+    failures = [why for _, why in results if why]
+    return Answer(
+        seen=", ".join(seen)[:MAX_TEXT],
+        reached=tuple(place for place, _ in results if place),
+        failed=(failures[0] if failures else "it listens nowhere that could be tried")[:MAX_TEXT],
+    )
+
+
+def _is_listen_address(text: str) -> bool:
+    try:
+        parse_listen(text)
+    except AddressError:
+        return False
+    return True
+
+
+def direct_hosts(paths: Iterable[str]) -> list[str]:
+    """Return the IP addresses at the other ends of p2pd's connections, those through relays left out."""
+    return list(dict.fromkeys(path.split("/")[2] for path in paths if not is_relayed(path)))
+
+
+def _neighbours(seen: str, host: str) -> bool:
+    """Whether both are of one private network: the asker is a neighbour, and may be dialled there.
+
+    Not another network of this machine's, and never this machine itself unless the asker is on it: by what is said of
+    why a dial failed, a neighbour could look around in places where it has no business.
+    """
+    try:
+        one, other = ipaddress.ip_address(seen), ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    if one.version != other.version or one.is_global or other.is_global or other.is_multicast:
+        return False
+    if one.is_loopback or other.is_loopback:
+        return one.is_loopback and other.is_loopback
+    return other in network_of(one)

@@ -1,0 +1,46 @@
+"""What strangers wrote: decoded within bounds, and made fit for a terminal and a log."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+MAX_SHOWN_CHARACTERS = 200
+"""A foreign string takes at most two lines of a terminal."""
+
+_T = TypeVar("_T")
+
+
+class Malformed(ValueError):
+    """Bytes of a stranger are not what they must be; the message says why, in one line."""
+
+
+def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int) -> _T:
+    """Decode one msgpack value of at most `limit` bytes.
+
+    msgspec bounds the rest by itself, also in fields that it skips: it recurses no deeper than Python may, and takes no
+    memory for elements that are announced and not there.
+
+    Raises:
+        Malformed: It is longer, cut off, of another type, too deep, or bytes follow it.
+    """
+    if len(data) > limit:
+        raise Malformed(f"expected at most {limit} bytes, got {len(data)}")
+    try:
+        return decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise Malformed(printable(str(error))) from None
+
+
+def escaped(text: str, kept: str = "\t\n") -> str:
+    """Return `text` with control characters, direction overrides and the like escaped, except those in `kept`."""
+    return "".join(
+        one if one.isprintable() or one in kept else one.encode("unicode_escape").decode() for one in text
+    )
+
+
+def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
+    """Return `text` escaped, and cut to `limit` characters."""
+    shown = escaped(text[:limit], kept="")
+    return shown if len(shown) <= limit and len(text) <= limit else shown[: limit - 3] + "..."

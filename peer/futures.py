@@ -1,0 +1,279 @@
+"""What has been started and goes on in the daemon: rounds and downloads, and what a script gets of them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.state import StateId
+from equipoise.peer.errors import DaemonLost, EquipoiseError
+from equipoise.peer.link import Link
+from equipoise.peer.messages import (
+    MAX_TIMEOUT,
+    Done,
+    FetchMean,
+    FetchState,
+    MeanFetched,
+    ReplyBody,
+    RequestBody,
+    RoundEnded,
+    StartRound,
+    StateFetched,
+    StopFetch,
+    StopRound,
+)
+from equipoise.peer.shared_memory import SharedMemory
+
+Ended = TypeVar("Ended")
+
+GRACE = 0.8
+"""Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
+
+Named = Mapping[str, torch.Tensor]
+
+Reader = Callable[[torch.Tensor], tuple[Named, Named]]
+"""Takes a mean, f32 [D]; returns its values, and its buffers, by name."""
+
+DOWNLOAD_GRACE = 10.0
+"""Seconds past its timeout in which the daemon must have answered; it may just then be busy with an image."""
+
+
+class Pending(ABC, Generic[Ended]):
+    """What the daemon is working on for this client; collected once, by the first thread that calls `result`."""
+
+    what: ClassVar[str]
+    """What it is, in messages."""
+
+    grace: ClassVar[float]
+    """Seconds past its deadline in which the daemon must have answered."""
+
+    def __init__(self, link: Link, reply: concurrent.futures.Future[ReplyBody], deadline: float) -> None:
+        """`deadline` is on the monotonic clock."""
+        self._link = link
+        self._reply = reply
+        self._deadline = deadline
+        self._lock = threading.Lock()
+        self._ended: Ended | EquipoiseError | None = None
+
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return self._reply.done()
+
+    def wait(self, timeout: float) -> bool:
+        """Wait, collecting nothing, until `done` or for `timeout` seconds; returns whether it is done."""
+        return bool(concurrent.futures.wait([self._reply], timeout).done)
+
+    def result(self, timeout: float | None = None) -> Ended:
+        """Wait for the end.
+
+        Args:
+            timeout: Seconds to wait here; by default until its own timeout, which always ends it.
+
+        Raises:
+            TimeoutError: It is still going on; call again later.
+            Refused: The daemon did not begin it; says why.
+        """
+        limit = max(self._deadline + self.grace - time.monotonic(), 0.0)
+        if timeout is not None and timeout < limit and not self.wait(timeout):
+            raise TimeoutError(f"the {self.what} has not ended within {timeout:g} s; call result() again")
+        with self._lock:
+            if self._ended is None:
+                self._ended = self._collect(limit)
+        if isinstance(self._ended, EquipoiseError):
+            raise self._ended
+        return self._ended
+
+    @abstractmethod
+    def _collect(self, limit: float) -> Ended | EquipoiseError:
+        """Wait `limit` seconds for the daemon's answer, and do what follows from it."""
+
+
+class PendingRound(Pending[Outcome]):
+    """The outcome of a round, and the tensors' new values, once the daemon has it.
+
+    Tensors are written by the thread that calls `result`, the first time that it returns, and never before: the script
+    that trains meanwhile decides when they change. If the daemon has gone, the outcome is not ok and says so, and they
+    are untouched.
+    """
+
+    what = "round"
+    grace = GRACE
+
+    def __init__(
+        self,
+        link: Link,
+        request: StartRound,
+        deadline: float,
+        settle: Callable[[Outcome | None], None],
+    ) -> None:
+        """Begin it; `settle` is called once, with None if the daemon refused the round."""
+        super().__init__(link, link.start(request), deadline)
+        self._run = request.run
+        self._settle = settle
+        self._started = time.time()
+
+    def stop_search(self, why: str) -> None:
+        """End the search for a group, if none has formed yet; `result` is then not ok, and says `why`."""
+        if not self.done():
+            with contextlib.suppress(DaemonLost):  # That ends it as well.
+                self._link.ask(StopRound(self._run, why), Done)
+
+    def _collect(self, limit: float) -> Outcome | EquipoiseError:
+        try:
+            outcome = self._link.wait(self._reply, RoundEnded, limit).outcome
+        except DaemonLost as error:
+            outcome = Outcome(ok=False, reason=str(error), run=self._run, started=self._started)
+        except EquipoiseError as error:
+            self._settle(None)
+            return error
+        self._settle(outcome)
+        return outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a download came to.
+
+    Attributes:
+        ok: Whether there is an image, every byte of it proved by the digest that the donors agreed on.
+        reason: Why it ended so, in one line.
+        state: Which state the image is of; None if not ok.
+        image: u8 [bytes] in shared memory, of this process alone from now on; None if not ok.
+        sources: PeerID -> bytes that came from it.
+        seconds: From the first question to the last byte.
+    """
+
+    ok: bool
+    reason: str
+    state: StateId | None = None
+    image: memoryview | None = None
+    sources: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What became of a mean that this peer missed.
+
+    Attributes:
+        outcome: What its round came to for those who did not; not ok if the mean is not to be had.
+        values: By name, fp32, in shared memory: what `Run.mean` would hold. Empty if not ok.
+        buffers: By name, fp32: what the module's buffers would become.
+        sources: PeerID -> bytes that came from it.
+        behind: If not ok: how many peers are not as far as this one.
+        unheard: If not ok: how many have not said whether they have it: a round may still be going on there.
+    """
+
+    outcome: Outcome
+    values: Named = field(default_factory=dict)
+    buffers: Named = field(default_factory=dict)
+    sources: dict[str, int] = field(default_factory=dict)
+    behind: int = 0
+    unheard: int = 0
+
+
+class _Download(Pending[Ended]):
+    """Something that the daemon downloads into memory of this process."""
+
+    what = "download"
+    grace = DOWNLOAD_GRACE
+
+    def __init__(
+        self, link: Link, run: str, request: RequestBody, timeout: float, memory: SharedMemory
+    ) -> None:
+        """Begin; `memory` is where it goes, and taken over."""
+        deadline = time.monotonic() + check_timeout(timeout)
+        try:
+            super().__init__(link, link.start(request, [memory.fd]), deadline)
+        except BaseException:
+            memory.close()
+            raise
+        self._run = run
+        self._memory = memory
+
+    def cancel(self) -> None:
+        """End it; `result` then says that it was cancelled, unless it had ended before."""
+        if not self.done():
+            with contextlib.suppress(DaemonLost):  # That ends it as well.
+                self._link.ask(StopFetch(self._run), Done)
+
+    def _collect(self, limit: float) -> Ended | EquipoiseError:
+        try:
+            return self._take(limit)
+        except DaemonLost as error:
+            return self._failed(str(error))
+        except EquipoiseError as error:
+            return error
+        finally:
+            self._memory.close()
+
+    @abstractmethod
+    def _take(self, limit: float) -> Ended:
+        """The end of the download, once the daemon says it."""
+
+    @abstractmethod
+    def _failed(self, reason: str) -> Ended:
+        """The end of a download whose daemon has gone."""
+
+
+class PendingFetch(_Download[Fetched]):
+    """The download of a state; see `Run.fetch`."""
+
+    def __init__(
+        self, link: Link, run: str, at_least: int, limit: int, timeout: float, among: tuple[str, ...] = ()
+    ) -> None:
+        request = FetchState(run, at_least, limit, timeout, among)
+        super().__init__(link, run, request, timeout, SharedMemory.reserve(limit))
+
+    def _take(self, limit: float) -> Fetched:
+        outcome = self._link.wait(self._reply, StateFetched, limit).outcome
+        image = self._memory.view(outcome.size, writable=True) if outcome.ok else None
+        return Fetched(
+            outcome.ok, outcome.reason, outcome.state, image, dict(outcome.sources), outcome.seconds
+        )
+
+    def _failed(self, reason: str) -> Fetched:
+        return Fetched(False, reason)
+
+
+class PendingMean(_Download[Recovered]):
+    """The download of a mean; see `Run.recover`."""
+
+    def __init__(self, link: Link, request: FetchMean, read: Reader) -> None:
+        super().__init__(link, request.run, request, request.timeout, SharedMemory.reserve(request.size))
+        self._read = read
+
+    def _take(self, limit: float) -> Recovered:
+        found = self._link.wait(self._reply, MeanFetched, limit).outcome
+        if not found.round.ok:
+            return Recovered(found.round, behind=found.behind, unheard=found.unheard)
+        memory = self._memory.view(self._memory.capacity, writable=True)
+        values, buffers = self._read(torch.frombuffer(memory, dtype=torch.float32))
+        return Recovered(found.round, values, buffers, dict(found.sources))
+
+    def _failed(self, reason: str) -> Recovered:
+        return Recovered(Outcome(ok=False, reason=reason, run=self._run, started=time.time()))
+
+
+def check_timeout(timeout: float) -> float:
+    """A timeout in seconds that a round may have.
+
+    Raises:
+        ValueError: It is none.
+    """
+    valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
+    if not valid or not 0 < timeout <= MAX_TIMEOUT:
+        raise ValueError(
+            f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout!r}"
+        )
+    return float(timeout)

@@ -1,0 +1,199 @@
+"""Memory that a training script shares with its daemon, behind one descriptor.
+
+A run has a `Region`: two flat fp32 vectors. A state travels as bytes: what a script offers it writes once and the
+daemon only reads. What a script fetches the daemon writes into memory that the script has set aside. The kernel gives
+pages to it once its size is known.
+
+The memory is anonymous: it lives as long as a process has it mapped or holds the descriptor, so nothing is left behind
+when a process dies. On Linux it is a memfd sealed against resizing: a client that could shrink it would end the daemon
+by SIGBUS.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import psutil
+import torch
+
+from equipoise.peer.errors import Refused
+
+VALUE_BYTES = 4
+
+SEALED = hasattr(os, "memfd_create")
+"""Whether memory can be sealed against resizing: on Linux."""
+
+
+class SharedMemory:
+    """Shared memory of `capacity` bytes.
+
+    A mapping goes when the last view of it goes; nothing may unmap it earlier.
+
+    Attributes:
+        fd: The descriptor, until `close`.
+        capacity: Bytes that may be mapped.
+    """
+
+    def __init__(self, fd: int, capacity: int) -> None:
+        self.fd = fd
+        self.capacity = capacity
+
+    def __del__(self) -> None:
+        self.close()  # Of a download that was cancelled nobody may ask the result.
+
+    @classmethod
+    def reserve(cls, capacity: int) -> SharedMemory:
+        """Set aside room for `capacity` bytes; it takes no memory before `allocate`.
+
+        Raises:
+            Refused: There cannot be so much.
+        """
+        fd = _anonymous_file()
+        try:
+            os.ftruncate(fd, capacity)
+            if SEALED:
+                fcntl.fcntl(
+                    fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                )
+        except (OSError, OverflowError, ValueError) as error:
+            os.close(fd)
+            raise Refused(f"cannot set {capacity / 1e6:.1f} MB of shared memory aside: {error}") from error
+        return cls(fd, capacity)
+
+    @classmethod
+    def attach(cls, fd: int, capacity: int) -> SharedMemory:
+        """Take over memory that a client made, having checked that it is what it should be.
+
+        Raises:
+            Refused: It has another size, or could be shrunk, which would end this process by SIGBUS.
+        """
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != capacity or capacity < 1:
+                raise Refused(f"expected {capacity} bytes of shared memory, got {found.st_size}")
+            if SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise Refused("expected shared memory that is sealed against shrinking")
+        except OSError as error:
+            os.close(fd)
+            raise Refused(f"the shared memory cannot be used: {error}") from error
+        except Refused:
+            os.close(fd)
+            raise
+        return cls(fd, capacity)
+
+    def allocate(self, size: int) -> None:
+        """Have the kernel provide the first `size` bytes now: to run out of memory later would end the process.
+
+        Raises:
+            Refused: The machine has not enough.
+        """
+        available = psutil.virtual_memory().available
+        if size > available:
+            raise Refused(
+                f"cannot get {size / 1e6:.1f} MB of shared memory: {available / 1e6:.1f} MB are available",
+                "free memory",
+            )
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self.fd, 0, size)
+        except OSError as error:
+            raise Refused(f"cannot get {size / 1e6:.1f} MB of shared memory: {error}") from error
+
+    def view(self, size: int, writable: bool) -> memoryview:
+        """The first `size` bytes, u8 [size].
+
+        Raises:
+            Refused: They cannot be mapped.
+        """
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        try:
+            return memoryview(mmap.mmap(self.fd, size, access=access))
+        except (OSError, ValueError) as error:
+            raise Refused(f"the shared memory cannot be mapped: {error}") from error
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class Region:
+    """Two vectors of `values` fp32 values in shared memory: [contribution f32 D][result f32 D].
+
+    The mapping goes when the last tensor that aliases it goes; nothing may unmap it earlier.
+
+    Attributes:
+        contribution: f32 [values], written by the client before a round.
+        result: f32 [values], written by the daemon during a round and valid if its outcome is ok.
+        values: Length of each.
+        memory: Both.
+    """
+
+    def __init__(self, memory: SharedMemory, values: int) -> None:
+        mapped = memory.view(memory.capacity, writable=True)
+        self.memory = memory
+        self.values = values
+        both = torch.frombuffer(mapped, dtype=torch.float32)
+        self.contribution, self.result = both[:values], both[values:]
+
+    @classmethod
+    def create(cls, values: int) -> Region:
+        """Make new memory for two vectors of `values` values.
+
+        Raises:
+            Refused: The machine has not enough memory.
+        """
+        memory = SharedMemory.reserve(2 * values * VALUE_BYTES)
+        try:
+            memory.allocate(memory.capacity)
+            return cls(memory, values)
+        except Refused:
+            memory.close()
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, values: int) -> Region:
+        """Map memory that a client made, having checked that it is what it should be; `fd` is taken over and closed.
+
+        Raises:
+            Refused: It has another size, can be resized, or cannot be mapped.
+        """
+        memory = SharedMemory.attach(fd, 2 * values * VALUE_BYTES)
+        try:
+            return cls(memory, values)
+        finally:
+            memory.close()
+
+
+def shared_copy(image: memoryview) -> SharedMemory:
+    """Copy bytes, u8 [bytes], to shared memory.
+
+    Raises:
+        ValueError: There are none.
+        Refused: The machine has not enough memory.
+    """
+    if not image:
+        raise ValueError("expected an image of 1 byte or more, got none")
+    shared = SharedMemory.reserve(len(image))
+    try:
+        shared.allocate(len(image))
+        shared.view(len(image), writable=True)[:] = image
+    except BaseException:
+        shared.close()
+        raise
+    return shared
+
+
+def _anonymous_file() -> int:
+    """A descriptor of memory that goes with its last holder."""
+    if SEALED:
+        return os.memfd_create("equipoise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd, path = tempfile.mkstemp(prefix="equipoise-")
+    Path(path).unlink()
+    return fd

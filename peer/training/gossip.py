@@ -1,0 +1,125 @@
+"""Local steps, and an exchange of parameters with some other peer now and then, for which the loop never waits.
+
+    with peer.join("digits", model, strategy="gossip") as run, Gossip(run, every=10):
+        for batch in batches: ...  # the loop as it is: any torch optimizer over the model's parameters
+
+Asynchronous decentralised SGD (AD-PSGD, Lian 2018, 1710.06952): a peer gives a copy of its parameters to a mean of two,
+and when the mean is there, moves by what it differs from that copy. What the loop has done meanwhile is kept. Both of a
+pair move by opposite amounts, so the sum over all peers changes by local steps alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from types import TracebackType
+from typing import Self, Unpack
+
+import torch
+
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.peer.errors import Refused
+from equipoise.peer.futures import PendingRound
+from equipoise.peer.run import Run
+from equipoise.peer.tensors import named_tensors
+from equipoise.peer.training.options import GossipKeywords, GossipOptions, from_keywords
+from equipoise.peer.training.step_hook import StepHook
+
+FINISH_SECONDS = 10.0
+"""How long the end takes at most, by default: an exchange that goes on, and the all-reduce of those that end too."""
+
+LEAST_SECONDS = 0.1
+"""For the all-reduce, however long the exchange before it took."""
+
+NEWCOMER = ATTENDANCE_LIMIT
+"""Weight of a peer in its first exchange: its partner's model is as good as all of the mean."""
+
+log = logging.getLogger(__name__)
+
+
+class Gossip:
+    """Exchanges with some other peer every so many steps; a context manager.
+
+    Attributes:
+        steps: Steps of the loop's optimizer.
+        last: The outcome of the last exchange that has ended.
+        exchanged: Exchanges that were ok.
+        finished: The outcome of the all-reduce at the end.
+    """
+
+    def __init__(self, run: Run, every: int, **options: Unpack[GossipKeywords]) -> None:
+        """Watch the steps of the optimizer that holds the run's parameters, from `with` on.
+
+        Args:
+            run: Joined with the model and `strategy="gossip"`, and used for nothing else.
+            every: Steps from the beginning of one exchange to that of the next, if that has ended by then.
+            **options: Other fields of `GossipOptions`.
+
+        Raises:
+            TypeError: An option is unknown; names it, and the closest known one.
+            ValueError: An option is out of its range.
+            Refused: Something trains with the run already, or its strategy is another.
+        """
+        self._options = from_keywords(GossipOptions, {"every": every, **options})
+        if run.trained_by:
+            raise Refused(f"run {run.name!r} is trained by {run.trained_by} already", "join another run")
+        if not run.strategy.pairs:
+            raise Refused(
+                f"expected a run whose peers meet in pairs, {run.name!r} has the strategy {run.strategy.spec!r}",
+                'join it with strategy="gossip"',
+            )
+        run.trained_by = type(self).__name__
+        self.steps = self.exchanged = 0
+        self.last: Outcome | None = None
+        self.finished: Outcome | None = None
+        self._run = run
+        self._pending: PendingRound | None = None
+        self._end = run.branch(f"{run.name}/end", run.source, strategy="allreduce:quorum=2")
+        self._hook = StepHook(named_tensors(run.source).values(), self._stepped)
+        run.wait_for(self._options.wait_for)
+
+    def __enter__(self) -> Self:
+        self._hook.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.stop()
+        if error is None and self.finished is None:
+            self.finish()
+
+    def finish(self, timeout: float = FINISH_SECONDS) -> Outcome:
+        """End with one all-reduce among the peers that end too, so that they have one model. `with` does it at its end.
+
+        Args:
+            timeout: Seconds for all of that.
+
+        Returns:
+            The outcome of the all-reduce; not ok where nobody else ends.
+        """
+        deadline = time.monotonic() + timeout
+        if self._pending is not None:
+            self._pending.stop_search("this peer ends")
+            self._pending.wait(timeout)
+            self._collect()
+        left = max(deadline - time.monotonic(), LEAST_SECONDS)
+        self.finished = self._end.average(self._options.weight, left)
+        return self.finished
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.steps += 1
+        if self._pending is not None and self._pending.done():
+            self._collect()
+        if self._pending is None and self.steps % self._options.every == 0:
+            weight = self._options.weight if self.exchanged else NEWCOMER
+            self._pending = self._run.shift(weight, self._options.timeout)
+
+    def _collect(self) -> None:
+        assert self._pending is not None, "an exchange goes on"
+        pending, self._pending = self._pending, None
+        self.last = pending.result()
+        self.exchanged += self.last.ok
+        if self.last.in_doubt:
+            log.warning("run %s: an exchange is in doubt: %s", self._run.name, self.last.reason)

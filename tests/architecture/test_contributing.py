@@ -1,0 +1,48 @@
+"""What CONTRIBUTING shows of new codecs, rules and strategies: each comes in without a change to another file."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import torch
+
+from architecture.sources import ROOT
+from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from fakes.cluster import company
+from fakes.memory import FakeIdentity, Net
+
+MAX_LINES = 35
+"""Of each, imports and the line that registers it included."""
+
+VALUES = 1000
+
+
+async def test_a_codec_a_rule_and_a_strategy_of_thirty_lines_average_together() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
+    assert len(blocks) == 3
+    for block in blocks:
+        assert len(block.splitlines()) <= MAX_LINES
+        exec(compile(block, "CONTRIBUTING.md", "exec"), {})
+    options = RunOptions(strategy="full", rule="midrange", codec="hundredths", part_values=256)
+    spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), options)
+    assert (spec.options.strategy, spec.options.rule) == ("full:members=3", "midrange")
+    net, names = Net(), ["a", "b", "c"]
+    hubs = []
+    for name in names:
+        transport, directory = net.peer(name)
+        hubs.append(Hub(transport, directory, FakeIdentity(name)))
+    runs = [await hub.join(spec) for hub in hubs]
+    await net.acquainted(spec.name, names)
+    await company(runs)
+    given = [torch.full((VALUES,), value) for value in (1.0, 2.0, 5.0)]
+    results = [torch.empty(VALUES) for _ in runs]
+    averaging = [run.average(own, out, 1.0, 20.0) for run, own, out in zip(runs, given, results, strict=True)]
+    outcomes = await asyncio.gather(*averaging)
+    assert all(one.ok for one in outcomes), outcomes[0].reason
+    assert len({one.digest for one in outcomes}) == 1
+    assert all(torch.equal(out, torch.full((VALUES,), 3.0)) for out in results)
+    await asyncio.gather(*(hub.stop() for hub in hubs))

@@ -1,0 +1,57 @@
+"""Exchanges of pairs through the asyncio drivers, over a network in memory: both apply the mean, the sum is kept."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from equipoise.averaging.aio.averager import Averager
+from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from fakes.memory import FakeIdentity, Net
+
+VALUES, EXCHANGES = 600, 6
+
+
+async def test_every_exchange_is_of_two_and_the_sum_is_kept() -> None:
+    options = RunOptions(strategy="gossip", codec="fp32", part_values=256)
+    spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), options)
+    net, names = Net(), [f"peer{index}" for index in range(5)]
+    hubs = {}
+    for name in names:
+        transport, directory = net.peer(name)
+        hubs[name] = Hub(transport, directory, FakeIdentity(name))
+    runs: dict[str, Averager] = {name: await hub.join(spec) for name, hub in hubs.items()}
+    await net.acquainted(spec.name, names)
+    chance = torch.Generator().manual_seed(0)
+    values = {name: torch.randn(VALUES, generator=chance) for name in names}
+    total, spread = sum(values.values()), torch.stack(list(values.values())).std(0).mean()
+
+    async def exchange(name: str) -> list[Outcome]:
+        outcomes, result = [], torch.empty(VALUES)
+        for _ in range(EXCHANGES):
+            outcome = await runs[name].average(values[name], result, 1.0, 2.0)
+            outcomes.append(outcome)
+            if outcome.ok:
+                values[name] = result.clone()
+        return outcomes
+
+    outcomes = [one for each in await asyncio.gather(*map(exchange, names)) for one in each]
+    ok = [one for one in outcomes if one.ok]
+    digests = [one.digest for one in ok]
+    assert len(ok) >= 2 * EXCHANGES
+    assert all(len(one.contributors) == 2 for one in ok)
+    apart = {digest: [one.apart or 0.0 for one in ok if one.digest == digest] for digest in digests}
+    assert all(pair[0] == pytest.approx(pair[1], rel=1e-3, abs=1e-5) for pair in apart.values())
+    assert apart[digests[0]][0] > 0
+    assert not any(one.in_doubt for one in outcomes)
+    assert all(digests.count(digest) == 2 for digest in digests), "applied at both"
+    assert all("no group within" in one.reason for one in outcomes if not one.ok), "the last finds nobody"
+    torch.testing.assert_close(sum(values.values()), total, rtol=0, atol=1e-4)
+    assert torch.stack(list(values.values())).std(0).mean() < spread / 3
+    await asyncio.gather(*(hub.stop() for hub in hubs.values()))

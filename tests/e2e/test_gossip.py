@@ -1,0 +1,101 @@
+"""Gossip among real daemons: exchanges of two, both or neither; and training for which the loop never waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from e2e.learners import shared_daemons
+from e2e.swarm import DaemonProcess, eventually
+from equipoise.peer import Outcome, Run, connect
+from equipoise.peer.training import Gossip
+from oracles.training import batch_of, loss_of, network
+
+pytestmark = pytest.mark.timeout(240)
+
+PEERS, VALUES = 4, 100_000
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[DaemonProcess]]:
+    """Daemons that the tests share: each has a run of its own."""
+    with shared_daemons(tmp_path_factory, PEERS) as places:
+        yield places
+
+
+def spread_of(tensors: list[torch.Tensor]) -> float:
+    return float(torch.stack(tensors).std(0).mean())
+
+
+def test_every_exchange_is_of_two_and_the_sum_is_kept(places: list[DaemonProcess]) -> None:
+    chance = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(VALUES, generator=chance) for _ in places]
+    total, before = torch.stack(tensors).sum(0), spread_of(tensors)
+    enough = threading.Event()
+
+    def exchange(place: DaemonProcess, tensor: torch.Tensor) -> list[Outcome]:
+        outcomes = []
+        with (
+            connect(place.home) as peer,
+            peer.join("pairs", [tensor], strategy="gossip", codec="fp32") as run,
+        ):
+            assert run.wait_for(PEERS - 1)
+            while not enough.is_set():
+                began = time.monotonic()
+                outcomes.append(run.average(timeout=5.0))
+                assert time.monotonic() - began < 7.0, "no call lasts 2 s longer than its timeout"
+                if sum(one.ok for one in outcomes) >= 15:
+                    enough.set()
+            shown = peer.status().runs[0].exchanges
+            assert shown is not None
+            assert shown.ok == sum(one.ok for one in outcomes)
+            assert shown.in_doubt == 0
+        return outcomes
+
+    with ThreadPoolExecutor(PEERS) as pool:
+        outcomes = [one for each in pool.map(exchange, places, tensors) for one in each]
+    ok = [one for one in outcomes if one.ok]
+    assert all(len(one.contributors) == 2 for one in ok)
+    digests = [one.digest for one in ok]
+    assert all(digests.count(digest) == 2 for digest in digests), "applied at both, or at neither"
+    torch.testing.assert_close(torch.stack(tensors).sum(0), total, rtol=0, atol=1e-4)
+    assert spread_of(tensors) < before / 50
+
+
+def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess]) -> None:
+    def train(place: DaemonProcess) -> tuple[torch.Tensor, int, Run]:
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+        index = places.index(place)
+        with connect(place.home) as peer, peer.join("lessons", model, strategy="gossip") as run:
+            with Gossip(run, every=5, wait_for=PEERS - 1) as gossip:
+                for number in range(100_000):
+                    sgd.zero_grad()
+                    loss_of(model, batch_of(index, number, 8)).backward()
+                    sgd.step()
+                    if all(one >= 3 for one in exchanged.values()):
+                        break
+                    exchanged[index] = gossip.exchanged
+                    pause.wait(0.005)  # What a step of a larger model takes.
+                together.wait(60.0)
+            assert gossip.finished is not None
+            weights = torch.cat([one.detach().reshape(-1) for one in model.parameters()])
+            return weights, len(gossip.finished.contributors), run
+
+    exchanged = dict.fromkeys(range(PEERS), 0)
+    pause, together = threading.Event(), threading.Barrier(PEERS)
+    with ThreadPoolExecutor(PEERS) as pool:
+        ends = list(pool.map(train, places))
+    assert all(count == PEERS for _, count, _ in ends), "all end together"
+    assert all(torch.equal(weights, ends[0][0]) for weights, _, _ in ends), "with one model"
+
+
+def test_the_command_line_shows_exchanges(places: list[DaemonProcess]) -> None:
+    with connect(places[0].home) as peer, peer.join("shown", [torch.ones(10)], strategy="gossip") as run:
+        assert run.options.codec == "fp16"
+        eventually(lambda: "spread unknown" in places[0].cli("status", "--all").stdout, "the run", 30.0)

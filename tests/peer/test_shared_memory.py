@@ -1,0 +1,161 @@
+"""Shared memory: what one process writes another reads, and nothing that a client sends ends the daemon."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from equipoise.peer.errors import Refused
+from equipoise.peer.shared_memory import Region, SharedMemory, shared_copy
+
+linux = pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="looks into /proc")
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_a_client_copies_the_daemon_reads() -> None:
+    mine = shared_copy(memoryview(b"an image"))
+    theirs = SharedMemory.attach(os.dup(mine.fd), mine.capacity)
+    view = theirs.view(8, writable=False)
+    mine.close()
+    theirs.close()
+    theirs.close()
+    assert view == b"an image"
+    with pytest.raises(TypeError):
+        view[0] = 1
+
+
+def test_what_the_daemon_writes_the_client_reads() -> None:
+    mine = SharedMemory.reserve(10_000_000)
+    theirs = SharedMemory.attach(os.dup(mine.fd), 10_000_000)
+    theirs.allocate(5)
+    theirs.view(5, writable=True)[:] = b"image"
+    theirs.close()
+    assert mine.view(5, writable=True) == b"image"
+    mine.close()
+
+
+@linux
+def test_what_is_set_aside_takes_no_memory_until_it_is_used() -> None:
+    image = SharedMemory.reserve(1 << 36)
+    assert os.fstat(image.fd).st_blocks == 0
+    image.allocate(1 << 20)
+    assert os.fstat(image.fd).st_blocks * 512 == 1 << 20
+    image.close()
+
+
+@linux
+def test_memory_that_could_end_the_daemon_is_refused_and_nothing_is_left() -> None:
+    gc.collect()
+    before = descriptors()
+    fd = os.memfd_create("evil", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 80)
+    with pytest.raises(Refused, match="sealed"):
+        SharedMemory.attach(fd, 80)
+    honest = shared_copy(memoryview(bytes(80)))
+    with pytest.raises(Refused, match="81 bytes of shared memory, got 80"):
+        SharedMemory.attach(os.dup(honest.fd), 81)
+    read, write = os.pipe()
+    os.close(write)
+    with pytest.raises(Refused):
+        SharedMemory.attach(read, 80)
+    del honest
+    assert descriptors() == before
+
+
+def test_more_than_the_machine_has_is_refused() -> None:
+    image = SharedMemory.reserve(1 << 50)
+    with pytest.raises(Refused, match="shared memory"):
+        image.allocate(1 << 50)
+    image.close()
+    for capacity in (-1, 1 << 80):
+        with pytest.raises(Refused, match="shared memory"):
+            SharedMemory.reserve(capacity)
+
+
+def mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:equipoise")
+
+
+def test_both_sides_see_the_same_values() -> None:
+    ours = Region.create(1000)
+    theirs = Region.attach(os.dup(ours.memory.fd), 1000)
+
+    ours.contribution.fill_(1.5)
+    theirs.result.copy_(theirs.contribution * 2)
+
+    assert torch.equal(ours.result, torch.full((1000,), 3.0))
+    ours.memory.close()
+
+
+@linux
+def test_nothing_is_left_when_the_last_tensor_goes() -> None:
+    gc.collect()  # Runs of other tests may hold memory in cycles.
+    before = mapped(), descriptors()
+    region = Region.create(10)
+    view = region.result[2:4]
+    region.memory.close()
+    del region
+    gc.collect()
+    assert mapped() == before[0] + 1
+    view.fill_(1.0)
+    del view
+    gc.collect()
+    assert (mapped(), descriptors()) == before
+
+
+@linux
+def test_vectors_that_could_end_the_daemon_are_refused() -> None:
+    fd = os.memfd_create("evil", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 80)
+    before = descriptors()
+
+    with pytest.raises(Refused, match="sealed"):
+        Region.attach(os.dup(fd), 10)
+    assert descriptors() == before
+    os.close(fd)
+
+    honest = Region.create(10)
+    with pytest.raises(PermissionError):
+        os.ftruncate(honest.memory.fd, 0)
+    honest.memory.close()
+
+
+def test_memory_of_another_size_is_refused() -> None:
+    region = Region.create(10)
+    for values in (9, 11, 0):
+        with pytest.raises(Refused, match="bytes of shared memory, got 80"):
+            Region.attach(os.dup(region.memory.fd), values)
+    region.memory.close()
+
+
+def test_what_is_not_memory_is_refused(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(write)
+    with pytest.raises(Refused):
+        Region.attach(read, 10)
+    (tmp_path / "file").write_bytes(bytes(80))
+    with pytest.raises(Refused):
+        Region.attach(os.open(tmp_path / "file", os.O_RDWR), 10)
+
+
+def test_vectors_that_the_machine_has_no_room_for_are_refused() -> None:
+    before = descriptors()
+    with pytest.raises(Refused, match="shared memory"):
+        Region.create(1 << 60)
+    assert descriptors() == before
+
+
+def test_an_image_of_which_nobody_asks_any_more_takes_no_descriptor() -> None:
+    gc.collect()
+    before = descriptors()
+    image = SharedMemory.reserve(1000)
+    assert descriptors() == before + 1
+    del image
+    assert descriptors() == before

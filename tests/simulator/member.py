@@ -1,0 +1,222 @@
+"""A round's machine with the bytes around it, as the asyncio driver keeps them, and a check of every action.
+
+No clock and no network: what comes in is a call, what goes out is returned. The explorer and the virtual-time world
+both drive members.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from equipoise.averaging.allreduce import events
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.notary import Keys, Notary
+from simulator.arithmetic import encode, exact_mean, mean
+from simulator.core import Violation
+
+Values = tuple[float, ...]
+
+
+def _verify(peer: str, data: bytes, signature: bytes) -> bool:
+    return signature == _signature(peer, data)
+
+
+def _signature(peer: str, data: bytes) -> bytes:
+    return hashlib.sha256(peer.encode() + data).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A message on its way, with its body."""
+
+    sender: int
+    to: int
+    message: wire.RoundMessage
+    body: bytes = b""
+
+    @property
+    def bulk(self) -> bool:
+        """Whether it carries values: control frames overtake those."""
+        return bool(self.body)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A reduction that the driver does on the side."""
+
+    part: int
+    contributors: int
+
+
+Output = Frame | Job
+
+
+class Member:
+    """One member of a simulated round.
+
+    Args:
+        group: The round.
+        index: This member.
+        values: Its contribution, as many values as the parts cover.
+        now: Seconds, by this member's clock.
+        timeout: Seconds.
+
+    Attributes:
+        machine: The round machine.
+        notary: Signs and checks what is said of votes.
+        ended: How it ended, if it has.
+        result: The encoded mean, once it has finished; None before, and for ever if it failed.
+    """
+
+    def __init__(self, group: events.Group, index: int, values: Values, now: float, timeout: float) -> None:
+        self.group = group
+        self.index = index
+        self.values = values
+        self.machine = AllReduce(group, index, now, timeout)
+        keys = Keys(partial(_signature, group.names[index]), _verify)
+        self.notary = Notary(group.round_id, index, group.names, keys)
+        self.ended: events.Finish | events.Fail | None = None
+        self.closed = False
+        self.result: bytes | None = None
+        self._released = False
+        self._contributions: dict[tuple[int, int], bytes] = {}
+        self._means: dict[int, tuple[int, bytes]] = {}
+
+    def start(self, now: float) -> list[Output]:
+        """Begin; returns what leaves."""
+        return self._perform(self.machine.start(now))
+
+    def tell(self, event: events.Event, now: float) -> list[Output]:
+        """An event that is no frame."""
+        return self._perform(self.machine.handle(event, now))
+
+    def receive(self, frame: Frame, now: float) -> list[Output]:
+        """A frame has come."""
+        match frame.message:
+            case wire.Heartbeat():
+                return []
+            case wire.Contribution(part):
+                if not self.machine.wants_contribution(frame.sender, part):
+                    return []
+                self._contributions[part, frame.sender] = frame.body
+                return self.tell(events.ContributionReceived(frame.sender, part), now)
+            case wire.Mean(part, contributors):
+                if not self.machine.wants_mean(frame.sender, part, contributors):
+                    return []
+                digest = self._keep(part, contributors, frame.body)
+                return self.tell(events.MeanReceived(frame.sender, part, contributors, digest), now)
+            case message:
+                checked = self.notary.check(frame.sender, message)
+                return self.tell(events.MessageReceived(frame.sender, checked), now)
+
+    def reduced(self, job: Job, now: float) -> list[Output]:
+        """A reduction is done; its result replaces what is kept only where it is still wanted."""
+        if self.closed or not self.machine.wants_mean(self.index, job.part, job.contributors):
+            return []
+        counted = self.group.counted(job.contributors)
+        weighted = [
+            (counted[member], self._contribution(job.part, member)) for member in members_of(job.contributors)
+        ]
+        digest = self._keep(job.part, job.contributors, mean(weighted))
+        return self.tell(events.PartReduced(job.part, job.contributors, digest), now)
+
+    def _keep(self, part: int, contributors: int, body: bytes) -> bytes:
+        self._means[part] = (contributors, body)
+        return hashlib.sha256(body).digest()
+
+    def _perform(self, actions: Iterable[events.Action]) -> list[Output]:
+        outputs: list[Output] = []
+        for action in actions:
+            self._require(not self.closed, "nothing is asked for after Close", action)
+            match action:
+                case events.Send(to, message):
+                    outputs.append(Frame(self.index, to, self.notary.seal(message)))
+                case events.SendContribution(to, part):
+                    body = self._contribution(part, self.index)
+                    outputs.append(Frame(self.index, to, wire.Contribution(part), body))
+                case events.SendMean(to, part, contributors):
+                    outputs.append(Frame(self.index, to, wire.Mean(part, contributors), self._mean(action)))
+                case events.Reduce(part, contributors):
+                    self._check_reduce(action)
+                    outputs.append(Job(part, contributors))
+                case events.Finish() | events.Fail():
+                    self._end(action)
+                case events.Release():
+                    self._require(self.ended is not None, "buffers are kept until the end", action)
+                    self._released = True
+                case events.Close():
+                    self._require(self.ended is not None, "a round ends before it is forgotten", action)
+                    self.closed = True
+        return outputs
+
+    def _contribution(self, part: int, member: int) -> bytes:
+        if member == self.index:
+            where = self.group.parts[part]
+            return encode(self.values[where.start : where.stop])
+        return self._contributions[part, member]
+
+    def _mean(self, action: events.SendMean) -> bytes:
+        over, body = self._means.get(action.part, (0, b""))
+        self._require(not self._released, "nothing is sent after Release", action)
+        self._require(over == action.contributors, f"the mean kept is over {over:b}", action)
+        return body
+
+    def _check_reduce(self, action: events.Reduce) -> None:
+        missing = [
+            member
+            for member in members_of(action.contributors)
+            if member != self.index and (action.part, member) not in self._contributions
+        ]
+        self._require(not missing, f"the contributions of {missing} are not here", action)
+        unwanted = self.machine.ended is None and not self.machine.wants_mean(
+            self.index, action.part, action.contributors
+        )
+        self._require(not unwanted, "nobody wants this mean", action)
+
+    def _end(self, end: events.Finish | events.Fail) -> None:
+        self._require(self.ended is None, "a round ends once", end)
+        self.ended = end
+        if isinstance(end, events.Finish):
+            over = end.decision.contributors
+            for part in range(len(self.group.parts)):
+                kept = self._means.get(part, (0, b""))[0]
+                self._require(kept == over, f"part {part} is over {kept:b}", end)
+            self.result = b"".join(self._means[part][1] for part in range(len(self.group.parts)))
+
+    def _require(self, holds: bool, promise: str, action: events.Action) -> None:
+        if not holds:
+            raise Violation(f"{self.group.names[self.index]}: {promise}, yet {action}")
+
+
+def check_agreement(members: Sequence[Member], exact: bool = True) -> None:
+    """Check what a round promises of the members that have finished: one mean, and the right one.
+
+    Args:
+        members: All members of the round, the dead included, in order.
+        exact: Whether the mean must be that of the contributions; else only equal on all.
+
+    Raises:
+        Violation: Two differ, or the mean is not that of the named contributors.
+    """
+    ends = {
+        (member.ended.decision.contributors, member.ended.digest, member.result)
+        for member in members
+        if isinstance(member.ended, events.Finish)
+    }
+    if len(ends) > 1:
+        raise Violation(
+            f"members that report ok differ: {sorted((f'{over:b}', digest.hex()[:8]) for over, digest, _ in ends)}"
+        )
+    for contributors, _, result in ends:
+        counted = [members[index] for index in members_of(contributors)]
+        weights = members[0].group.counted(contributors)
+        weighted = [(weights[member.index], member.values) for member in counted]
+        if len(counted) < members[0].group.quorum or any(weight == 0 for weight, _ in weighted):
+            raise Violation(f"a mean over {contributors:b}")
+        if exact and result != encode(exact_mean(weighted)):
+            raise Violation(f"the result is not the mean over {contributors:b}")
