@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from equipoise.averaging.aio.mesh import Mesh
-from equipoise.averaging.aio.round import Round, Task
+from equipoise.averaging.aio.round import ROUND_FRAME, Round, Task
+from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.notary import Keys
 from equipoise.averaging.claims import Claims
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
@@ -27,6 +28,7 @@ from equipoise.averaging.matchmaking.events import (
     Announce,
     BecameReady,
     CandidatesSeen,
+    Decline,
     Event,
     Form,
     LookUp,
@@ -404,6 +406,9 @@ class Averager:
                     self._mesh.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
                 case Form(manifest, reason):
                     self._form(manifest, reason)
+                case Decline(peer, round_id):
+                    gone = wire.GiveUp("it was not ready for this group")
+                    self._mesh.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
                 case Announce():
                     self._announced = action
                     self._publish()

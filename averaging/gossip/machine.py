@@ -8,7 +8,7 @@ A peer that was declined listens for a while before it asks again: it is then fr
 peers kept asking, none would be free to be asked.
 
 A peer begins at most one exchange each time that it becomes ready, whatever comes later. So it is never in two. A
-partner whose manifest comes too late finds nobody in its round, which fails there and has changed nothing.
+partner whose manifest comes too late is told so: its round fails at once, and has changed nothing.
 
 Each peer numbers its own exchanges; a pair's round has the number of the peer that proposed.
 """
@@ -23,6 +23,7 @@ from equipoise.averaging.matchmaking.events import (
     Announce,
     BecameReady,
     CandidatesSeen,
+    Decline,
     Event,
     Form,
     MessageReceived,
@@ -77,6 +78,7 @@ class Pairing(Matchmaker):
         self._inspection = Inspection(standing)
         self._wants: BecameReady | None = None
         self._own: Join | None = None
+        self._latest: Manifest | None = None
         self._asked: str | None = None
         self._answer_by = float("inf")
         self._asks_at = float("-inf")
@@ -192,11 +194,14 @@ class Pairing(Matchmaker):
 
     def _formed(self, peer: str, message: GroupFormed, now: float) -> None:
         manifest = message.manifest
-        if self._own is None or not self.ready or peer not in manifest.peers:
+        if manifest == self._latest:
             return
         try:
+            if self._own is None or not self.ready:
+                raise ManifestError("this peer seeks no partner any more")
             self._standing.check(manifest, self._own)
         except ManifestError as error:
+            self._standing.out.append(Decline(peer, manifest.id))
             self._reason = f"{peer} sent a manifest that is not valid: {error}"
             if peer == self._asked:
                 self._listen(now, REFUSED_SECONDS)
@@ -238,7 +243,7 @@ class Pairing(Matchmaker):
     def _exchange(self, manifest: Manifest, partner: str, now: float) -> None:
         self._learn("seek", now)
         self._wants = self._own = self._asked = None
-        self._exchanging = manifest
+        self._exchanging = self._latest = manifest
         self._standing.round += 1
         self._standing.roster.shared(manifest.peers)
         self._reason = f"exchange {manifest.round} with {partner}"

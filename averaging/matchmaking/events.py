@@ -103,6 +103,14 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
+class Decline:
+    """Tell `peer`, which sent a manifest, that this peer takes no part in its round."""
+
+    peer: str
+    round_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Announce:
     """Publish this peer's state in the directory."""
 
@@ -118,4 +126,4 @@ class LookUp:
     reason: str
 
 
-Action = Send | Form | Announce | LookUp
+Action = Send | Form | Decline | Announce | LookUp

@@ -10,12 +10,33 @@ import torch
 from equipoise.averaging.aio.averager import Averager
 from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.options import RunOptions
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from fakes.memory import FakeIdentity, Net
 
 VALUES, EXCHANGES = 600, 6
+
+
+async def test_nobody_waits_for_a_partner_that_withdraws_while_its_proposal_travels() -> None:
+    spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), RunOptions(strategy="gossip"))
+    net, names = Net(), ["alice", "bob"]
+    hubs = [Hub(*net.peer(name), FakeIdentity(name)) for name in names]
+    alice, bob = [await hub.join(spec) for hub in hubs]
+    await net.acquainted(spec.name, names)
+    values, result = torch.ones(VALUES), torch.empty(VALUES)
+    waits = asyncio.create_task(bob.average(values, result, 1.0, 60.0))
+    while "not free" not in bob.reason:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    seeks = asyncio.create_task(alice.average(values, result.clone(), 1.0, 60.0))
+    while not isinstance(alice.state, Gathering):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    alice.stop_search("it ends")
+    outcome = await waits
+    assert not outcome.ok
+    assert "left the round" in outcome.reason
+    assert not (await seeks).ok
+    await asyncio.gather(*(hub.stop() for hub in hubs))
 
 
 async def test_every_exchange_is_of_two_and_the_sum_is_kept() -> None:

@@ -12,6 +12,7 @@ from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking.events import (
     Action,
     Announce,
+    Decline,
     Form,
     MessageReceived,
     PeerLost,
@@ -44,6 +45,11 @@ def sent(actions: list[Action], kind: type) -> list[Any]:
 
 def formed(actions: list[Action]) -> list[Manifest]:
     return [one.manifest for one in actions if isinstance(one, Form)]
+
+
+def declined(actions: list[Action]) -> list[str]:
+    assert not formed(actions)
+    return [one.peer for one in actions if isinstance(one, Decline)]
 
 
 def pair(convener: str, *joins: Join) -> MessageReceived:
@@ -123,14 +129,23 @@ def test_who_does_not_answer_is_left_and_not_asked_for_a_while() -> None:
 def test_of_two_partners_that_accept_the_first_counts() -> None:
     one = pairing("alice", "bob", "carol")
     ((first, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(PeerLost(first), 1.1)
+    one.handle(MessageReceived(first, JoinRefused(RUN, request.join.ticket, Why.BUSY, "", wait=9.0)), 1.1)
     ((second, _),) = sent(one.handle(Woke(), one.deadline), JoinRequest)
     late, in_time = pair(first, request.join, join(first)), pair(second, request.join, join(second))
     assert len(formed(one.handle(in_time, 2.0))) == 1
-    assert not formed(one.handle(late, 2.1)), "a peer is in one exchange at a time"
+    assert not declined(one.handle(in_time, 2.0)), "it is in that round"
+    assert declined(one.handle(late, 2.1)) == [first], "a peer is in one exchange at a time"
     one.handle(RoundEnded(0), 3.0)
     one.handle(ready(nonce=b"m" * NONCE_BYTES), 3.1)
-    assert not formed(one.handle(late, 3.2)), "the join is of an exchange that is over"
+    assert declined(one.handle(late, 3.2)) == [first], "the join is of an exchange that is over"
+    assert one.ready
+
+
+def test_a_partner_that_accepts_a_peer_that_has_withdrawn_is_told_so() -> None:
+    one = pairing("alice", "bob")
+    ((_, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
+    one.handle(Withdrew(), 1.1)
+    assert declined(one.handle(pair("bob", request.join, join("bob")), 1.2)) == ["bob"]
 
 
 def test_a_pair_that_is_forged_is_not_begun() -> None:
