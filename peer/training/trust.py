@@ -21,6 +21,10 @@ Trust = Literal["known", "heads"]
 MAX_KNOWN = 256
 """Peers remembered as those that this one has trained with: four groups of the largest size. The least recent go."""
 
+ROUNDS_APART = 3
+"""Rounds without any peer that is known, before strangers are followed: where a round takes longer than `patience`, one
+round that the others were late for must not be enough."""
+
 
 class Known:
     """The peers that one peer, `name`, has trained with.
@@ -28,7 +32,8 @@ class Known:
     Args:
         name: PeerID of the one that remembers them.
         trust: `heads`: it takes the word of all, whether it has trained with them or not.
-        patience: Seconds without any of them after which strangers are followed, if no other peer is known either.
+        patience: Seconds without any of them after which strangers are followed, if no other peer is known either, and
+            `ROUNDS_APART` rounds have passed.
         now: Seconds of the clock that `group` is given.
     """
 
@@ -38,6 +43,7 @@ class Known:
         self._patience = patience
         self._names: OrderedDict[str, None] = OrderedDict()
         self._met_at = now
+        self._apart = 0
 
     def add(self, names: Iterable[str]) -> None:
         """Remember peers that gave to a mean, and held the state to which it was applied."""
@@ -61,8 +67,10 @@ class Known:
             name: state for name, state in round.states.items() if name in self._names or name == self._name
         }
         if any(name in self._names for name in round.members):
-            self._met_at = now
-        elif not round.missing and now - self._met_at >= self._patience:
-            self._names.clear()
-            return round.group
+            self._met_at, self._apart = now, 0
+        elif not round.missing:
+            self._apart += 1
+            if self._apart >= ROUNDS_APART and now - self._met_at >= self._patience:
+                self._names.clear()
+                return round.group
         return group_state(claims.values())

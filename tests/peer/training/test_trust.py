@@ -91,17 +91,24 @@ def test_of_those_it_has_trained_with_most_are_followed() -> None:
 
 def test_strangers_are_followed_where_none_is_left_and_only_after_a_while() -> None:
     mine, alone = known("b", "c"), of({"a": OURS, "m": THEIRS, "n": THEIRS})
-    assert mine.group(alone, 9.9) == OURS
+    assert [mine.group(alone, at) for at in (1.0, 5.0, 9.9)] == [OURS] * 3
     assert mine.group(of({"a": OURS, "b": OURS, "m": THEIRS, "n": THEIRS}), 11.0) == OURS
-    assert mine.group(alone, 20.9) == OURS
+    assert [mine.group(alone, at) for at in (12.0, 16.0, 20.9)] == [OURS] * 3
     assert mine.group(of({"a": OURS, "m": THEIRS, "n": THEIRS}, missing=1), 30.0) == OURS, "it may be one"
     assert mine.group(alone, 21.0) == THEIRS
+
+
+def test_strangers_are_not_followed_for_one_slow_round() -> None:
+    mine, alone = known("b", "c"), of({"a": OURS, "m": THEIRS, "n": THEIRS})
+    assert [mine.group(alone, at) for at in (15.0, 30.0, 45.0)] == [OURS, OURS, THEIRS]
 
 
 def test_of_two_islands_the_one_of_which_one_is_left_joins_the_other() -> None:
     one, other = known("b"), Known("m", "known", 10.0, 0.0)
     other.add(["n"])
     met = of({"a": THEIRS, "m": OURS, "n": OURS})
+    for at in (18.0, 19.0):
+        assert one.group(met, at) == THEIRS
     assert one.group(met, 20.0) == OURS == other.group(met, 20.0)
 
 
