@@ -82,6 +82,7 @@ class Session:
         self._told: dict[str, str] = {}
         self._joining = asyncio.Lock()
         self._round: asyncio.Task[Outcome] | None = None
+        self._stopped = ""
         self._leaving: asyncio.Task[None] | None = None
         self._accumulated = 0.0
         self._reporting: asyncio.TimerHandle | None = None
@@ -135,7 +136,7 @@ class Session:
             raise Refused(
                 f"a round of run {self.name!r} is going on, or it is being left", "wait for its outcome"
             )
-        started = time.time()
+        started, self._stopped = time.time(), ""
         self._round = asyncio.create_task(self._exchange(purpose, weight, timeout, state))
         try:
             outcome = await self._within(self._round, timeout)
@@ -152,8 +153,9 @@ class Session:
 
     def stop_round(self, why: str) -> None:
         """End the search for a group, if one goes on; a round that has begun goes on."""
+        self._stopped = why[:MAX_TEXT] or "stopped"
         for averager in self._averagers.values():
-            averager.stop_search(why[:MAX_TEXT])
+            averager.stop_search(self._stopped)
 
     async def report_accumulated(self, weight: float) -> None:
         """Publish the weight that the client has accumulated towards its next step."""
@@ -333,6 +335,8 @@ class Session:
         transfer = self._hub.transfer(self._specs[purpose].name)
         if state is not None:
             transfer.reach(state.epoch)
+        if self._stopped:  # Before the search began.
+            return Outcome(ok=False, reason=self._stopped, run=self.name)
         outcome = await averager.average(contribution, result, weight, timeout, state)
         if state is not None and outcome.ok and outcome.state == state:
             transfer.reach(state.epoch + 1)

@@ -102,8 +102,8 @@ class Gossip:
         deadline = time.monotonic() + timeout
         if self._pending is not None:
             self._pending.stop_search("this peer ends")
-            self._pending.wait(timeout)
-            self._collect()
+            if self._pending.wait(timeout):
+                self._collect()
         left = max(deadline - time.monotonic(), LEAST_SECONDS)
         self.finished = self._end.average(self._options.weight, left)
         return self.finished

@@ -36,7 +36,8 @@ def test_every_exchange_is_of_two_and_the_sum_is_kept(places: list[DaemonProcess
     chance = torch.Generator().manual_seed(0)
     tensors = [torch.randn(VALUES, generator=chance) for _ in places]
     total, before = torch.stack(tensors).sum(0), spread_of(tensors)
-    enough = threading.Event()
+    done = [0] * PEERS
+    enough, met = threading.Event(), threading.Barrier(PEERS)
 
     def exchange(place: DaemonProcess, tensor: torch.Tensor) -> list[Outcome]:
         outcomes = []
@@ -45,11 +46,13 @@ def test_every_exchange_is_of_two_and_the_sum_is_kept(places: list[DaemonProcess
             peer.join("pairs", [tensor], strategy="gossip", codec="fp32") as run,
         ):
             assert run.wait_for(PEERS - 1)
+            met.wait(60.0)
             while not enough.is_set():
                 began = time.monotonic()
                 outcomes.append(run.average(timeout=5.0))
                 assert time.monotonic() - began < 7.0, "no call lasts 2 s longer than its timeout"
-                if sum(one.ok for one in outcomes) >= 15:
+                done[places.index(place)] = sum(one.ok for one in outcomes)
+                if min(done) >= 20:
                     enough.set()
             shown = peer.status().runs[0].exchanges
             assert shown is not None
@@ -62,7 +65,8 @@ def test_every_exchange_is_of_two_and_the_sum_is_kept(places: list[DaemonProcess
     ok = [one for one in outcomes if one.ok]
     assert all(len(one.contributors) == 2 for one in ok)
     digests = [one.digest for one in ok]
-    assert all(digests.count(digest) == 2 for digest in digests), "applied at both, or at neither"
+    half = [one for one in ok if digests.count(one.digest) != 2]
+    assert not half, f"applied at both, or at neither; {[one for one in outcomes if not one.ok]}"
     torch.testing.assert_close(torch.stack(tensors).sum(0), total, rtol=0, atol=1e-4)
     assert spread_of(tensors) < before / 50
 
@@ -93,6 +97,18 @@ def test_training_exchanges_and_ends_with_one_model(places: list[DaemonProcess])
         ends = list(pool.map(train, places))
     assert all(count == PEERS for _, count, _ in ends), "all end together"
     assert all(torch.equal(weights, ends[0][0]) for weights, _, _ in ends), "with one model"
+
+
+def test_a_search_that_is_stopped_as_soon_as_it_is_asked_for_ends(places: list[DaemonProcess]) -> None:
+    with (
+        connect(places[0].home) as peer,
+        peer.join("stopped", [torch.ones(10)], strategy="gossip") as run,
+    ):
+        for _ in range(20):
+            pending = run.shift(1.0, timeout=60.0)
+            pending.stop_search("it ends")
+            assert pending.wait(20.0), "it does not wait for its timeout"
+            assert pending.result().reason == "it ends"
 
 
 def test_the_command_line_shows_exchanges(places: list[DaemonProcess]) -> None:
