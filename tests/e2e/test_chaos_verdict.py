@@ -179,6 +179,7 @@ KEPT: dict[str, Change] = {
     "late in another group": together(
         later(LATE), lambda made: made.fail(3, PEERS[1:]), lambda made: setattr(made.calls[3], "faulted", CUT)
     ),
+    "p2pd killed while another fault lasts": p2pd_in("scatter", faulted=CUT),
     "p2pd in time": lambda made: made.observe(NOTICE_SECONDS, BACK_SECONDS),
     "in a group in time": back_after(KILL, BACK_SECONDS),
     "after a stop when it likes": back_after(STOP, 10 * BACK_SECONDS),

@@ -116,6 +116,8 @@ class Verdict:
                 outcome, made = call.outcome, call.contribution
                 if outcome is None or not call.began < strike.at < call.ended:
                     continue
+                if call.faulted not in ("", P2PD):
+                    continue  # It may still be in an earlier round, and feels another fault.
                 if strike.victim.peer_id in outcome.group and outcome.events:
                     found.append(f"{strike}: disturbed member {made.member}: {list(outcome.events)}")
         return found
