@@ -2,6 +2,7 @@
 
 Safety: anything goes wrong anywhere, and still no two members that report ok differ, every mean is exact, everyone
 ends by its deadline. Liveness: faults touch only members outside of a core, and all of the core must succeed.
+Gossip: exchanges of pairs without faults; how fast the peers' values come together.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 from equipoise.averaging.allreduce.events import Fail, Finish
+from equipoise.averaging.gossip.topology import TOPOLOGIES
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from simulator.core import Violation
 from simulator.explore import Explorer
+from simulator.gossip import mix
 from simulator.scenario import draw_scenario
 from simulator.searches import Search, crashes_and_orders, further_faults
 from simulator.world import Report, World
@@ -109,6 +113,25 @@ def again(args: argparse.Namespace, seed: int, live: bool) -> str:
     return f"\nsee scripts/simulate.py --mode {mode} --members {members} --seed {seed} --story"
 
 
+def gossip(args: argparse.Namespace) -> dict[str, object]:
+    """Exchanges of consecutive seeds; the mean over all.
+
+    Raises:
+        Violation: A promise was broken; the message names the seed.
+    """
+    found = []
+    for seed in range(args.seeds):
+        try:
+            found.append(mix(args.peers, args.topology, args.exchanges, seed))
+        except Violation as violation:
+            raise Violation(f"seed {seed}: {violation}") from violation
+    return {
+        "error": {str(after): fmean(one.error[after] for one in found) for after in found[0].error},
+        "in_doubt": sum(one.in_doubt for one in found),
+        "messages_per_exchange": round(fmean(one.messages for one in found), 2),
+    }
+
+
 def explore(search: Search) -> dict[str, object]:
     """One exhaustive search.
 
@@ -144,7 +167,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seeds", type=int, default=2000, help="rounds per mode (2000)")
+    parser.add_argument("--what", choices=("rounds", "gossip"), default="rounds")
+    parser.add_argument("--seeds", type=int, help="rounds per mode (2000), or runs of gossip (10)")
     parser.add_argument("--members", type=sizes, default=(2, 16), help="group sizes (2-16)")
     parser.add_argument("--mode", choices=MODES, default="both")
     parser.add_argument("--seed", type=int, help="only this seed")
@@ -153,9 +177,19 @@ def main() -> int:
         "--exhaustive", type=int, choices=(2, 3), metavar="N", help="explore groups of 2 or 3"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--peers", type=int, default=64, help="that gossip (64)")
+    parser.add_argument("--topology", choices=TOPOLOGIES, default="random", help="of gossip (random)")
+    parser.add_argument(
+        "--exchanges", type=int, default=256, help="of all peers that gossip, in each run (256)"
+    )
     args = parser.parse_args()
+    if args.peers < 2 or args.exchanges < 1 or (args.seeds is not None and args.seeds < 1):
+        parser.error("expected --peers of at least 2, and --exchanges and --seeds of at least 1")
+    args.seeds = args.seeds or (10 if args.what == "gossip" else 2000)
     try:
-        if args.exhaustive is not None:
+        if args.what == "gossip":
+            show(gossip(args), args.json)
+        elif args.exhaustive is not None:
             for search in [*crashes_and_orders(args.exhaustive), *further_faults(args.exhaustive)]:
                 show(explore(search), args.json)
         else:

@@ -15,6 +15,7 @@ Each peer numbers its own exchanges; a pair's round has the number of the peer t
 
 from __future__ import annotations
 
+from collections import deque
 from random import Random
 
 from equipoise.averaging.gossip.topology import partners
@@ -58,6 +59,10 @@ from another continent takes a third of a second."""
 REFUSED_SECONDS = 30.0
 """How long a peer is not asked that refused for a reason which does not pass: another version, another spec."""
 
+MAX_BEGUN = 8
+"""Exchanges remembered as begun: their manifests may come again, and a partner that is still in one must not hear that
+this peer takes no part."""
+
 MEMORY = 0.2
 """Weight of the last duration in the moving averages that waits are guessed from."""
 
@@ -78,7 +83,7 @@ class Pairing(Matchmaker):
         self._inspection = Inspection(standing)
         self._wants: BecameReady | None = None
         self._own: Join | None = None
-        self._latest: Manifest | None = None
+        self._begun: deque[bytes] = deque(maxlen=MAX_BEGUN)
         self._asked: str | None = None
         self._answer_by = float("inf")
         self._asks_at = float("-inf")
@@ -194,7 +199,7 @@ class Pairing(Matchmaker):
 
     def _formed(self, peer: str, message: GroupFormed, now: float) -> None:
         manifest = message.manifest
-        if manifest == self._latest:
+        if manifest.id in self._begun:
             return
         try:
             if self._own is None or not self.ready:
@@ -243,7 +248,8 @@ class Pairing(Matchmaker):
     def _exchange(self, manifest: Manifest, partner: str, now: float) -> None:
         self._learn("seek", now)
         self._wants = self._own = self._asked = None
-        self._exchanging = self._latest = manifest
+        self._exchanging = manifest
+        self._begun.append(manifest.id)
         self._standing.round += 1
         self._standing.roster.shared(manifest.peers)
         self._reason = f"exchange {manifest.round} with {partner}"

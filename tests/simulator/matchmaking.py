@@ -11,6 +11,7 @@ from random import Random
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.machine import Matchmaking
+from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import MatchmakingMessage, decode, encode
 from equipoise.averaging.matchmaking.standing import Standing
 from simulator import network
@@ -22,6 +23,9 @@ SPEC = hashlib.sha256(b"simulated").hexdigest()
 
 RECORD_SECONDS = 60.0
 """Records of dead peers are seen this long."""
+
+PART_SECONDS = (0.001, 0.001)
+"""Seconds that a part of a round takes, the least and the most of any link."""
 
 MAX_REPEATED = 16
 """Messages that come again at once. Channels break seldom: if each message brought more back, talk would not end."""
@@ -69,10 +73,10 @@ class Peer(Driver):
         on_idle: Called when a round has ended.
     """
 
-    machine: Matchmaking
+    machine: Matchmaker
 
     def __init__(self, world: World, standing: Standing) -> None:
-        super().__init__(world, Matchmaking(standing), events.Woke())
+        super().__init__(world, self.matchmaker(world, standing), events.Woke())
         self.name = standing.peer
         self.dialable = standing.roster.dialable
         self.blind_to: set[str] = set()
@@ -80,6 +84,10 @@ class Peer(Driver):
         self.formed: list[tuple[float, Manifest]] = []
         self.on_idle: Callable[[], None] = lambda: None
         self._world = world
+
+    def matchmaker(self, world: World, standing: Standing) -> Matchmaker:
+        """Make the machine that the peer drives."""
+        return Matchmaking(standing)
 
     def tell(self, event: events.Event) -> None:
         """Hand an event to the machine, and do what it asks for."""
@@ -110,21 +118,27 @@ class Peer(Driver):
                 world.say(self, peer, message)
             case events.Form(manifest, _):
                 self.formed.append((world.now, manifest))
-                for member in map(world.peers.__getitem__, manifest.peers):
-                    member.after(world.draw(weather.latency), member.greet, self, manifest)
-                self.after(world.draw(weather.exchange), self._end_round, manifest.round)
+                self.form(manifest)
             case events.Announce(ready, round, _):
                 record = Record(self.name, ready=ready, round=round, dialable=self.dialable)
                 world.publish(record, world.draw(weather.directory))
             case events.LookUp():
                 self.after(world.draw(weather.directory), self._look)
 
+    def form(self, manifest: Manifest) -> None:
+        """Begin a round, of which only its first word and its end matter here."""
+        world, weather = self._world, self._world.weather
+        for member in map(world.peers.__getitem__, manifest.peers):
+            member.after(world.draw(weather.latency), member.greet, self, manifest)
+        self.after(world.draw(weather.exchange), self.end_round, manifest.round)
+
     def greet(self, sender: Peer, manifest: Manifest) -> None:
         """The first word of a round, from a member of it."""
         if not sender.dead and manifest.id not in [known.id for _, known in self.formed]:
             self.tell(events.RoundHeard(sender.name))
 
-    def _end_round(self, round: int) -> None:
+    def end_round(self, round: int) -> None:
+        """A round is over."""
         self.tell(events.RoundEnded(round))
         self.on_idle()
 
@@ -145,7 +159,7 @@ class World(Network[str, Peer]):
     ):
         self.weather = weather or Weather()
         least, most = self.weather.latency
-        super().__init__(network.Weather((least, least), jitter=most - least), Random(seed))
+        super().__init__(network.Weather((least, least), PART_SECONDS, most - least), Random(seed))
         self.breaks = lambda _: self.random.random() < self.weather.loss
         self.peers = self.processes
         self.messages: list[tuple[float, str, str, str]] = []
@@ -159,9 +173,13 @@ class World(Network[str, Peer]):
         """Start a daemon, also in place of one that was killed."""
         standing = Standing(RUN, SPEC, name, self._group_size, signer(name), verify, round=round)
         standing.roster.dialable = dialable
-        peer = self.peers[name] = Peer(self, standing)
+        peer = self.peers[name] = self.make(standing)
         peer.after(0.0, peer.tell, events.Woke())
         return peer
+
+    def make(self, standing: Standing) -> Peer:
+        """Make a daemon that stands so."""
+        return Peer(self, standing)
 
     def ready(self, name: str, *, after: float = 0.0, weight: float = 1.0, patience: float = 3600.0) -> None:
         """Have a peer become ready, if it is alive and not ready."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
@@ -12,9 +12,6 @@ from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
 from simulator import core
 from simulator.member import Frame, Job, Member, Output, Values
 from simulator.network import Link
-
-if TYPE_CHECKING:
-    from simulator.world import World
 
 ROUNDING_SECONDS = 1e-6
 """By how much the sum of a time and a clock's offset may be off, and much to spare."""
@@ -37,6 +34,27 @@ class Start:
     timeout: float
 
 
+class Surroundings(Protocol):
+    """What a process lives in: a world of one round, or one round of a world.
+
+    Attributes:
+        clock: Of the world.
+        group: The round.
+    """
+
+    clock: core.Clock
+    group: events.Group
+
+    def step(self, process: Process, what: object, outputs: list[Output]) -> None:
+        """The machine of a process has taken an event: do what it asks for."""
+
+    def act(self, process: Process, outputs: list[Output]) -> None:
+        """Do what a process asks for, unless it is dead."""
+
+    def tell(self, index: int | None, what: object) -> None:
+        """Something has happened to a member."""
+
+
 class Process(core.Process):
     """One process: a member, its failure detector, and the bulk it keeps back from members not heard of yet.
 
@@ -53,9 +71,9 @@ class Process(core.Process):
         ended_at: When its machine ended, in virtual seconds.
     """
 
-    def __init__(self, world: World, index: int, start: Start) -> None:
-        super().__init__(world)
-        group = world.scenario.group
+    def __init__(self, world: Surroundings, index: int, start: Start) -> None:
+        super().__init__(world.clock)
+        group = world.group
         self.index = index
         self.start = start
         self.incoming: Sequence[tuple[int, Link]] = ()
