@@ -111,12 +111,12 @@ class Exchange:
             else:
                 self.send(output)
         process.arm()
-        self._world.peers[self.peers[process.index]].follow(self, process)
+        self._world.processes[self.peers[process.index]].follow(self, process)
 
     def send(self, frame: Frame) -> None:
         """Have a frame travel."""
         sender, to = self.peers[frame.sender], self.peers[frame.to]
-        self._world.transmit(sender, to, self._world.peers[to].take, self, frame, bulk=frame.bulk)
+        self._world.transmit(sender, to, self._world.processes[to].take, self, frame, bulk=frame.bulk)
 
     def tell(self, index: int | None, what: object) -> None:
         """See `process.Surroundings`."""
@@ -333,7 +333,7 @@ class World(matchmaking.World):
 
     def apply(self, exchange: Exchange, before: Values, after: Values) -> None:
         """One of an exchange has applied its mean."""
-        change = sum(map(Fraction, after)) - sum(map(Fraction, before))
+        change = sum(map(Fraction, after), Fraction(0)) - sum(map(Fraction, before))
         self._applied.setdefault(exchange.id, []).append(change)
 
     def judge(self, exchange: Exchange) -> None:
