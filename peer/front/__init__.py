@@ -1,0 +1,35 @@
+"""What a training script needs of equipoise, installed as the package `equipoise` itself.
+
+    import equipoise
+
+    with equipoise.connect() as peer: ...
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from equipoise.peer.client import connect
+    from equipoise.peer.embedded import Peer
+
+    __version__: str
+
+__all__ = ["Peer", "__version__", "connect"]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def __getattr__(name: str) -> object:
+    # `equipoise --help` imports this package first, and must wait for nothing.
+    if name == "__version__":
+        from importlib import metadata
+
+        return metadata.version("equipoise")
+    if name in __all__:
+        from equipoise import peer
+
+        return getattr(peer, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
