@@ -1,8 +1,8 @@
 """What a training script needs of equipoise, installed as the package `equipoise` itself.
 
-    import equipoise
+import equipoise
 
-    with equipoise.connect() as peer: ...
+with equipoise.connect() as peer: ...
 """
 
 from __future__ import annotations

@@ -34,8 +34,12 @@ def test_the_client_needs_no_hivemind() -> None:
 
 
 def test_the_front_loads_what_is_asked_for() -> None:
-    assert "torch" not in _modules(f"import equipoise\nassert equipoise.__version__, dir(equipoise)\n{REPORT}")
-    asked = "from equipoise import Peer, connect\nimport equipoise.peer\nassert connect is equipoise.peer.connect"
+    assert "torch" not in _modules(
+        f"import equipoise\nassert equipoise.__version__, dir(equipoise)\n{REPORT}"
+    )
+    asked = (
+        "from equipoise import Peer, connect\nimport equipoise.peer\nassert connect is equipoise.peer.connect"
+    )
     assert not _modules(f"{asked}\nassert Peer is equipoise.peer.Peer\n{REPORT}") & {"hivemind", "grpc"}
 
 

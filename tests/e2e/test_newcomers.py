@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 
 import pytest
 
@@ -19,11 +20,12 @@ from equipoise.peer import Run, connect
 from equipoise.peer.training import SwarmOptimizer
 from oracles.training import batch_of, loss_of, network
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TRAINERS, SAMPLES = 3, 8
-SECONDS = 15.0
-"""Steps are counted for so long, before the strangers come and while they are there."""
+SECONDS, STEPS = 15.0, 15
+"""Steps are counted for so long and so many, before the strangers come and while they are there: twenty that train on
+two cores with them leave a step for every few seconds."""
 THEIRS = StateId(2**40, "b" * 64)
 """What the strangers hold: of an epoch that is far beyond that of the others."""
 
@@ -90,10 +92,11 @@ def test_newcomers_with_another_state_do_not_replace_that_of_three_who_have_trai
 
     def rate() -> tuple[float, float]:
         """Updates a second, and the share of steps that are updates."""
-        steps, updates = ours[0].steps, ours[0].updates
+        steps, updates, began = ours[0].steps, ours[0].updates, time.monotonic()
         threading.Event().wait(SECONDS)
+        eventually(lambda: ours[0].steps >= steps + STEPS, "steps to count", 240.0)
         done = ours[0].updates - updates
-        return done / SECONDS, done / max(ours[0].steps - steps, 1)
+        return done / (time.monotonic() - began), done / (ours[0].steps - steps)
 
     before = rate()
     strangers = [Trainer(place, index, True) for index, place in enumerate(places[TRAINERS:], TRAINERS)]
