@@ -12,13 +12,13 @@ import msgspec
 import torch
 
 from equipoise.averaging.aio.mesh import Mesh
-from equipoise.averaging.aio.sendqueue import Bulk, Frame
+from equipoise.averaging.aio.sendqueue import Frame
 from equipoise.averaging.aio.store import Store
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.events import (
     Action,
-    BytesReceived,
     Close,
     ContributionReceived,
     Event,
@@ -29,17 +29,13 @@ from equipoise.averaging.allreduce.events import (
     MessageReceived,
     PartReduced,
     PeerLost,
-    PeerReturned,
     Reduce,
     Release,
     Send,
     SendContribution,
     SendMean,
-    Withdrew,
     Woke,
 )
-from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
-from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.notary import Keys, Notary
 from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import Manifest
@@ -149,35 +145,28 @@ class Round:
         tensors = task.contribution, task.result
         self._store = Store(self.group, self._me, self._layout, *tensors, mesh.pool, task.spec.rule)
         self._began = self._loop.time()
-        self._machine = AllReduce(self.group, self._me, self._began, task.timeout)
+        self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
+        self._machine = self._endpoint.machine
         self._notary = Notary(self.id, self._me, self._peers, task.keys)
-        self._others = [index for index in range(self.group.size) if self._reachable(index)]
-        self._members = {self._peers[index]: index for index in self._others}
-        self._liveness = Liveness(self._others, self._began)
-        self._waiting: dict[int, list[Bulk]] = {member: [] for member in self._others}
-        self._unsaid: dict[int, list[wire.RoundMessage]] = {
-            member: [] for member in self._others if not self.group.dialable >> member & 1
-        }
+        self._members = {self._peers[index]: index for index in self._endpoint.others}
         self._phases: dict[str, float] = {}
         self._phase_began = self._began
         self._phase = self._machine.phase
-        self._heard_bytes = {member: mesh.received(self._peers[member]) for member in self._others}
+        self._heard_bytes = {peer: mesh.received(peer) for peer in self._members}
         self._sent = 0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = math.inf
-        self._pulse: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Say hello to every member, and begin."""
         self._mesh.enter(self.id, {join.peer: join.credential for join in self._task.manifest.members})
         self._mesh.meet(self._task.manifest.peers)
-        self._beat()
-        self._perform(self._machine.start(self._loop.time()))
+        self._perform(self._endpoint.start(self._loop.time()))
 
     def withdraw(self, reason: str) -> None:
         """Leave the round; the outcome says why."""
-        self._tell(Withdrew(reason))
+        self._perform(self._endpoint.withdraw(reason, self._loop.time()))
 
     def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
         """Where the body of a frame goes: memory of its own, for whether it is wanted is seen when it is here.
@@ -196,10 +185,8 @@ class Round:
         """A frame of `size` bytes in all has come from a member."""
         member = self._members[peer]
         self._received += size
-        if self._liveness.heard(member, self._loop.time()):
-            self._tell(PeerReturned(member))
-        if member in self._waiting:
-            self._greet(member)
+        if actions := self._endpoint.heard(member, self._loop.time()):
+            self._perform(actions)
         match message:
             case wire.Contribution(part):
                 self._on_contribution(member, part, body)
@@ -212,13 +199,7 @@ class Round:
 
     def lost(self, peer: str, reason: str, connected: bool) -> None:
         """Frames to or from a member may have been lost; `connected` says whether another channel to it is open."""
-        member = self._members[peer]
-        if not connected:
-            self._liveness.lose(member)
-        if not connected or member in self._waiting:
-            # What waited for a greeting is asked for again.
-            self._waiting[member] = []
-        self._tell(PeerLost(member, reason, connected))
+        self._tell(PeerLost(self._members[peer], reason, connected))
 
     @property
     def number(self) -> int:
@@ -260,41 +241,19 @@ class Round:
     def _spoilt(self, member: int, error: CodecError) -> None:
         self._tell(PeerLost(member, f"sent values that do not decode: {error}"))
 
-    def _greet(self, member: int) -> None:
-        """Say what waited until we had heard of the round from it: so it knows the round, by the same manifest."""
-        for message in self._unsaid.pop(member, []):
-            self._post(member, message)
-        for bulk in self._waiting.pop(member):
-            self._mesh.post_bulk(self._peers[member], self.id, bulk)
-
-    def _count_bytes(self) -> None:
-        for member, before in self._heard_bytes.items():
-            received = self._mesh.received(self._peers[member])
-            self._heard_bytes[member] = received
-            if self._liveness.received(member, received - before, self._loop.time()):
-                self._tell(PeerReturned(member))
-            if received > before:
-                self._tell(BytesReceived(member, received - before))
-
-    def _beat(self) -> None:
-        self._count_bytes()
-        for member in self._liveness.check(self._loop.time()):
-            self._tell(PeerLost(member, "silent: no sign of life"))
-        if self._machine.needed:
-            for member in self._others:
-                self._post(member, wire.Heartbeat())
-            beat = self._loop.time() + HEARTBEAT_SECONDS
-            self._pulse = self._loop.call_at(min(beat, self._liveness.deadline), self._beat)
-
     def _wake(self) -> None:
         self._wakes_at = math.inf
+        for peer, before in self._heard_bytes.items():
+            self._heard_bytes[peer] = received = self._mesh.received(peer)
+            self._endpoint.received(self._members[peer], max(received - before, 0))
         self._tell(Woke())
+        self._schedule()
 
     def _tell(self, event: Event) -> None:
         try:
-            self._perform(self._machine.handle(event, self._loop.time()))
+            self._perform(self._endpoint.handle(event, self._loop.time()))
         except CodecError as error:
-            self._perform(self._machine.handle(Withdrew(self._own_fault(error)), self._loop.time()))
+            self.withdraw(self._own_fault(error))
 
     # ---- from the machine to the world ----
 
@@ -305,9 +264,11 @@ class Round:
                 case Send(to, message):
                     self._post(to, message)
                 case SendContribution(to, part):
-                    self._post_bulk(to, partial(self._make_contribution, part))
+                    self._mesh.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
                 case SendMean(to, part, contributors):
-                    self._post_bulk(to, partial(self._make_mean, part, contributors))
+                    self._mesh.post_bulk(
+                        self._peers[to], self.id, partial(self._make_mean, part, contributors)
+                    )
                 case Reduce(part, contributors):
                     self._tell(PartReduced(part, contributors, self._store.reduce(part, contributors)))
                 case Finish() | Fail():
@@ -321,21 +282,9 @@ class Round:
             self._schedule()
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
-        unsaid = self._unsaid.get(to)
-        if unsaid is not None and not self._mesh.connected(self._peers[to]):
-            # It cannot be dialled, and is about to dial us: to try would only make it look dead.
-            if message not in unsaid:
-                unsaid.append(message)
-            return
         header = self._header + wire.encode(self._notary.seal(message))
         self._sent += len(header)
         self._mesh.post(self._peers[to], header)
-
-    def _post_bulk(self, to: int, bulk: Bulk) -> None:
-        if to in self._waiting:
-            self._waiting[to].append(bulk)
-        else:
-            self._mesh.post_bulk(self._peers[to], self.id, bulk)
 
     def _make_contribution(self, part: int) -> Frame | None:
         if self._machine.ended is not None:
@@ -414,12 +363,10 @@ class Round:
     def close(self) -> None:
         """Forget the round at once, whoever may still need it."""
         self._store.release()
-        self._waiting.clear()
         self._mesh.leave(self.id)
-        for timer in (self._timer, self._pulse):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._pulse = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes_at = -math.inf  # It is never woken again.
         self._closed(self)
 
     def _mark_phase(self) -> None:
@@ -429,13 +376,10 @@ class Round:
             self._phase, self._phase_began = phase, now
 
     def _schedule(self) -> None:
-        deadline = self._machine.deadline
+        deadline = self._endpoint.deadline
         if deadline >= self._wakes_at:
             return  # Most events move the deadline later; waking early is harmless, and setting a timer is not free.
         if self._timer is not None:
             self._timer.cancel()
         self._wakes_at = deadline
         self._timer = self._loop.call_at(deadline, self._wake)
-
-    def _reachable(self, index: int) -> bool:
-        return index != self._me and bool(self.group.dialable & (1 << index | 1 << self._me))

@@ -460,11 +460,11 @@ async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
     again = Round(dataclasses.replace(round._task, result=torch.zeros(size)), hub._mesh, lambda _: None)
     again.start()
     for other in set(manifest.peers) - {"a"}:
-        before = len(again._waiting[again._members[other]])
+        before = len(again._endpoint._unheard[again._members[other]])
         assert before
         for _ in range(3):
             again.lost(other, "one of its channels broke", connected=True)
-        assert len(again._waiting[again._members[other]]) == before
+        assert len(again._endpoint._unheard[again._members[other]]) == before
     again.withdraw("the test is over")
     again.close()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
+from equipoise.averaging.allreduce import endpoint
 from equipoise.averaging.allreduce.events import (
     Action,
     ContributionReceived,
@@ -78,7 +79,8 @@ class Twin(AllReduce):
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "AllReduce", Twin)
+    for module in (member, endpoint):
+        monkeypatch.setattr(module, "AllReduce", Twin)
     looks.clear()
 
 

@@ -14,6 +14,7 @@ from functools import partial
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.notary import Keys, Notary
 from simulator.arithmetic import encode, exact_mean, mean
@@ -65,19 +66,28 @@ class Member:
         values: Its contribution, as many values as the parts cover.
         now: Seconds, by this member's clock.
         timeout: Seconds.
+        bare: Whether it is the machine alone, which is told who is lost; else it has signs of life, and a clock.
 
     Attributes:
-        machine: The round machine.
+        endpoint: What it drives: the machine, or that with all of `endpoint.Endpoint` around it.
         notary: Signs and checks what is said of votes.
         ended: How it ended, if it has.
         result: The encoded mean, once it has finished; None before, and for ever if it failed.
     """
 
-    def __init__(self, group: events.Group, index: int, values: Values, now: float, timeout: float) -> None:
+    def __init__(
+        self,
+        group: events.Group,
+        index: int,
+        values: Values,
+        now: float,
+        timeout: float,
+        bare: bool = True,
+    ) -> None:
         self.group = group
         self.index = index
         self.values = values
-        self.machine = AllReduce(group, index, now, timeout)
+        self.endpoint = (AllReduce if bare else Endpoint)(group, index, now, timeout)
         keys = Keys(partial(_signature, group.names[index]), _verify)
         self.notary = Notary(group.round_id, index, group.names, keys)
         self.ended: events.Finish | events.Fail | None = None
@@ -87,13 +97,24 @@ class Member:
         self._contributions: dict[tuple[int, int], bytes] = {}
         self._means: dict[int, tuple[int, bytes]] = {}
 
+    @property
+    def machine(self) -> AllReduce:
+        """The round machine."""
+        return self.endpoint.machine if isinstance(self.endpoint, Endpoint) else self.endpoint
+
     def start(self, now: float) -> list[Output]:
         """Begin; returns what leaves."""
-        return self._perform(self.machine.start(now))
+        return self._perform(self.endpoint.start(now))
 
     def tell(self, event: events.Event, now: float) -> list[Output]:
         """An event that is no frame."""
-        return self._perform(self.machine.handle(event, now))
+        return self._perform(self.endpoint.handle(event, now))
+
+    def heard(self, sender: int, now: float) -> list[Output]:
+        """A frame has come from a member: what waited for that leaves, but for what is out of date."""
+        assert isinstance(self.endpoint, Endpoint)
+        actions = self.endpoint.heard(sender, now)
+        return self._perform(one for one in actions if not self._is_stale(one))
 
     def receive(self, frame: Frame, now: float) -> list[Output]:
         """A frame has come."""
@@ -153,6 +174,12 @@ class Member:
                     self._require(self.ended is not None, "a round ends before it is forgotten", action)
                     self.closed = True
         return outputs
+
+    def _is_stale(self, action: events.Action) -> bool:
+        """Whether it asks for a mean that has been replaced or released while it waited."""
+        return isinstance(action, events.SendMean) and (
+            self._released or self._means.get(action.part, (0, b""))[0] != action.contributors
+        )
 
     def _contribution(self, part: int, member: int) -> bytes:
         if member == self.index:

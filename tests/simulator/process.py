@@ -1,4 +1,4 @@
-"""A member's process in a simulation: what the asyncio driver does around a machine, by its own clock."""
+"""A member's process in a simulation: what the asyncio driver does around an endpoint, by its own clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
+from equipoise.averaging.allreduce.endpoint import Endpoint
 from simulator import core
 from simulator.member import Frame, Job, Member, Output, Values
 from simulator.network import Link
@@ -56,9 +56,7 @@ class Surroundings(Protocol):
 
 
 class Process(core.Process):
-    """One process: a member, its failure detector, and the bulk it keeps back from members not heard of yet.
-
-    The machine and the detector are given this process's own clock.
+    """One process: a member, which is given this process's own clock.
 
     Args:
         world: What it lives in.
@@ -79,18 +77,12 @@ class Process(core.Process):
         self.incoming: Sequence[tuple[int, Link]] = ()
         self.begun = False
         self.ended_at = 0.0
-        self.member = Member(group, index, start.values, self._time(start.at), start.timeout)
-        others = [
-            other
-            for other in range(group.size)
-            if other != index and group.dialable & (1 << other | 1 << index)
-        ]
+        self.member = Member(group, index, start.values, self._time(start.at), start.timeout, bare=False)
+        assert isinstance(self.member.endpoint, Endpoint)
+        self._endpoint = self.member.endpoint
         self._world = world
-        self._heartbeats: list[Output] = [Frame(index, other, wire.Heartbeat()) for other in others]
-        self._liveness = Liveness(others, self._time(start.at))
         self._early: list[Frame] = []
-        self._unheard: dict[int, list[Output]] = {other: [] for other in others}
-        self._received = dict.fromkeys(others, 0)
+        self._received: dict[int, int] = {}
 
     def happen(self, timer: bool, event: Callable[..., None], *args: Any) -> None:
         """As any process; nothing happens to it any more once its round is closed."""
@@ -104,17 +96,16 @@ class Process(core.Process):
 
     @property
     def deadline(self) -> float:
-        """When to wake the machine, in virtual seconds: a little later than it wants, for the clocks' rounding."""
-        return self.member.machine.deadline - self.start.clock + ROUNDING_SECONDS
+        """When to wake it, in virtual seconds: a little later than it wants, for the clocks' rounding."""
+        return self._endpoint.deadline - self.start.clock + ROUNDING_SECONDS
 
     def begin(self) -> None:
         """It learns of the round."""
         self.begun = True
-        outputs = self._gate(self.member.start(self._time()))
+        outputs = self._noted(self.member.start(self._time()))
         for frame in self._early:
             outputs += self._receive(frame)
         self._world.step(self, "begins", outputs)
-        self.beat()
 
     def receive(self, frame: Frame) -> None:
         """A frame has come."""
@@ -128,10 +119,6 @@ class Process(core.Process):
         """Frames to or from another member may have been lost."""
         outputs: list[Output] = []
         if self.begun:
-            if not connected:
-                self._liveness.lose(other)
-                if other in self._unheard:
-                    self._unheard[other] = []
             outputs = self._hear(events.PeerLost(other, reason, connected))
         self._world.step(self, f"loses p{other}: {reason}", outputs)
 
@@ -140,31 +127,24 @@ class Process(core.Process):
         self._world.step(self, "leaves", self._hear(events.Withdrew("cancelled by its user")))
 
     def wake(self) -> None:
-        """The machine's deadline may have passed."""
-        self._world.step(self, "wakes", self._hear(events.Woke()) if self.deadline <= self.clock.now else [])
+        """Its deadline may have passed."""
+        if not self.begun or self.deadline > self.clock.now:
+            self.arm()
+            return
+        for other, link in self.incoming:
+            count = link.received()
+            self._endpoint.received(other, count - self._received.get(other, 0))
+            self._received[other] = count
+        due = self.member.machine.deadline <= self._time()
+        outputs = self._hear(events.Woke())
+        if due:
+            self._world.step(self, "wakes", outputs)
+        else:
+            self._world.act(self, outputs)
 
     def reduced(self, job: Job) -> None:
         """A reduction is done."""
-        self._world.step(self, job, self._gate(self.member.reduced(job, self._time())))
-
-    def beat(self) -> None:
-        """Say that it lives, and see who else does; again and again, sooner if someone falls silent sooner."""
-        outputs: list[Output] = []
-        for other, link in self.incoming:
-            count = link.received()
-            news = count - self._received[other]
-            self._received[other] = count
-            if self._liveness.received(other, news, self._time()):
-                outputs += self._hear(events.PeerReturned(other))
-            if news:
-                outputs += self._hear(events.BytesReceived(other, news))
-        for other in self._liveness.check(self._time()):
-            outputs += self._hear(events.PeerLost(other, "silent: no sign of life"))
-        self._world.act(self, outputs + (self._heartbeats if self.member.machine.needed else []))
-        if self.member.machine.needed:
-            falls_silent = self._liveness.deadline - self.start.clock + ROUNDING_SECONDS
-            next_beat = min(self.clock.now + HEARTBEAT_SECONDS, falls_silent)
-            self.clock.at(next_beat, self.happen, True, self.beat)
+        self._world.step(self, job, self._noted(self.member.reduced(job, self._time())))
 
     def resume(self, timers_first: bool = False) -> None:
         """It goes on."""
@@ -175,25 +155,17 @@ class Process(core.Process):
         if not self.begun:
             self._early.append(frame)
             return []
-        outputs: list[Output] = []
-        if self._liveness.heard(frame.sender, self._time()):
-            outputs += self._hear(events.PeerReturned(frame.sender))
-        # Who says something about the round knows of it, and has a place for what we send.
-        outputs += self._unheard.pop(frame.sender, [])
-        return outputs + self._gate(self.member.receive(frame, self._time()))
+        outputs = self.member.heard(frame.sender, self._time())
+        return self._noted(outputs + self.member.receive(frame, self._time()))
 
     def _hear(self, event: events.Event) -> list[Output]:
-        return self._gate(self.member.tell(event, self._time()))
+        return self._noted(self.member.tell(event, self._time()))
 
     def _time(self, at: float | None = None) -> float:
         """By its own clock, now or at another time."""
         return (self.clock.now if at is None else at) + self.start.clock
 
-    def _gate(self, outputs: list[Output]) -> list[Output]:
+    def _noted(self, outputs: list[Output]) -> list[Output]:
         if self.member.ended is not None and not self.ended_at:
             self.ended_at = self.clock.now
-        passed: list[Output] = []
-        for output in outputs:
-            kept = self._unheard.get(output.to) if isinstance(output, Frame) and output.bulk else None
-            (passed if kept is None else kept).append(output)
-        return passed
+        return outputs
