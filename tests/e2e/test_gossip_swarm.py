@@ -92,10 +92,12 @@ def test_the_sum_is_kept_and_values_come_together(swarm: Swarm) -> None:
     found = [one.tensor for one in exchangers]
     count = check(exchangers, whole=True)
     torch.testing.assert_close(torch.stack(found).sum(0), torch.stack(tensors).sum(0), rtol=0, atol=1e-4)
-    fell = spread_of(tensors) / spread_of(found)
+    before, after = spread_of(tensors), spread_of(found)
     longest = max(one.longest for one in exchangers)
-    print(f"{count} exchanges, the spread fell by {fell:.3g}, the longest call took {longest:.2f} s")
-    assert fell >= 100
+    print(
+        f"{count} exchanges, the spread fell from {before:.3g} to {after:.3g}, the longest call took {longest:.2f} s"
+    )
+    assert after <= before / 100
 
 
 def test_values_come_together_while_two_are_killed_and_two_join(swarm: Swarm) -> None:
@@ -119,7 +121,9 @@ def test_values_come_together_while_two_are_killed_and_two_join(swarm: Swarm) ->
     for one in (*living, *exchangers[:2]):
         one.finish()
     count = check([*exchangers, *newcomers], whole=False)
-    fell = spread_of(first) / spread_of([one.tensor for one in living])
-    print(f"{count} exchanges with two killed and two that joined, the spread fell by {fell:.3g}")
-    assert fell >= 50
+    before, after = spread_of(first), spread_of([one.tensor for one in living])
+    print(
+        f"{count} exchanges with two killed and two that joined, the spread fell from {before:.3g} to {after:.3g}"
+    )
+    assert after <= before / 50
     assert all(any(one.ok for one in each.outcomes) for each in newcomers)
