@@ -1,7 +1,7 @@
 """Who averages with whom in one round: joins that members sign of themselves, and the manifest made of them.
 
-A convener puts signed joins together; it can leave a member out, but it cannot speak for one. The hash of the manifest
-is the round's id, so members who were shown different manifests find out before they exchange a value.
+A coordinator puts signed joins together; it can leave a member out, but it cannot speak for one. The hash of the
+manifest is the round's id, so members who were shown different manifests find out before they exchange a value.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_PEER_CHARS = 64
 """A PeerID in base58 is 46 to 52 characters."""
 
 MAX_ROUND = 2**53
-"""Every msgpack reader holds it, and no run gets there: `matchmaking.roster.MAX_JUMP` bounds where others can put it,
-and from there a thousand skipped rounds a second take 285 years."""
+"""Every msgpack reader holds it, and no run gets there: `matchmaking.membership.MAX_JUMP` bounds where others can put
+it, and from there a thousand skipped rounds a second take 285 years."""
 
 MAX_WEIGHT = 1e12
 """Samples in one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
@@ -151,21 +151,21 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         version: Protocol version.
         spec: Hash of the RunSpec in hex.
         round: The round's number.
-        convener: PeerID of who put it together; not always a member.
+        coordinator: PeerID of who put it together; not always a member.
         members: Their joins, sorted by PeerID.
     """
 
     version: int
     spec: SpecHash
     round: RoundNumber
-    convener: PeerName
+    coordinator: PeerName
     members: Annotated[tuple[Join, ...], msgspec.Meta(min_length=2, max_length=MAX_GROUP_SIZE)]
 
     @classmethod
-    def of(cls, convener: str, joins: list[Join]) -> Manifest:
+    def of(cls, coordinator: str, joins: list[Join]) -> Manifest:
         """Put joins of one spec and one round together."""
         members = tuple(sorted(joins, key=lambda join: join.peer))
-        return cls(PROTOCOL_VERSION, members[0].spec, members[0].round, convener, members)
+        return cls(PROTOCOL_VERSION, members[0].spec, members[0].round, coordinator, members)
 
     @property
     def id(self) -> bytes:

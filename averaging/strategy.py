@@ -14,8 +14,8 @@ from equipoise.averaging.gossip.topology import TOPOLOGIES
 from equipoise.compression.grammar import Registry, canonical, choice, whole
 
 if TYPE_CHECKING:
+    from equipoise.averaging.matchmaking.context import Context
     from equipoise.averaging.matchmaking.matchmaker import Matchmaker
-    from equipoise.averaging.matchmaking.standing import Standing
 
 
 class Strategy(ABC):
@@ -36,7 +36,7 @@ class Strategy(ABC):
     pairs: bool = False
 
     @abstractmethod
-    def matchmaker(self, standing: Standing, chance: Random) -> Matchmaker:
+    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
         """Make what forms the groups of one peer, which starts with this standing; `chance` is its own to draw from."""
 
 
@@ -51,11 +51,11 @@ class AllReduce(Strategy):
         self.quorum = quorum
         self.spec = canonical(self.name, {"quorum": quorum})
 
-    def matchmaker(self, standing: Standing, chance: Random) -> Matchmaker:
+    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
         """See `Strategy.matchmaker`."""
         from equipoise.averaging.matchmaking.machine import Matchmaking
 
-        return Matchmaking(standing)
+        return Matchmaking(context)
 
 
 class Gossip(Strategy):
@@ -69,11 +69,11 @@ class Gossip(Strategy):
         self._topology = topology
         self.spec = canonical(self.name, {"topology": topology})
 
-    def matchmaker(self, standing: Standing, chance: Random) -> Matchmaker:
+    def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
         """See `Strategy.matchmaker`."""
         from equipoise.averaging.gossip.machine import Pairing
 
-        return Pairing(standing, self._topology, chance)
+        return Pairing(context, self._topology, chance)
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", 128)

@@ -1,11 +1,11 @@
-"""The real parts of a daemon: `equipoise.dht`'s swarm below `equipoise.averaging`'s hub."""
+"""The real parts of a daemon: `equipoise.dht`'s swarm below `equipoise.averaging`'s router."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import cast
 
-from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio.router import Router
 from equipoise.dht.direct.preface import Layer
 from equipoise.dht.identity import IDENTITY_FILE, Identity, IdentityError, verify
 from equipoise.dht.p2pd import P2pdError
@@ -19,7 +19,7 @@ SIGNATURE_DOMAIN = "averaging"
 
 
 class Signer:
-    """What the hub knows of an identity."""
+    """What the router knows of an identity."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -33,8 +33,8 @@ class Signer:
         return verify(peer, SIGNATURE_DOMAIN, data, signature)
 
 
-async def start_parts(config: Config) -> tuple[Swarm, Hub]:
-    """Start libp2p and put a hub on it; returns without waiting for other peers.
+async def start_parts(config: Config) -> tuple[Swarm, Router]:
+    """Start libp2p and put a router on it; returns without waiting for other peers.
 
     Raises:
         HomeError: A file of the home cannot be used: an identity file that others can read, a full disk.
@@ -62,5 +62,7 @@ async def start_parts(config: Config) -> tuple[Swarm, Hub]:
         raise EquipoiseError(str(error)) from error
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
-    hub = Hub(swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth, direct=swarm.direct)
-    return swarm, hub
+    router = Router(
+        swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth, direct=swarm.direct
+    )
+    return swarm, router

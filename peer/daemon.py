@@ -1,4 +1,4 @@
-"""The daemon: one home, one swarm, one hub of runs, one control socket; started and stopped in that order."""
+"""The daemon: one home, one swarm, one router of runs, one control socket; started and stopped in that order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from equipoise.peer.service import Service
 from equipoise.peer.status import Kernels, Status
 
 if TYPE_CHECKING:
-    from equipoise.averaging.aio.hub import Hub
+    from equipoise.averaging.aio.router import Router
     from equipoise.dht.swarm import Swarm
 
 STOP_SECONDS = 8.0
@@ -41,7 +41,7 @@ WATCH_SECONDS = 0.2
 
 PACKAGES = ("equipoise", "hivemind", "torch", "msgspec", "uvloop")
 
-Parts: TypeAlias = "tuple[Swarm, Hub]"
+Parts: TypeAlias = "tuple[Swarm, Router]"
 Assemble = Callable[[Config], Awaitable[Parts]]
 Say = Callable[[str], None]
 
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 
 
 async def assemble(config: Config) -> Parts:
-    """Start the real swarm and hub."""
+    """Start the real swarm and router."""
     from equipoise.peer.assembly import start_parts
 
     return await start_parts(config)
@@ -82,7 +82,7 @@ class Daemon:
         self._started = time.monotonic()
         self._home = home
         self._swarm: Swarm | None = None
-        self._hub: Hub | None = None
+        self._router: Router | None = None
         self._history: History | None = None
         self._log: logging.Handler | None = None
         self._watching: asyncio.Task[None] | None = None
@@ -129,11 +129,11 @@ class Daemon:
         if self._watching is not None:
             self._watching.cancel()
         await _bounded(self._server.stop(self._why), "leaving the runs")
-        if self._hub is not None:
-            await _bounded(self._hub.stop(), "stopping the hub")
+        if self._router is not None:
+            await _bounded(self._router.stop(), "stopping the router")
         if self._swarm is not None:
             await _bounded(self._swarm.stop(), "leaving the swarm")
-        self._hub = self._swarm = self._watching = None
+        self._router = self._swarm = self._watching = None
         if self._history is not None:
             self._history.close()
             self._history = None
@@ -185,9 +185,9 @@ class Daemon:
             self._say(f"warning: {warning}")
         chosen = kernels()
         log.info("kernels: %s (%s)", chosen.name, chosen.reason)
-        self._swarm, self._hub = await self._assemble(self._config)
+        self._swarm, self._router = await self._assemble(self._config)
         self._history = History(self._home.path)
-        self.service = Service(self._hub, self._swarm, self._history)
+        self.service = Service(self._router, self._swarm, self._history)
         self._server.start(self._home.listen())
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
         self._watching = asyncio.create_task(self._watch())

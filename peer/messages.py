@@ -18,7 +18,7 @@ from equipoise.averaging.options import RunOptions, Terms
 from equipoise.averaging.outcome import Outcome, RunState
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 

@@ -17,8 +17,8 @@ from equipoise.peer.shared_memory import Region
 from equipoise.peer.status import PeerRow
 
 if TYPE_CHECKING:
-    from equipoise.averaging.aio.averager import Averager
-    from equipoise.averaging.aio.hub import Hub
+    from equipoise.averaging.aio.router import Router
+    from equipoise.averaging.aio.run_driver import RunDriver
     from equipoise.dht.swarm import Swarm
 
 MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
@@ -32,8 +32,8 @@ class Service:
         history: What their rounds came to.
     """
 
-    def __init__(self, hub: Hub, swarm: Swarm, history: History) -> None:
-        self._hub = hub
+    def __init__(self, router: Router, swarm: Swarm, history: History) -> None:
+        self._router = router
         self._swarm = swarm
         self.history = history
         self._sessions: dict[str, Session] = {}
@@ -56,7 +56,7 @@ class Service:
                 f"the shared memory holds {request.values} values, which is less than the schema has"
             )
         await self._make_room(request.run)
-        session = Session(self._hub, self._swarm, request.run, specs, region, client)
+        session = Session(self._router, self._swarm, request.run, specs, region, client)
         self._sessions[request.run] = session
         return session
 
@@ -70,8 +70,8 @@ class Service:
         """All known peers of the open runs, in both of their purposes."""
         rows = []
         for session in self.sessions:
-            for spec, averager in session.in_use:
-                rows += await self._peers_of(spec, averager)
+            for spec, run_driver in session.in_use:
+                rows += await self._peers_of(spec, run_driver)
         return rows
 
     async def _make_room(self, name: str) -> None:
@@ -92,11 +92,11 @@ class Service:
                 "leave one, or start another daemon with another --home",
             )
 
-    async def _peers_of(self, spec: RunSpec, averager: Averager) -> list[PeerRow]:
+    async def _peers_of(self, spec: RunSpec, run_driver: RunDriver) -> list[PeerRow]:
         known = await self._swarm.directory.peers(spec.name)
-        return [self._row(spec, averager, found) for found in known if not found.left]
+        return [self._row(spec, run_driver, found) for found in known if not found.left]
 
-    def _row(self, spec: RunSpec, averager: Averager, found: Candidate) -> PeerRow:
+    def _row(self, spec: RunSpec, run_driver: RunDriver, found: Candidate) -> PeerRow:
         reach = self._swarm.reach(found.peer)
         return PeerRow(
             run=spec.name,
@@ -110,6 +110,6 @@ class Service:
             same_spec=found.spec == spec.hash,
             reach=reach.state,
             why=reach.reason,
-            differs=averager.difference(found.peer),
+            differs=run_driver.difference(found.peer),
             name=self._swarm.name(found.peer),
         )

@@ -1,4 +1,4 @@
-"""One client's part in one run: its shared memory, and one averager for each purpose.
+"""One client's part in one run: its shared memory, and a run driver for each purpose.
 
 Each purpose is a run of the swarm, with its own schema, and is joined when it is first used. Right after its join a
 script either agrees on terms, which says that it steps, or is announced to those that average.
@@ -20,7 +20,7 @@ from equipoise.averaging.outcome import NoPeers, Outcome, RunState
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import Refused
 from equipoise.peer.messages import MAX_TEXT, TOPICS, FetchMean, FetchState
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec
@@ -28,8 +28,8 @@ from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory
 from equipoise.peer.status import Exchanges, RunStatus
 
 if TYPE_CHECKING:
-    from equipoise.averaging.aio.averager import Averager
-    from equipoise.averaging.aio.hub import Hub
+    from equipoise.averaging.aio.router import Router
+    from equipoise.averaging.aio.run_driver import RunDriver
     from equipoise.averaging.aio.transfer import Transfer
     from equipoise.dht.swarm import Swarm
 
@@ -68,16 +68,16 @@ class Session:
     """
 
     def __init__(
-        self, hub: Hub, swarm: Swarm, name: str, specs: dict[str, RunSpec], region: Region, client: str
+        self, router: Router, swarm: Swarm, name: str, specs: dict[str, RunSpec], region: Region, client: str
     ) -> None:
         self.name = name
         self.client = client
-        self._hub = hub
+        self._router = router
         self._swarm = swarm
         self._specs = dict(specs)
         self._joined = specs.get(STEP)
         self._region: Region | None = region
-        self._averagers: dict[str, Averager] = {}
+        self._run_drivers: dict[str, RunDriver] = {}
         self._purpose = AVERAGE
         self._told: dict[str, str] = {}
         self._joining = asyncio.Lock()
@@ -105,7 +105,7 @@ class Session:
                 f"it holds {self._region.values}"
             )
         async with self._joining:
-            if STEP in self._averagers and agreed != self._specs[STEP]:
+            if STEP in self._run_drivers and agreed != self._specs[STEP]:
                 raise Refused(
                     f"run {self.name!r} has stepped on other terms",
                     "agree before the first accumulate and step, or leave the run and join it again",
@@ -116,10 +116,10 @@ class Session:
             async with asyncio.timeout(SEARCH_SECONDS):
                 # Before joining it: of a run that it is in, a peer is told what it knows already.
                 await self._swarm.directory.peers(agreed.name)
-        averager = await self._use(STEP)
-        objection = await averager.objection(COMPARE_SECONDS)
+        run_driver = await self._use(STEP)
+        objection = await run_driver.objection(COMPARE_SECONDS)
         if objection:
-            await self._disagree(averager)
+            await self._disagree(run_driver)
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
 
     async def start_round(
@@ -142,27 +142,27 @@ class Session:
             outcome = await self._within(self._round, timeout)
         finally:
             self._round = None
-        if not outcome.started:  # It ended before an averager was asked, or after it was given up.
+        if not outcome.started:  # It ended before a run driver was asked, or after it was given up.
             outcome = msgspec.structs.replace(outcome, started=started)
         self._tell(outcome)
         if purpose == STEP and outcome.counted(self._swarm.peer):
             # Until the client says what is left, the others must not count it towards the next round.
             self._accumulated = 0.0
-            self._averagers[STEP].report_accumulated(0.0)
+            self._run_drivers[STEP].report_accumulated(0.0)
         return outcome
 
     def stop_round(self, why: str) -> None:
         """End the search for a group, if one goes on; a round that has begun goes on."""
         self._stopped = why[:MAX_TEXT] or "stopped"
-        for averager in self._averagers.values():
-            averager.stop_search(self._stopped)
+        for run_driver in self._run_drivers.values():
+            run_driver.stop_search(self._stopped)
 
     async def report_accumulated(self, weight: float) -> None:
         """Publish the weight that the client has accumulated towards its next step."""
         self._accumulated = weight
-        averager = await self._use(STEP)
+        run_driver = await self._use(STEP)
         if self._reporting is None:
-            self._report(averager, None)
+            self._report(run_driver, None)
 
     def tell(self, topic: str, line: str) -> None:
         """Have `status` show a line of the client.
@@ -174,13 +174,13 @@ class Session:
             raise Refused(f"expected a line on {' or '.join(TOPICS)}, got one on {topic[:64]!r}")
         self._told[topic] = line[:MAX_TEXT]
 
-    def _report(self, averager: Averager, before: float | None) -> None:
+    def _report(self, run_driver: RunDriver, before: float | None) -> None:
         """Publish at once, then whatever has become of it, at most once in `REPORT_SECONDS`."""
         self._reporting = None
         if self._accumulated != before and not self.leaving:
-            averager.report_accumulated(self._accumulated)
+            run_driver.report_accumulated(self._accumulated)
             loop = asyncio.get_running_loop()
-            self._reporting = loop.call_later(REPORT_SECONDS, self._report, averager, self._accumulated)
+            self._reporting = loop.call_later(REPORT_SECONDS, self._report, run_driver, self._accumulated)
 
     @property
     def leaving(self) -> bool:
@@ -188,25 +188,25 @@ class Session:
         return self._leaving is not None
 
     @property
-    def in_use(self) -> list[tuple[RunSpec, Averager]]:
-        """The runs of the hub that it takes part in."""
-        return [(self._specs[purpose], averager) for purpose, averager in self._averagers.items()]
+    def in_use(self) -> list[tuple[RunSpec, RunDriver]]:
+        """The runs of the router that it takes part in."""
+        return [(self._specs[purpose], run_driver) for purpose, run_driver in self._run_drivers.items()]
 
     async def state(self) -> RunState:
         """Where the next round of the purpose used last stands."""
-        return (await self._averager(self._purpose)).state
+        return (await self._run_driver(self._purpose)).state
 
     async def progress(self, target: float | None) -> tuple[float, float]:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' word counts."""
-        averager = await self._use(STEP)
-        others = await averager.others_accumulated(target)
+        run_driver = await self._use(STEP)
+        others = await run_driver.others_accumulated(target)
         return self._accumulated, self._accumulated + others
 
     async def transfer(self) -> Transfer:
         """Gives and takes the run's state, among the peers that step if there are gradients."""
         purpose = STEP if STEP in self._specs else AVERAGE
         await self._use(purpose)
-        return self._hub.transfer(self._specs[purpose].name)
+        return self._router.transfer(self._specs[purpose].name)
 
     async def fetch(self, request: FetchState, image: SharedMemory) -> FetchOutcome:
         """Download a snapshot into the client's memory, whose capacity is the limit of its size.
@@ -252,7 +252,7 @@ class Session:
 
     def status(self) -> RunStatus:
         """What `status` shows of it."""
-        spec, averager = self._specs[self._purpose], self._averagers.get(self._purpose)
+        spec, run_driver = self._specs[self._purpose], self._run_drivers.get(self._purpose)
         shown = RunStatus(
             name=self.name,
             purpose=self._purpose,
@@ -265,24 +265,24 @@ class Session:
             accumulated=self._accumulated,
             transfer="; ".join(
                 line
-                for purpose in self._averagers
-                if not self.leaving  # The hub may have let go of it.
-                and (line := self._hub.transfer(self._specs[purpose].name).standing)
+                for purpose in self._run_drivers
+                if not self.leaving  # The router may have let go of it.
+                and (line := self._router.transfer(self._specs[purpose].name).standing)
             ),
             told=dict(self._told),
             strategy=spec.options.strategy,
         )
-        if averager is None:
+        if run_driver is None:
             return shown
         return msgspec.structs.replace(
             shown,
-            state=averager.state,
-            reason=averager.reason,
-            round=averager.round,
-            rounds_ok=averager.rounds_ok,
-            rounds_failed=averager.rounds_failed,
-            last=averager.history[-1] if averager.history else None,
-            exchanges=_exchanges(averager) if spec.strategy.pairs else None,
+            state=run_driver.state,
+            reason=run_driver.reason,
+            round=run_driver.round,
+            rounds_ok=run_driver.rounds_ok,
+            rounds_failed=run_driver.rounds_failed,
+            last=run_driver.history[-1] if run_driver.history else None,
+            exchanges=_exchanges(run_driver) if spec.strategy.pairs else None,
         )
 
     async def leave(self, reason: str) -> None:
@@ -293,28 +293,28 @@ class Session:
 
     async def _announce(self) -> None:
         await asyncio.sleep(ANNOUNCE_SECONDS)
-        await self._averager(AVERAGE)
+        await self._run_driver(AVERAGE)
 
-    async def _use(self, purpose: str) -> Averager:
-        averager = await self._averager(purpose)
+    async def _use(self, purpose: str) -> RunDriver:
+        run_driver = await self._run_driver(purpose)
         self._purpose = purpose
-        return averager
+        return run_driver
 
-    async def _averager(self, purpose: str) -> Averager:
+    async def _run_driver(self, purpose: str) -> RunDriver:
         if purpose not in self._specs:
             raise _nothing_to(purpose, self.name)
         async with self._joining:
-            if purpose not in self._averagers:
+            if purpose not in self._run_drivers:
                 if self._leaving is not None:
                     raise Refused(f"run {self.name!r} is being left", "join it again")
-                self._averagers[purpose] = await self._hub.join(self._specs[purpose])
-            return self._averagers[purpose]
+                self._run_drivers[purpose] = await self._router.join(self._specs[purpose])
+            return self._run_drivers[purpose]
 
-    async def _disagree(self, averager: Averager) -> None:
+    async def _disagree(self, run_driver: RunDriver) -> None:
         """As if nothing had been agreed on: the client may try again."""
         async with self._joining:
-            await averager.leave("others have agreed on something else")
-            self._averagers.pop(STEP, None)
+            await run_driver.leave("others have agreed on something else")
+            self._run_drivers.pop(STEP, None)
             self._purpose = AVERAGE
             self._announcing = asyncio.create_task(self._announce())
             if self._joined is not None:
@@ -323,7 +323,7 @@ class Session:
     async def _exchange(self, purpose: str, weight: float, timeout: float, state: StateId | None) -> Outcome:
         left = Outcome(ok=False, reason="the run was left before the round began", run=self.name)
         try:
-            averager = await self._use(purpose)
+            run_driver = await self._use(purpose)
         except Refused:
             if self._leaving is None:
                 raise
@@ -332,12 +332,12 @@ class Session:
         if region is None:
             return left
         contribution, result = region.contribution[:values], region.result[:values]
-        transfer = self._hub.transfer(self._specs[purpose].name)
+        transfer = self._router.transfer(self._specs[purpose].name)
         if state is not None:
             transfer.reach(state.epoch)
         if self._stopped:  # Before the search began.
             return Outcome(ok=False, reason=self._stopped, run=self.name)
-        outcome = await averager.average(contribution, result, weight, timeout, state)
+        outcome = await run_driver.average(contribution, result, weight, timeout, state)
         if state is not None and outcome.ok and outcome.state == state:
             transfer.reach(state.epoch + 1)
         return outcome
@@ -366,7 +366,9 @@ class Session:
         if self._reporting is not None:
             self._reporting.cancel()
         async with self._joining:
-            leaving = [asyncio.create_task(averager.leave(reason)) for averager in self._averagers.values()]
+            leaving = [
+                asyncio.create_task(run_driver.leave(reason)) for run_driver in self._run_drivers.values()
+            ]
         if leaving:
             _, late = await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
             for task in late:
@@ -377,14 +379,14 @@ class Session:
         self._region = None
 
 
-def _exchanges(averager: Averager) -> Exchanges:
+def _exchanges(run_driver: RunDriver) -> Exchanges:
     """What the exchanges of a gossip run have come to."""
-    outcomes = list(averager.history)
+    outcomes = list(run_driver.history)
     apart = [one.apart for one in outcomes[-SPREAD_EXCHANGES:] if one.apart is not None]
     return Exchanges(
-        partners=averager.others,
-        ok=averager.rounds_ok,
-        failed=averager.rounds_failed,
+        partners=run_driver.others,
+        ok=run_driver.rounds_ok,
+        failed=run_driver.rounds_failed,
         in_doubt=sum(one.in_doubt for one in outcomes),
         spread=sum(apart) / len(apart) if apart else None,
     )

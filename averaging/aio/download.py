@@ -15,7 +15,9 @@ from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import TICKET_BYTES
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.transfer.events import (
+from equipoise.averaging.statesync.chunks import CHUNK_BYTES, DIGEST_BYTES, ImageId, is_chunk
+from equipoise.averaging.statesync.client import Fetch, Request
+from equipoise.averaging.statesync.events import (
     Allocate,
     AnswerReceived,
     Check,
@@ -34,9 +36,7 @@ from equipoise.averaging.transfer.events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.transfer.fetch import Fetch, Request
-from equipoise.averaging.transfer.image import CHUNK_BYTES, DIGEST_BYTES, ImageId, is_chunk
-from equipoise.averaging.transfer.messages import (
+from equipoise.averaging.statesync.messages import (
     AskChunks,
     AskDigests,
     Bulk,
@@ -46,7 +46,7 @@ from equipoise.averaging.transfer.messages import (
     TransferMessage,
     encode,
 )
-from equipoise.averaging.transfer.outcome import FetchOutcome
+from equipoise.averaging.statesync.outcome import FetchOutcome
 
 TRANSFER_FRAME = b"T"
 """First byte of the header of every frame of a transfer; a message follows."""

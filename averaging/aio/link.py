@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from equipoise.averaging.aio.sendqueue import SendQueue
+from equipoise.averaging.aio.fair_queue import SendQueue
 from equipoise.averaging.ports import Channel
 
 RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0

@@ -23,10 +23,10 @@ import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Protocol
 
-from equipoise.averaging.aio.buffers import BufferPool
+from equipoise.averaging.aio.bandwidth import Meter
+from equipoise.averaging.aio.buffer_pool import BufferPool
+from equipoise.averaging.aio.fair_queue import Bulk
 from equipoise.averaging.aio.link import Link, Once
-from equipoise.averaging.aio.meter import Meter
-from equipoise.averaging.aio.sendqueue import Bulk
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 
 MAX_QUEUED_CONTROL = 4096

@@ -11,20 +11,21 @@ from functools import partial
 import msgspec
 import torch
 
-from equipoise.averaging.aio import keeping
+from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Examine, Room, flow_of
+from equipoise.averaging.aio.fair_queue import Frame
 from equipoise.averaging.aio.mesh import Mesh
-from equipoise.averaging.aio.sendqueue import Frame
-from equipoise.averaging.allowance import Allowance
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate, Directory
+from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.transfer.donor import Donor
-from equipoise.averaging.transfer.events import (
+from equipoise.averaging.statesync.chunks import MAX_IMAGE_BYTES, ImageId, digests_of
+from equipoise.averaging.statesync.client import Request
+from equipoise.averaging.statesync.events import (
     AskReceived,
     BodySent,
     DonorEvent,
@@ -46,10 +47,7 @@ from equipoise.averaging.transfer.events import (
     SnapshotTaken,
     TrainerLeft,
 )
-from equipoise.averaging.transfer.fetch import Request
-from equipoise.averaging.transfer.image import MAX_IMAGE_BYTES, ImageId, digests_of
-from equipoise.averaging.transfer.mean import EncodedMean, MeanError
-from equipoise.averaging.transfer.messages import (
+from equipoise.averaging.statesync.messages import (
     Answer,
     Ask,
     Bulk,
@@ -60,8 +58,10 @@ from equipoise.averaging.transfer.messages import (
     TransferMessage,
     encode,
 )
-from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
-from equipoise.averaging.transfer.votes import Circle, Prove
+from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.statesync.quorum_proof import Circle, Prove
+from equipoise.averaging.statesync.server import Server
+from equipoise.averaging.statesync.update import EncodedMean, MeanError
 
 LOOK_SECONDS = 0.5
 """Between two reads of the directory's cache during a download: who has come, and who has gone."""
@@ -124,7 +124,7 @@ class Transfer:
         self._runs = runs
         self._is_mute = is_mute
         self._loop = asyncio.get_running_loop()
-        self._donor = Donor()
+        self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
         self._held: dict[bytes, _Held] = {}
         self._means: dict[StateId, _Kept] = {}
@@ -257,20 +257,20 @@ class Transfer:
             if self._attended.knows(after) and not self._circle.knows(after):
                 self._circle = self._attended
         found: list[Outcome] = []
-        wanted = keeping.Wanted(self._spec, after, None if proved else self._circle)
+        wanted = update_verification.Wanted(self._spec, after, None if proved else self._circle)
 
         async def examine(image: memoryview, proofs: Sequence[Commit]) -> str:
-            decode = partial(keeping.decode, image, wanted, proofs, self._verify, result)
+            decode = partial(update_verification.decode, image, wanted, proofs, self._verify, result)
             try:
                 found.append(await self._loop.run_in_executor(None, decode))
             except MeanError as error:
                 return str(error)
             return ""
 
-        ticket, limit = Download.ticket(), keeping.most_bytes(self._spec)
+        ticket, limit = Download.ticket(), update_verification.most_bytes(self._spec)
         near = self._circle.peers
         request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, near, patient, proved)
-        download = await self._get(request, timeout, keeping.room, examine)
+        download = await self._get(request, timeout, update_verification.room, examine)
         got = download.outcome.result()
         if got.ok and not proved:
             self._circle = self._circle.followed(after)
@@ -310,7 +310,7 @@ class Transfer:
         self._held.clear()
         self._means.clear()
 
-    # ---- what the hub tells ----
+    # ---- what the router tells ----
 
     def place(self, peer: str, message: TransferMessage, size: int) -> memoryview:
         """Where the body of a frame goes.
@@ -355,9 +355,9 @@ class Transfer:
         kept = self._means.get(before)
         if kept is None or isinstance(kept.mean, ImageId):
             return
-        made: keeping.Imaged | None = None
+        made: update_verification.Imaged | None = None
         try:
-            made = await self._loop.run_in_executor(None, keeping.Imaged.of, kept.mean)
+            made = await self._loop.run_in_executor(None, update_verification.Imaged.of, kept.mean)
         except MemoryError:
             name, epoch = self._spec.name, before.epoch
             log.warning("run %s: the mean after epoch %d is not passed on: no memory", name, epoch)

@@ -1,9 +1,9 @@
 """One member's end of a round: the machine, who is alive, and what may be sent when. Events in, actions out.
 
 A member says that it lives every `HEARTBEAT_SECONDS`, for as long as others may need an answer from it, and takes for
-lost who falls silent (`liveness`). Values leave only for members that have been heard: whoever says something about the
-round knows it by the same manifest, and has a place for what comes. A member that cannot be dialled is about to dial
-this one: to speak first would only make it look dead, so words wait for it as well.
+lost who falls silent (`failure_detector`). Values leave only for members that have been heard: whoever says something
+about the round knows it by the same manifest, and has a place for what comes. A member that cannot be dialled is about
+to dial this one: to speak first would only make it look dead, so words wait for it as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from equipoise.averaging.allreduce.events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.allreduce.liveness import HEARTBEAT_SECONDS, Liveness
+from equipoise.averaging.allreduce.failure_detector import HEARTBEAT_SECONDS, FailureDetector
 from equipoise.averaging.allreduce.machine import AllReduce
 
 SILENT = "silent: no sign of life"
@@ -48,7 +48,7 @@ class Endpoint:
         self.others = tuple(
             member for member in range(group.size) if member != me and dialable & (1 << member | 1 << me)
         )
-        self._liveness = Liveness(self.others, now)
+        self._detector = FailureDetector(self.others, now)
         self._unheard: dict[int, list[Action]] = {member: [] for member in self.others}
         self._undialled = {member for member in self.others if not dialable >> member & 1}
         self._received = dict.fromkeys(self.others, 0)
@@ -65,7 +65,7 @@ class Endpoint:
 
     def heard(self, member: int, now: float) -> list[Action]:
         """A frame of the round has come from a member: what waited for that leaves, before anything that follows."""
-        returned = self._liveness.heard(member, now)
+        returned = self._detector.heard(member, now)
         if not returned and member not in self._unheard:
             return []
         actions = self._tell(PeerReturned(member), now) if returned else []
@@ -81,7 +81,7 @@ class Endpoint:
         match event:
             case PeerLost(member, _, connected):
                 if not connected:
-                    self._liveness.lose(member)
+                    self._detector.lose(member)
                 if not connected or member in self._unheard:
                     # Values that waited are asked for again; words are not.
                     waiting = self._unheard.get(member, [])
@@ -102,16 +102,16 @@ class Endpoint:
         """See who lives, and say that this member does; again sooner than usual if somebody falls silent sooner."""
         actions: list[Action] = []
         for member, count in self._received.items():
-            if self._liveness.received(member, count, now):
+            if self._detector.received(member, count, now):
                 actions += self._tell(PeerReturned(member), now)
             if count:
                 actions += self._tell(BytesReceived(member, count), now)
         self._received = dict.fromkeys(self.others, 0)
-        for member in self._liveness.check(now):
+        for member in self._detector.check(now):
             actions += self._tell(PeerLost(member, SILENT), now)
         if self.machine.needed:
             actions += self._gate([Send(member, wire.Heartbeat()) for member in self.others])
-        self._beats_at = min(now + HEARTBEAT_SECONDS, self._liveness.deadline)
+        self._beats_at = min(now + HEARTBEAT_SECONDS, self._detector.deadline)
         return actions
 
     def _gate(self, actions: list[Action]) -> list[Action]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.attendance import Attendance
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Send
-from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.part_table import PartTable
+from equipoise.averaging.allreduce.paxos import Paxos
 
 MAX_SERVED = 4
 """Most times that one member may fetch the whole mean from us: once per source it may try, and some to spare."""
@@ -37,19 +37,17 @@ class Fetching:
         self._served: Counter[int] = Counter()
         self.asked_of_us: dict[int, tuple[int, bytes]] = {}
 
-    def due(
-        self, agreement: Agreement, ledger: Ledger, attendance: Attendance, reachable: int
-    ) -> Send | None:
+    def due(self, paxos: Paxos, part_table: PartTable, attendance: Attendance, reachable: int) -> Send | None:
         """What to ask now, of one of the members in the bitmask `reachable`."""
-        decision = agreement.decision
-        if decision is None or ledger.is_whole(decision):
+        decision = paxos.decision
+        if decision is None or part_table.is_whole(decision):
             return None
         stalled = attendance.level >= 1
-        everything = agreement.must_fetch or stalled or self._anew
-        wanted = ledger.missing_of(agreement.group.everyone if everything else attendance.lost, decision)
+        everything = paxos.must_fetch or stalled or self._anew
+        wanted = part_table.missing_of(paxos.group.everyone if everything else attendance.lost, decision)
         if not wanted:
             return None
-        sources = agreement.sources(decision, reachable, desperate=stalled)
+        sources = paxos.sources(decision, reachable, desperate=stalled)
         if attendance.level < 2:
             # A member that was out of reach may have let go of the mean meanwhile, as this one was out of its reach.
             sources = sources & ~attendance.returned or sources

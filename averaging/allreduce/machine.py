@@ -12,7 +12,7 @@ The flat vector is cut into parts, each with an owner. In the healthy case:
 4. *Commit.* Who holds the whole mean tells everyone (`Held`). Once a majority does, the round has succeeded, and every
    member that has all parts finishes; one that lacks some fetches them from a holder.
 
-Steps 2 to 4 are one instance of Paxos (`agreement`): to hold the mean is to accept. When an owner
+Steps 2 to 4 are one instance of Paxos (`paxos`): to hold the mean is to accept. When an owner
 dies before commit, the leader opens a higher ballot, learns from a majority whether any of them may have committed
 already, and otherwise decides again without the dead: a new `Plan` names who reduces, contributors send the new owners
 what they lack, and 2 to 4 repeat. When the leader dies the next member in line does so. Nothing is applied
@@ -31,7 +31,6 @@ leader goes on without the owners that did not report; from 3 on, members open b
 from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.attendance import STALL_SECONDS, Attendance, Awaited
 from equipoise.averaging.allreduce.ballot import Vote, is_majority, members_of
 from equipoise.averaging.allreduce.events import (
@@ -55,10 +54,11 @@ from equipoise.averaging.allreduce.events import (
     Woke,
 )
 from equipoise.averaging.allreduce.fetching import Fetching
-from equipoise.averaging.allreduce.following import PLENTY, Words, due_report
-from equipoise.averaging.allreduce.leading import Despair, Reopen, Tell, next_move
-from equipoise.averaging.allreduce.ledger import Ledger
+from equipoise.averaging.allreduce.follower import PLENTY, Words, due_report
+from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.part_table import PartTable
+from equipoise.averaging.allreduce.paxos import Paxos
 from equipoise.averaging.allreduce.waiting import awaited, phase_of, waiting_for
 
 LINGER_SECONDS = 5.0
@@ -97,8 +97,8 @@ class AllReduce:
         self._words = Words(now, timeout)
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
         self._attendance = Attendance(group, now, stall)
-        self._agreement = Agreement(group, me)
-        self._ledger = Ledger(group, me)
+        self._paxos = Paxos(group, me)
+        self._part_table = PartTable(group, me)
         self._fetching = Fetching(me, len(group.parts))
         self._distrusted = 0
         self._released = False
@@ -123,7 +123,7 @@ class AllReduce:
     @property
     def phase(self) -> str:
         """Where the round stands: `scatter`, `decide`, `gather`, `commit` or `ended`."""
-        return "ended" if self.ended is not None else phase_of(self._agreement)
+        return "ended" if self.ended is not None else phase_of(self._paxos)
 
     def start(self, now: float) -> list[Action]:
         """The first actions: scatter, and whatever is due at once."""
@@ -134,7 +134,7 @@ class AllReduce:
 
     def wants_contribution(self, sender: int, part: int) -> bool:
         """Whether a contribution is still of use here."""
-        return self.ended is None and self._ledger.wants_contribution(sender, part)
+        return self.ended is None and self._part_table.wants_contribution(sender, part)
 
     def wants_mean(self, sender: int, part: int, contributors: int) -> bool:
         """Whether the mean of `part` over `contributors` is still of use here, and `sender`'s to give.
@@ -142,12 +142,12 @@ class AllReduce:
         It is ours, or that of the part's owner, or of a member that was asked for it: whoever else were faster could
         put anything in its place. Once our mean has proved wrong, only who was asked is believed.
         """
-        if self.ended is not None or not self._ledger.wants_mean(part, contributors):
+        if self.ended is not None or not self._part_table.wants_mean(part, contributors):
             return False
-        decision = self._agreement.valued
+        decision = self._paxos.valued
         if decision is not None and decision.contributors != contributors:
             return False
-        owns = sender == self.me or (self._ledger.owner_of[part] == sender and not self._distrusted)
+        owns = sender == self.me or (self._part_table.owner_of[part] == sender and not self._distrusted)
         return owns or self._fetching.expects(sender, part, contributors)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -159,7 +159,7 @@ class AllReduce:
             case ContributionReceived(sender, part):
                 self.looked = self._on_contribution(sender, part, now)
             case PartReduced(part, contributors, digest):
-                self._ledger.forget_reducing(part, contributors)
+                self._part_table.forget_reducing(part, contributors)
                 self.looked = self._on_mean(self.me, part, contributors, digest, now)
             case MeanReceived(sender, part, contributors, digest):
                 self.looked = self._on_mean(sender, part, contributors, digest, now)
@@ -169,7 +169,7 @@ class AllReduce:
                 self._on_bytes(sender, count, now)
             case PeerLost(member, reason, connected):
                 if connected and self._attendance.here >> member & 1:
-                    self._ledger.lose(member)
+                    self._part_table.lose(member)
                     self._remind(member)
                 else:
                     self._on_lost(member, reason, now)
@@ -185,33 +185,33 @@ class AllReduce:
     # ---- taking in ----
 
     def _on_message(self, sender: int, message: wire.RoundMessage, now: float) -> None:
-        agreement = self._agreement
+        paxos = self._paxos
         news = False
         match message:
             case wire.Prepare(ballot):
                 self._on_prepare(sender, ballot, now)
             case wire.Promise():
-                news = agreement.on_promise(sender, message)
+                news = paxos.on_promise(sender, message)
             case wire.Refuse(ballot):
-                agreement.on_refuse(ballot)
+                paxos.on_refuse(ballot)
             case wire.Plan(_, _, owners):
-                if news := agreement.on_plan(sender, message):
-                    self._ledger.assign(owners)
-                elif message == agreement.standing:
+                if news := paxos.on_plan(sender, message):
+                    self._part_table.assign(owners)
+                elif message == paxos.standing:
                     self._on_word(sender, now)
             case wire.Report(final=False):
                 self._on_word(sender, now)
             case wire.Report():
-                news = agreement.on_report(sender, message)
+                news = paxos.on_report(sender, message)
             case wire.Propose(_, decision):
-                if news := agreement.on_propose(sender, message):
-                    self._ledger.assign(decision.owners)
-                elif message == agreement.standing:
+                if news := paxos.on_propose(sender, message):
+                    self._part_table.assign(decision.owners)
+                elif message == paxos.standing:
                     self._on_word(sender, now)
             case wire.Held(ballot, decision, digest):
                 news = self._on_held(sender, Vote(ballot, decision, digest))
             case wire.Commit(ballot, decision, digest, holders):
-                news = agreement.on_votes(sender, Vote(ballot, decision, digest), holders)
+                news = paxos.on_votes(sender, Vote(ballot, decision, digest), holders)
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
@@ -224,20 +224,20 @@ class AllReduce:
         """Returns whether more than work on the part can be due (after the end, by the clock); so does `_on_mean`."""
         if not self.wants_contribution(sender, part):
             return self.ended is not None
-        whole = self._ledger.take_contribution(sender, part)
+        whole = self._part_table.take_contribution(sender, part)
         return self._attendance.arrived(sender, now) or whole
 
     def _on_mean(self, sender: int, part: int, contributors: int, digest: bytes, now: float) -> bool:
         if not self.wants_mean(sender, part, contributors):
             return self.ended is not None
-        whole = self._ledger.take_mean(part, contributors, digest)
+        whole = self._part_table.take_mean(part, contributors, digest)
         return self._attendance.arrived(sender, now) or whole
 
     def _on_bytes(self, sender: int, count: int, now: float) -> None:
         if self.ended is not None or not self._attendance.received(sender, count, self._awaited, now):
             return
-        if word := self._words.due(self._agreement, self._ledger, now):
-            leader = self._agreement.leader
+        if word := self._words.due(self._paxos, self._part_table, now):
+            leader = self._paxos.leader
             self._broadcast(word, -1 if leader == self.me else 1 << leader)
 
     def _on_word(self, sender: int, now: float) -> None:
@@ -248,28 +248,28 @@ class AllReduce:
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
         if isinstance(self.ended, Finish):
             self._send_commit(1 << sender)
-        if self._agreement.leader_of(ballot) != sender or self.ended is not None:
+        if self._paxos.leader_of(ballot) != sender or self.ended is not None:
             return
         # A member that alone lost sight of a leader who serves all others must not unseat it.
-        leader = self._agreement.leader
+        leader = self._paxos.leader
         trusted = leader != sender and not self._attendance.lost >> leader & 1 and self._attendance.level == 0
-        answer = self._agreement.on_prepare(ballot, trusted)
+        answer = self._paxos.on_prepare(ballot, trusted)
         if isinstance(answer, wire.Promise):
             self._progress(now)
         self._send(sender, answer)
 
     def _on_held(self, sender: int, vote: Vote) -> bool:
         if isinstance(self.ended, Finish):
-            repeated = self._agreement.tally.voters(vote) >> sender & 1
+            repeated = self._paxos.tally.voters(vote) >> sender & 1
             if repeated or vote.digest != self.ended.digest:
                 # The sender has not learnt which mean was chosen.
                 self._send_commit(1 << sender)
-        return self._agreement.on_votes(sender, vote, 1 << sender)
+        return self._paxos.on_votes(sender, vote, 1 << sender)
 
     def _on_lost(self, member: int, reason: str, now: float) -> None:
         if member == self.me or not self._attendance.lose(member, now):
             return
-        self._ledger.lose(member)
+        self._part_table.lose(member)
         if isinstance(self.ended, Finish):
             # It may have been the one to tell the others.
             self._send_commit(self.group.everyone)
@@ -283,14 +283,14 @@ class AllReduce:
 
     def _remind(self, member: int) -> None:
         """Say again what a member may have missed."""
-        self._ledger.look_again()
+        self._part_table.look_again()
         if isinstance(self.ended, Finish):
             self._send_commit(1 << member)
             decision = self.ended.decision
-            if not self._released and not self._agreement.holders(decision) >> member & 1:
-                self._actions += self._ledger.work(decision.contributors, True, True, 1 << member)
+            if not self._released and not self._paxos.holders(decision) >> member & 1:
+                self._actions += self._part_table.work(decision.contributors, True, True, 1 << member)
         elif self.ended is None:
-            for message in self._agreement.reminders(member):
+            for message in self._paxos.reminders(member):
                 self._send(member, message)
             self._vote(1 << member)
         if asked := self._fetching.asked_of_us.get(member):
@@ -299,7 +299,7 @@ class AllReduce:
     def _on_woke(self, now: float) -> None:
         if now >= self._ends_at:
             if self.ended is None:
-                self._fail(f"timed out {waiting_for(self._agreement, self._ledger)}", now)
+                self._fail(f"timed out {waiting_for(self._paxos, self._part_table)}", now)
             else:
                 self._close()
             return
@@ -308,13 +308,13 @@ class AllReduce:
 
     def _on_stalled(self) -> None:
         waited = self._attendance.waited
-        self._note(f"no progress for {waited:g} s {waiting_for(self._agreement, self._ledger)}")
+        self._note(f"no progress for {waited:g} s {waiting_for(self._paxos, self._part_table)}")
         self._fetching.ask_another()
         self._vote()
         # Whoever has finished answers with the commit, which may have passed us by.
         self._broadcast(wire.Fetch(0, b""))
-        line = self._agreement.line(self._attendance.lost)
-        if self.me in line and self._agreement.should_open(self._attendance.level, line.index(self.me)):
+        line = self._paxos.line(self._attendance.lost)
+        if self.me in line and self._paxos.should_open(self._attendance.level, line.index(self.me)):
             self._open_ballot()
 
     # ---- what is due ----
@@ -336,7 +336,7 @@ class AllReduce:
                 step(now)
                 if self.ended is not None:
                     break
-        self._attendance.begin(self._agreement.step, now)
+        self._attendance.begin(self._paxos.step, now)
         self._release(now)
         actions, self._actions = self._actions, []
         return actions
@@ -349,27 +349,27 @@ class AllReduce:
             self._fail(f"{few} members left, a majority is needed: {why}", now)
 
     def _take_lead(self, now: float) -> None:
-        if not self._attendance.lost >> self._agreement.leader & 1 or self._alone:
+        if not self._attendance.lost >> self._paxos.leader & 1 or self._alone:
             return
-        successor = self._agreement.refused(self._attendance.lost)
+        successor = self._paxos.refused(self._attendance.lost)
         if successor is not None:
-            self._on_prepare(self._agreement.leader_of(successor), successor, now)
-        elif self._agreement.line(self._attendance.lost)[:1] == [self.me]:
+            self._on_prepare(self._paxos.leader_of(successor), successor, now)
+        elif self._paxos.line(self._attendance.lost)[:1] == [self.me]:
             self._open_ballot()
 
     def _open_ballot(self) -> None:
-        prepare = self._agreement.open()
+        prepare = self._paxos.open()
         self._note(f"opened ballot {prepare.ballot}")
         self._broadcast(prepare)
 
     def _report(self, now: float) -> None:
-        if report := due_report(self._agreement, self._ledger, self._attendance):
-            self._tell(report, now, 1 << self._agreement.leader)
+        if report := due_report(self._paxos, self._part_table, self._attendance):
+            self._tell(report, now, 1 << self._paxos.leader)
 
     def _lead(self, now: float) -> None:
-        if self._agreement.leader != self.me or self._alone:
+        if self._paxos.leader != self.me or self._alone:
             return
-        match next_move(self._agreement, self._ledger, self._attendance):
+        match next_move(self._paxos, self._part_table, self._attendance):
             case Tell(message, why):
                 self._note(why)
                 self._tell(message, now)
@@ -383,49 +383,49 @@ class AllReduce:
         self._actions += self._work()
 
     def _work(self) -> list[Action]:
-        if self._distrusted or not self._ledger.due:
+        if self._distrusted or not self._part_table.due:
             return []
-        ballot, valued = self._agreement.ballot, self._agreement.valued
+        ballot, valued = self._paxos.ballot, self._paxos.valued
         over = self.group.contributors if valued is None else valued.contributors
-        decided = self._agreement.decision is not None
+        decided = self._paxos.decision is not None
         # A mean that others hold already is fetched from them, not reduced again.
         release = ballot.decision is not None and not ballot.holders
-        return self._ledger.work(over, decided, release, self._peers & ~self._attendance.lost)
+        return self._part_table.work(over, decided, release, self._peers & ~self._attendance.lost)
 
     def _hold(self, now: float) -> None:
-        decision = self._agreement.ballot.decision
-        if decision is not None and self._ledger.is_whole(decision) and self._agreement.hold():
+        decision = self._paxos.ballot.decision
+        if decision is not None and self._part_table.is_whole(decision) and self._paxos.hold():
             self._progress(now)
             self._vote()
 
     def _vote(self, among: int = -1) -> None:
-        held = self._agreement.held
-        if held is not None and self._ledger.is_whole(held[1]):
-            self._broadcast(self._agreement.vote(self._ledger.digest(held[1])), among)
+        held = self._paxos.held
+        if held is not None and self._part_table.is_whole(held[1]):
+            self._broadcast(self._paxos.vote(self._part_table.digest(held[1])), among)
 
     def _commit(self, now: float) -> None:
-        chosen = self._agreement.chosen
-        if chosen is None or not self._ledger.is_whole(chosen.decision):
+        chosen = self._paxos.chosen
+        if chosen is None or not self._part_table.is_whole(chosen.decision):
             return
-        if self._ledger.digest(chosen.decision) == chosen.digest:
-            if vote := self._agreement.concur():
+        if self._part_table.digest(chosen.decision) == chosen.digest:
+            if vote := self._paxos.concur():
                 # The others keep the mean for this member until they hear that it has it.
                 self._broadcast(vote)
             self._end(Finish(chosen.decision, chosen.digest), now)
-            if self._agreement.leader == self.me:
+            if self._paxos.leader == self.me:
                 self._send_commit(self.group.everyone)
-        elif self._distrusted >= (self._agreement.tally.voters(chosen) & self._peers).bit_count():
+        elif self._distrusted >= (self._paxos.tally.voters(chosen) & self._peers).bit_count():
             self._fail("our mean differs from the group's, from whomever of the majority it is fetched", now)
         else:
             self._note("our mean differs from the group's: fetching it again")
             self._distrusted += 1
             self._fetching.start_again()
-            self._ledger.drop_means()
+            self._part_table.drop_means()
             self._again = True
 
     def _fetch_missing(self, now: float) -> None:
         reachable = self._peers & ~self._attendance.lost
-        if fetch := self._fetching.due(self._agreement, self._ledger, self._attendance, reachable):
+        if fetch := self._fetching.due(self._paxos, self._part_table, self._attendance, reachable):
             self._actions.append(fetch)
 
     def _serve(self, to: int, contributors: int, bits: bytes) -> None:
@@ -434,7 +434,7 @@ class AllReduce:
         asked = [] if self._released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
         if asked:
             self._fetching.asked_of_us[to] = contributors, bits
-        kept = [part for part in asked if self._ledger.has_mean(part, contributors)]
+        kept = [part for part in asked if self._part_table.has_mean(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
             self._actions += [SendMean(to, part, contributors) for part in kept]
 
@@ -448,8 +448,8 @@ class AllReduce:
 
     def _fail(self, reason: str, now: float) -> None:
         self._broadcast(wire.GiveUp.because(reason))
-        self._end(Fail(reason, in_doubt=self._agreement.held is not None), now)
-        if self._agreement.held is None:
+        self._end(Fail(reason, in_doubt=self._paxos.held is not None), now)
+        if self._paxos.held is None:
             self._close()
 
     def _release(self, now: float) -> None:
@@ -459,7 +459,7 @@ class AllReduce:
         decision = self._kept
         if decision is None or self._released:
             return
-        lacking = self._peers & ~(attendance.gone | self._agreement.holders(decision))
+        lacking = self._peers & ~(attendance.gone | self._paxos.holders(decision))
         if lacking & ~attendance.lost:
             return
         if lacking and now < attendance.given_up_at:
@@ -485,12 +485,12 @@ class AllReduce:
         """The decision whose mean is kept for the others after the end."""
         if isinstance(self.ended, Finish):
             return self.ended.decision
-        held = self._agreement.held
+        held = self._paxos.held
         return None if self.ended is None or held is None else held[1]
 
     @property
     def _awaited(self) -> Awaited:
-        return awaited(self._agreement, self._ledger)
+        return awaited(self._paxos, self._part_table)
 
     def _progress(self, now: float) -> None:
         self._attendance.progress(now)
@@ -510,7 +510,7 @@ class AllReduce:
             self._actions.append(Send(member, message))
 
     def _send_commit(self, among: int) -> None:
-        commit = self._agreement.commit()
+        commit = self._paxos.commit()
         if commit is not None:
             self._broadcast(commit, among)
 

@@ -90,7 +90,7 @@ class Propose(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """This member holds the whole mean of the ballot's decision, with this digest: its vote, signed (`notary`)."""
+    """This member holds the whole mean of the ballot's decision, with this digest: a vote (`vote_signatures`)."""
 
     ballot: Ballot
     decision: Decision
@@ -99,7 +99,7 @@ class Held(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """A majority held the mean: the round has succeeded. Each holder's signature of its vote proves it (`notary`)."""
+    """A majority held the mean: the round has succeeded, as the holders' signed votes prove (`vote_signatures`)."""
 
     ballot: Ballot
     decision: Decision

@@ -20,6 +20,7 @@ from random import Random
 
 from equipoise.averaging.gossip.topology import partners
 from equipoise.averaging.manifest import Join, Manifest, ManifestError, shortfall
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.events import (
     Announce,
     BecameReady,
@@ -34,6 +35,7 @@ from equipoise.averaging.matchmaking.events import (
 )
 from equipoise.averaging.matchmaking.inspection import Inspection
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
+from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, SILENT_SECONDS
 from equipoise.averaging.matchmaking.messages import (
     MAX_DETAIL_CHARS,
     GroupFormed,
@@ -42,8 +44,6 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.roster import DIAL_SECONDS, SILENT_SECONDS
-from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
 
 PAIR = 2
@@ -71,16 +71,16 @@ class Pairing(Matchmaker):
     """One peer's pairs in one run. Times are seconds of one monotonic clock.
 
     Args:
-        standing: Where the peer stands in the run.
+        context: Where the peer stands in the run.
         topology: One of `topology.TOPOLOGIES`.
         chance: Draws partners and waits.
     """
 
-    def __init__(self, standing: Standing, topology: str, chance: Random) -> None:
-        super().__init__(standing)
+    def __init__(self, context: Context, topology: str, chance: Random) -> None:
+        super().__init__(context)
         self._topology = topology
         self._chance = chance
-        self._inspection = Inspection(standing)
+        self._inspection = Inspection(context)
         self._wants: BecameReady | None = None
         self._own: Join | None = None
         self._begun: deque[bytes] = deque(maxlen=MAX_BEGUN)
@@ -101,7 +101,7 @@ class Pairing(Matchmaker):
     @property
     def state(self) -> RunState:
         """Where the next exchange stands."""
-        others = self._standing.roster.count
+        others = self._context.membership.count
         if self._exchanging is not None:
             return Exchanging(PAIR, self._exchanging.round)
         if not others:
@@ -111,15 +111,15 @@ class Pairing(Matchmaker):
     def _take(self, event: Event, now: float) -> None:
         match event:
             case CandidatesSeen(candidates):
-                self._standing.roster.see(candidates, now)
-                self._standing.meet(now)
+                self._context.membership.see(candidates, now)
+                self._context.meet(now)
             case BecameReady():
                 self._begin(event, now)
             case Withdrew():
                 self._wants = self._asked = self._exchanging = None
                 self._since, self._reason = now, "withdrawn"
             case MessageReceived(peer, message):
-                self._standing.roster.hear(peer, now)
+                self._context.membership.hear(peer, now)
                 self._receive(peer, message, now)
             case PeerLost(peer):
                 if peer == self._asked:
@@ -133,16 +133,16 @@ class Pairing(Matchmaker):
 
     def _lose(self, peer: str, now: float) -> None:
         """A channel that breaks says little of the peer; one that cannot be opened anew, by a word to it, says more."""
-        standing = self._standing
-        if standing.roster.doubt(peer, now):
-            standing.send(peer, standing.whereabouts(asks=True))
+        context = self._context
+        if context.membership.doubt(peer, now):
+            context.send(peer, context.whereabouts(asks=True))
         else:
-            standing.roster.lose(peer, now)
+            context.membership.lose(peer, now)
 
     def _begin(self, event: BecameReady, now: float) -> None:
         if self._wants is not None:
             raise ValueError("expected BecameReady while not ready, this peer seeks a partner already")
-        self._own = self._standing.join(event)
+        self._own = self._context.join(event)
         self._wants, self._exchanging = event, None
         self._asks_at, self._listens = now, LISTEN_SECONDS
         self._learn("pause", now)
@@ -156,7 +156,7 @@ class Pairing(Matchmaker):
             case GroupFormed():
                 self._formed(peer, message, now)
             case Whereabouts(asks=True):
-                self._standing.send(peer, self._standing.whereabouts())
+                self._context.send(peer, self._context.whereabouts())
 
     # ---- the partner ----
 
@@ -169,22 +169,22 @@ class Pairing(Matchmaker):
         if objection is not None:
             why, detail = objection
             wait = self._wait(now)
-            refusal = JoinRefused(self._standing.run, join.ticket, why, detail[:MAX_DETAIL_CHARS], wait=wait)
-            self._standing.send(peer, refusal)
+            refusal = JoinRefused(self._context.run, join.ticket, why, detail[:MAX_DETAIL_CHARS], wait=wait)
+            self._context.send(peer, refusal)
 
     def _takes(self, peer: str) -> bool:
         """Whether this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
-        crossing = self._asked == peer and self._standing.peer < peer
+        crossing = self._asked == peer and self._context.peer < peer
         return self.ready and (self._asked is None or crossing)
 
     def _accept(self, join: Join, now: float) -> tuple[Why, str] | None:
-        standing = self._standing
+        context = self._context
         assert self._wants is not None, "it takes the join"
-        manifest = Manifest.of(standing.peer, [join, standing.join(self._wants, join.round)])
+        manifest = Manifest.of(context.peer, [join, context.join(self._wants, join.round)])
         problem = shortfall(manifest.members)
         if problem:
             return Why.NOT_VALID, problem
-        standing.send(join.peer, GroupFormed(standing.run, manifest, 0.0))
+        context.send(join.peer, GroupFormed(context.run, manifest, 0.0))
         self._exchange(manifest, join.peer, now)
         return None
 
@@ -204,9 +204,9 @@ class Pairing(Matchmaker):
         try:
             if self._own is None or not self.ready:
                 raise ManifestError("this peer seeks no partner any more")
-            self._standing.check(manifest, self._own)
+            self._context.check(manifest, self._own)
         except ManifestError as error:
-            self._standing.out.append(Decline(peer, manifest.id))
+            self._context.out.append(Decline(peer, manifest.id))
             self._reason = f"{peer} sent a manifest that is not valid: {error}"
             if peer == self._asked:
                 self._listen(now, REFUSED_SECONDS)
@@ -226,12 +226,12 @@ class Pairing(Matchmaker):
         self._listens = min(2 * self._listens, MAX_LISTEN_SECONDS)
 
     def _propose(self, now: float) -> None:
-        standing, roster = self._standing, self._standing.roster
+        context, membership = self._context, self._context.membership
         assert self._own is not None, "it is ready"
         self._away = {peer: until for peer, until in self._away.items() if until > now}
-        near = partners(self._topology, roster.others(now), standing.peer)
+        near = partners(self._topology, membership.others(now), context.peer)
         if not self._own.dialable:
-            near = tuple(roster.dialable_others(near, now))
+            near = tuple(membership.dialable_others(near, now))
         free = [peer for peer in near if peer not in self._away]
         if not free:
             self._reason = f"all {len(near)} partners are busy" if near else "no partner is known"
@@ -240,8 +240,8 @@ class Pairing(Matchmaker):
         self._asked = self._chance.choice(free)
         self._reason = f"{self._asked} was asked for an exchange"
         self._answer_by = now + DIAL_SECONDS + SILENT_SECONDS
-        roster.ask(self._asked, now)
-        standing.send(self._asked, JoinRequest(standing.run, self._own))
+        membership.ask(self._asked, now)
+        context.send(self._asked, JoinRequest(context.run, self._own))
 
     # ---- both ----
 
@@ -250,10 +250,10 @@ class Pairing(Matchmaker):
         self._wants = self._own = self._asked = None
         self._exchanging = manifest
         self._begun.append(manifest.id)
-        self._standing.round += 1
-        self._standing.roster.shared(manifest.peers)
+        self._context.round += 1
+        self._context.membership.shared(manifest.peers)
         self._reason = f"exchange {manifest.round} with {partner}"
-        self._standing.out.append(Form(manifest, self._reason))
+        self._context.out.append(Form(manifest, self._reason))
 
     def _learn(self, what: str, now: float) -> None:
         """One of this peer's states is over: `pause`, `seek` or `exchange`."""
@@ -262,16 +262,16 @@ class Pairing(Matchmaker):
         self._since = now
 
     def _settle(self, now: float) -> None:
-        roster = self._standing.roster
-        roster.lose_silent(now)
-        if self._asked is not None and (now >= self._answer_by or not roster.alive(self._asked, now)):
+        membership = self._context.membership
+        membership.lose_silent(now)
+        if self._asked is not None and (now >= self._answer_by or not membership.alive(self._asked, now)):
             self._listen(now, REFUSED_SECONDS)
         if self.ready and self._asked is None and now >= self._asks_at:
             self._propose(now)
         if not self._announced:
             self._announced = True
-            self._standing.out.append(Announce(False, self._standing.round, self._reason))
-        self._deadline = roster.silent_at
+            self._context.out.append(Announce(False, self._context.round, self._reason))
+        self._deadline = membership.silent_at
         if self._asked is not None:
             self._deadline = min(self._deadline, self._answer_by)
         elif self.ready:

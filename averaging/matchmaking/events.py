@@ -56,7 +56,7 @@ class MessageReceived:
 
 @dataclass(frozen=True, slots=True)
 class RoundHeard:
-    """`peer` speaks of a round whose manifest has not come here: its convener may have died before it told all."""
+    """`peer` speaks of a round whose manifest has not come here: its coordinator may have died before it told all."""
 
     peer: str
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from equipoise.averaging.allowance import Allowance
 from equipoise.averaging.manifest import Join
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.messages import JoinRequest, Why
-from equipoise.averaging.matchmaking.standing import Standing
+from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import PROTOCOL_VERSION
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
@@ -25,25 +25,25 @@ Objection = tuple[Why, str]
 class Inspection:
     """Looks at the joins that one peer gets in one run."""
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._looked_at = Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
         self._forgers: dict[str, float] = {}
 
     def mismatch(self, request: JoinRequest) -> Objection | None:
         """The request is of another run, spec or version: returns which and why; None if it is not."""
-        standing, join = self._standing, request.join
+        context, join = self._context, request.join
         if request.version != PROTOCOL_VERSION:
             older = "asking" if request.version < PROTOCOL_VERSION else "convening"
             return Why.OTHER_VERSION, (
                 f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: "
                 f"upgrade the {older} peer's equipoise, which is older"
             )
-        if request.run != standing.run:
-            return Why.UNKNOWN_RUN, f"expected the run {standing.run!a}"
-        if join.spec != standing.spec:
+        if request.run != context.run:
+            return Why.UNKNOWN_RUN, f"expected the run {context.run!a}"
+        if join.spec != context.spec:
             return Why.OTHER_SPEC, (
-                f"expected spec {standing.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
+                f"expected spec {context.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
             )
         return None
 
@@ -53,7 +53,7 @@ class Inspection:
             return Why.NOT_VALID, f"{peer} has sent a join with a false signature"
         if not self._looked_at.admits(peer, now):
             return Why.BUSY, "more joins have come than are looked at in a second"
-        if join.peer != peer or not join.genuine(self._standing.verify):
+        if join.peer != peer or not join.genuine(self._context.verify):
             self._distrust(peer, now)
             return Why.NOT_VALID, f"expected a join signed by {peer}"
         return None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.events import Action, Event
-from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import RunState
 
 
@@ -16,8 +16,8 @@ class Matchmaker(ABC):
     It is told events and returns what to do. `deadline` says by when it must be told `Woke`.
     """
 
-    def __init__(self, standing: Standing) -> None:
-        self._standing = standing
+    def __init__(self, context: Context) -> None:
+        self._context = context
         self._exchanging: Manifest | None = None
         self._deadline = float("-inf")
         self._reason = "the run has just been joined"
@@ -40,12 +40,12 @@ class Matchmaker(ABC):
     @property
     def round(self) -> int:
         """Number of this peer's next round."""
-        return self._standing.round
+        return self._context.round
 
     @property
     def others(self) -> int:
         """How many other peers of the run answer."""
-        return self._standing.roster.count
+        return self._context.membership.count
 
     @property
     def reason(self) -> str:
@@ -54,11 +54,11 @@ class Matchmaker(ABC):
 
     def answers(self, peer: str) -> bool:
         """Whether another peer has answered this one, and has not been lost since."""
-        return self._standing.roster.answers(peer)
+        return self._context.membership.answers(peer)
 
     def is_mute(self, peer: str) -> bool:
         """Whether another peer could not be reached, or did not answer, and has never said anything."""
-        return self._standing.roster.is_mute(peer)
+        return self._context.membership.is_mute(peer)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in what has happened, and say what to do.
@@ -68,7 +68,7 @@ class Matchmaker(ABC):
         """
         self._take(event, now)
         self._settle(now)
-        actions, self._standing.out = self._standing.out, []
+        actions, self._context.out = self._context.out, []
         return actions
 
     @abstractmethod

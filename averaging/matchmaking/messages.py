@@ -1,10 +1,9 @@
 """What daemons say to each other to form a group: msgpack structs, each one frame's header.
 
-A requester sends `JoinRequest` to the convener of its group, which answers `JoinAccepted` or `JoinRefused` and, in the
-end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm. Peers
-that a convener waits for get an `Invitation`, and answer with their `Whereabouts`; peers of whom only a record is known
-are asked theirs. Peers whose specs differ ask each
-other what theirs is: `SpecQuestion`, `SpecAnswer`.
+A requester sends `JoinRequest` to the coordinator of its group, which answers `JoinAccepted` or `JoinRefused` and, in
+the end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm.
+Peers that a coordinator waits for get an `Invitation`, and answer with their `Whereabouts`; peers of whom only a
+record is known are asked theirs. Peers whose specs differ ask each other what theirs is: `SpecQuestion`, `SpecAnswer`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import re
 import torch
 
 from architecture.sources import ROOT
-from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio.router import Router
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
@@ -31,11 +31,11 @@ async def test_a_codec_a_rule_and_a_strategy_of_thirty_lines_average_together() 
     spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), options)
     assert (spec.options.strategy, spec.options.rule) == ("full:members=3", "midrange")
     net, names = Net(), ["a", "b", "c"]
-    hubs = []
+    routers = []
     for name in names:
         transport, directory = net.peer(name)
-        hubs.append(Hub(transport, directory, FakeIdentity(name)))
-    runs = [await hub.join(spec) for hub in hubs]
+        routers.append(Router(transport, directory, FakeIdentity(name)))
+    runs = [await router.join(spec) for router in routers]
     await net.acquainted(spec.name, names)
     await company(runs)
     given = [torch.full((VALUES,), value) for value in (1.0, 2.0, 5.0)]
@@ -45,4 +45,4 @@ async def test_a_codec_a_rule_and_a_strategy_of_thirty_lines_average_together() 
     assert all(one.ok for one in outcomes), outcomes[0].reason
     assert len({one.digest for one in outcomes}) == 1
     assert all(torch.equal(out, torch.full((VALUES,), 3.0)) for out in results)
-    await asyncio.gather(*(hub.stop() for hub in hubs))
+    await asyncio.gather(*(router.stop() for router in routers))

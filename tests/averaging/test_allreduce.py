@@ -237,8 +237,8 @@ def test_who_is_alone_neither_plans_nor_opens_ballots() -> None:
     leader, follower = Table(A, weights=(1, 1)), Table(B, weights=(1, 1))
     assert not sent(leader.lose(B), wire.Plan)
     assert not sent(follower.lose(A), wire.Prepare)
-    assert leader.machine._agreement.standing == wire.Plan(0, 0, 0b11)
-    assert follower.machine._agreement.ballot.number == 0
+    assert leader.machine._paxos.standing == wire.Plan(0, 0, 0b11)
+    assert follower.machine._paxos.ballot.number == 0
 
 
 # ---- who takes part otherwise ----
@@ -272,7 +272,7 @@ def test_who_cannot_be_dialled_does_not_lead() -> None:
 def test_a_plan_with_owners_that_cannot_be_dialled_is_ignored() -> None:
     table = Table(B, dialable=0b011)
     table.says(A, wire.Plan(0, 1, 0b100))
-    assert table.machine._ledger.owners == 0b001
+    assert table.machine._part_table.owners == 0b001
 
 
 # ---- usurpers and strangers ----
@@ -286,7 +286,7 @@ def test_a_plan_with_owners_that_cannot_be_dialled_is_ignored() -> None:
 def test_a_ballot_is_only_its_leaders_to_open_plan_and_decide(message: wire.RoundMessage) -> None:
     table = Table(B)
     assert table.says(C, message) == []
-    assert table.machine._agreement.ballot.number == 0
+    assert table.machine._paxos.ballot.number == 0
     assert table.machine.phase == "scatter"
 
 

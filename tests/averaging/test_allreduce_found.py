@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.agreement import MAX_BALLOT_LEAP
 from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER
 from equipoise.averaging.allreduce.events import (
     Close,
@@ -18,6 +17,7 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
 )
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.paxos import MAX_BALLOT_LEAP
 from fakes.one_member import (
     ALL,
     DIGEST,
@@ -210,7 +210,7 @@ def test_votes_are_bounded_per_member() -> None:
     for ballot in range(3 * MAX_VOTES_PER_MEMBER):
         table.says(C, wire.Held(ballot, decision, DIGEST))
         table.says(C, wire.Commit(ballot, decision, DIGEST, 0b100))
-    assert len(table.machine._agreement.tally) <= MAX_VOTES_PER_MEMBER
+    assert len(table.machine._paxos.tally) <= MAX_VOTES_PER_MEMBER
 
 
 @pytest.mark.parametrize("message", [wire.Prepare, wire.Refuse])
@@ -218,7 +218,7 @@ def test_nobody_makes_a_member_run_out_of_ballots(message: type[wire.Prepare | w
     table = Table(B)
     table.says(C, message(3 * MAX_BALLOT_LEAP + C))
     table.lose(A)
-    assert table.machine._agreement.ballot.number < MAX_BALLOT_LEAP
+    assert table.machine._paxos.ballot.number < MAX_BALLOT_LEAP
 
 
 @pytest.mark.parametrize("reason", ["plain", "naïve\n\x1b[31m", "x" * 1000])

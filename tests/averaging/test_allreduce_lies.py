@@ -6,8 +6,8 @@ import pytest
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.events import Finish, Release, SendMean
-from equipoise.averaging.allreduce.ledger import mean_digest
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.part_table import mean_digest
 from fakes.one_member import ALL, DIGEST, OTHER_DIGEST, A, B, C, Table, ends, finished, recipients, sent
 
 DECISION = Decision(ALL, ALL)

@@ -37,7 +37,7 @@ def test_a_mean_is_wanted_only_of_the_parts_owner() -> None:
     assert table.machine.wants_mean(A, 0, ALL)
     assert not table.machine.wants_mean(B, 0, ALL)
     assert table.mean(ALL, 0, sender=B) == []
-    assert not table.machine._ledger.has_mean(0, ALL)
+    assert not table.machine._part_table.has_mean(0, ALL)
 
 
 def test_a_mean_is_wanted_of_who_was_asked_for_it_even_if_another_was_asked_since() -> None:

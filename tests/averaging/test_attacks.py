@@ -11,11 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equipoise.averaging.aio import hub as hub_module
-from equipoise.averaging.aio.averager import MATCHMAKING_FRAME
-from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio import router as hub_module
 from equipoise.averaging.aio.mesh import MAX_CHANNELS
-from equipoise.averaging.aio.round import ROUND_FRAME
+from equipoise.averaging.aio.round_driver import ROUND_FRAME
+from equipoise.averaging.aio.router import Router
+from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.messages import GroupFormed, Invitation, LeaveRequest, encode
@@ -56,15 +56,15 @@ class Scene:
 
     def __init__(self, tap: Tap = honest, hostile: bool = True) -> None:
         self.net = Net()
-        self.hubs = {name: Hub(*self.net.peer(name), FakeIdentity(name)) for name in HONEST}
+        self.routers = {name: Router(*self.net.peer(name), FakeIdentity(name)) for name in HONEST}
         if hostile:
             transport, directory = self.net.peer(HOSTILE)
-            self.hubs[HOSTILE] = Hub(TappedTransport(transport, tap), directory, FakeIdentity(HOSTILE))
+            self.routers[HOSTILE] = Router(TappedTransport(transport, tap), directory, FakeIdentity(HOSTILE))
         self.values = {
             name: torch.randn(SIZE, generator=torch.Generator().manual_seed(at))
-            for at, name in enumerate(self.hubs)
+            for at, name in enumerate(self.routers)
         }
-        self.results = {name: torch.full((SIZE,), -7.0) for name in self.hubs}
+        self.results = {name: torch.full((SIZE,), -7.0) for name in self.routers}
         self.outcomes: dict[str, Outcome] = {}
 
     async def average(self, codec: str = "fp32") -> dict[str, Outcome]:
@@ -72,7 +72,7 @@ class Scene:
         before = {name: values.clone() for name, values in self.values.items()}
         spec = spec_of(codec=codec)
         began = asyncio.get_running_loop().time()
-        runs = {name: await hub.join(spec) for name, hub in self.hubs.items()}
+        runs = {name: await router.join(spec) for name, router in self.routers.items()}
         work = {
             name: asyncio.create_task(run.average(self.values[name], self.results[name], 1.0, TIMEOUT))
             for name, run in runs.items()
@@ -85,10 +85,10 @@ class Scene:
 
     async def stop(self) -> None:
         """Stop, and see that nothing is left."""
-        await asyncio.gather(*(hub.stop() for hub in self.hubs.values()))
+        await asyncio.gather(*(router.stop() for router in self.routers.values()))
         await settled()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not any(hub._rounds or hub._runs for hub in self.hubs.values())
+        assert not any(router._rounds or router._runs for router in self.routers.values())
 
     def check(self, exact: bool = True) -> None:
         """The honest who succeeded have one mean, of those it names."""
@@ -300,25 +300,25 @@ def test_a_forged_group_is_not_joined() -> None:
 
 async def test_what_is_kept_of_rounds_unknown_is_bounded_and_by_peer() -> None:
     scene = Scene(hostile=False)
-    hub = scene.hubs["a"]
+    router = scene.routers["a"]
     good = b"g" * 16
-    hub.frame("b", ROUND_FRAME + good, memoryview(b""))
+    router.frame("b", ROUND_FRAME + good, memoryview(b""))
     for number in range(3000):
-        hub.frame("m", ROUND_FRAME + number.to_bytes(16, "big") + b"x" * 500, memoryview(b""))
-        hub.frame("m", ROUND_FRAME + good + b"x" * 500, memoryview(b""))
+        router.frame("m", ROUND_FRAME + number.to_bytes(16, "big") + b"x" * 500, memoryview(b""))
+        router.frame("m", ROUND_FRAME + good + b"x" * 500, memoryview(b""))
     for stranger in range(1000):
-        hub.frame("b", ROUND_FRAME + good, memoryview(b""))
-        hub.frame(f"s{stranger}", ROUND_FRAME + good, memoryview(b""))
-    assert len(hub._early) <= hub_module.MAX_EARLY_PEERS
-    assert len(hub._early.get("m", ())) <= hub_module.MAX_EARLY_ROUNDS
-    assert len(hub._early["b"][good]) == hub_module.MAX_EARLY_FRAMES
+        router.frame("b", ROUND_FRAME + good, memoryview(b""))
+        router.frame(f"s{stranger}", ROUND_FRAME + good, memoryview(b""))
+    assert len(router._early) <= hub_module.MAX_EARLY_PEERS
+    assert len(router._early.get("m", ())) <= hub_module.MAX_EARLY_ROUNDS
+    assert len(router._early["b"][good]) == hub_module.MAX_EARLY_FRAMES
     await scene.stop()
 
 
 async def test_a_body_that_began_before_its_round_is_not_kept_from_shared_memory() -> None:
     scene = Scene(hostile=False)
-    mesh = scene.hubs["a"]._mesh
-    body = scene.hubs["a"].place("b", ROUND_FRAME + bytes(16) + wire.encode(wire.Contribution(0)), 1024)
+    mesh = scene.routers["a"]._mesh
+    body = scene.routers["a"].place("b", ROUND_FRAME + bytes(16) + wire.encode(wire.Contribution(0)), 1024)
     assert mesh.is_scratch(body)
     assert mesh.is_scratch(body[:10].cast("B"))
     assert not mesh.is_scratch(memoryview(bytearray(4)))
@@ -332,15 +332,15 @@ async def test_channels_of_one_peer_are_bounded_and_the_newest_is_written_to() -
     transport, _ = scene.net.peer("m")
     channels = [await transport.open("a") for _ in range(MAX_CHANNELS + 3)]
     await settled()
-    assert len(scene.hubs["a"]._mesh._links["m"].channels) == MAX_CHANNELS
+    assert len(scene.routers["a"]._mesh._links["m"].channels) == MAX_CHANNELS
     for channel in channels[:3]:
         with pytest.raises(ConnectionError):
             await channel.receive(lambda _, size: memoryview(bytearray(size)))
-    scene.hubs["a"]._mesh.post("m", b"hello")
+    scene.routers["a"]._mesh.post("m", b"hello")
     assert (await channels[-1].receive(memoryview))[0] == b"hello"
     channels[-1].close()
     await settled()
-    scene.hubs["a"]._mesh.post("m", b"again")
+    scene.routers["a"]._mesh.post("m", b"again")
     heard = [(await channels[-2].receive(memoryview))[0] for _ in range(2)]
     assert heard == [b"hello", b"again"], "what was said last on the one that broke may be lost"
     for channel in channels:
@@ -356,7 +356,7 @@ async def test_channels_of_one_peer_are_bounded_and_the_newest_is_written_to() -
 def test_who_gives_up_at_any_moment_has_its_memory_to_itself(step: int, how: str) -> None:
     async def act() -> None:
         scene = Scene(hostile=False)
-        runs = {name: await hub.join(spec_of()) for name, hub in scene.hubs.items()}
+        runs = {name: await router.join(spec_of()) for name, router in scene.routers.items()}
         work = {
             name: asyncio.create_task(run.average(scene.values[name], scene.results[name], 1.0, TIMEOUT))
             for name, run in runs.items()
@@ -368,7 +368,7 @@ def test_who_gives_up_at_any_moment_has_its_memory_to_itself(step: int, how: str
         elif how == "leave":
             await runs["c"].leave()
         else:
-            await scene.hubs["c"].stop()
+            await scene.routers["c"].stop()
         await asyncio.wait([work["c"]])
         quit = work["c"]
         assert quit.cancelled() if how == "cancel" and not quit.done() else True
@@ -391,9 +391,9 @@ def test_public_members_wait_for_clients_to_speak_first() -> None:
     async def act() -> None:
         net = Net()
         names = ["client1", "client2", "client3", "public1", "public2"]
-        hubs = [Hub(*net.peer(name, name.startswith("public")), FakeIdentity(name)) for name in names]
-        runs = [await hub.join(spec_of()) for hub in hubs]
-        results = [torch.zeros(SIZE) for _ in hubs]
+        routers = [Router(*net.peer(name, name.startswith("public")), FakeIdentity(name)) for name in names]
+        runs = [await router.join(spec_of()) for router in routers]
+        results = [torch.zeros(SIZE) for _ in routers]
         outcomes = await asyncio.gather(
             *(
                 run.average(torch.ones(SIZE), result, 1.0, TIMEOUT)
@@ -403,7 +403,7 @@ def test_public_members_wait_for_clients_to_speak_first() -> None:
         for outcome in outcomes:
             assert len(outcome.contributors) == len(names), outcome
             assert not outcome.events
-        await asyncio.gather(*(hub.stop() for hub in hubs))
+        await asyncio.gather(*(router.stop() for router in routers))
 
     assert run_at_once(act()) == []
 
@@ -414,13 +414,13 @@ def test_what_was_said_before_its_round_and_is_no_message_costs_only_its_sender(
 
     async def act() -> None:
         scene = Scene(tap)
-        began = scene.hubs["a"]._surroundings.begin
+        began = scene.routers["a"]._surroundings.begin
 
         def begin(task):
-            scene.hubs["a"].frame(HOSTILE, ROUND_FRAME + task.manifest.id + b"\xc1", memoryview(b""))
+            scene.routers["a"].frame(HOSTILE, ROUND_FRAME + task.manifest.id + b"\xc1", memoryview(b""))
             return began(task)
 
-        object.__setattr__(scene.hubs["a"]._surroundings, "begin", begin)
+        object.__setattr__(scene.routers["a"]._surroundings, "begin", begin)
         await scene.average()
         assert all(outcome.ok for outcome in scene.outcomes.values()), scene.outcomes
         scene.check()

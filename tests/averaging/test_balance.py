@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.aio.round import group_of
+from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.options import RunOptions

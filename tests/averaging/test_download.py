@@ -8,8 +8,8 @@ from typing import cast
 
 from equipoise.averaging.aio.download import MAX_DONORS, TRANSFER_FRAME, Download
 from equipoise.averaging.aio.mesh import Mesh
-from equipoise.averaging.transfer.fetch import Request
-from equipoise.averaging.transfer.messages import Ask, decode
+from equipoise.averaging.statesync.client import Request
+from equipoise.averaging.statesync.messages import Ask, decode
 from fakes.transfer import RUN, SPEC, TICKET
 
 

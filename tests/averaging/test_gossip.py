@@ -7,8 +7,8 @@ import asyncio
 import pytest
 import torch
 
-from equipoise.averaging.aio.averager import Averager
-from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio.router import Router
+from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.averaging.schema import Schema
@@ -21,8 +21,8 @@ VALUES, EXCHANGES = 600, 6
 async def test_nobody_waits_for_a_partner_that_withdraws_while_its_proposal_travels() -> None:
     spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), RunOptions(strategy="gossip"))
     net, names = Net(), ["alice", "bob"]
-    hubs = [Hub(*net.peer(name), FakeIdentity(name)) for name in names]
-    alice, bob = [await hub.join(spec) for hub in hubs]
+    routers = [Router(*net.peer(name), FakeIdentity(name)) for name in names]
+    alice, bob = [await router.join(spec) for router in routers]
     await net.acquainted(spec.name, names)
     values, result = torch.ones(VALUES), torch.empty(VALUES)
     waits = asyncio.create_task(bob.average(values, result, 1.0, 60.0))
@@ -36,18 +36,18 @@ async def test_nobody_waits_for_a_partner_that_withdraws_while_its_proposal_trav
     assert not outcome.ok
     assert "left the round" in outcome.reason
     assert not (await seeks).ok
-    await asyncio.gather(*(hub.stop() for hub in hubs))
+    await asyncio.gather(*(router.stop() for router in routers))
 
 
 async def test_every_exchange_is_of_two_and_the_sum_is_kept() -> None:
     options = RunOptions(strategy="gossip", codec="fp32", part_values=256)
     spec = RunSpec.create("run", Schema.of({"w": torch.zeros(VALUES)}), options)
     net, names = Net(), [f"peer{index}" for index in range(5)]
-    hubs = {}
+    routers = {}
     for name in names:
         transport, directory = net.peer(name)
-        hubs[name] = Hub(transport, directory, FakeIdentity(name))
-    runs: dict[str, Averager] = {name: await hub.join(spec) for name, hub in hubs.items()}
+        routers[name] = Router(transport, directory, FakeIdentity(name))
+    runs: dict[str, RunDriver] = {name: await router.join(spec) for name, router in routers.items()}
     await net.acquainted(spec.name, names)
     chance = torch.Generator().manual_seed(0)
     values = {name: torch.randn(VALUES, generator=chance) for name in names}
@@ -75,4 +75,4 @@ async def test_every_exchange_is_of_two_and_the_sum_is_kept() -> None:
     assert all("no group within" in one.reason for one in outcomes if not one.ok), "the last finds nobody"
     torch.testing.assert_close(sum(values.values()), total, rtol=0, atol=1e-4)
     assert torch.stack(list(values.values())).std(0).mean() < spread / 3
-    await asyncio.gather(*(hub.stop() for hub in hubs.values()))
+    await asyncio.gather(*(router.stop() for router in routers.values()))

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from equipoise.averaging.aio import leftovers
-from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.leftovers import MAX_LEFTOVERS
+from equipoise.averaging.aio.router import Router
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.transfer.donor import Donor
-from equipoise.averaging.transfer.events import AskReceived, EpochReached, Send, TrainerLeft
-from equipoise.averaging.transfer.messages import Answer
-from equipoise.averaging.transfer.poll import Poll
+from equipoise.averaging.statesync.events import AskReceived, EpochReached, Send, TrainerLeft
+from equipoise.averaging.statesync.messages import Answer
+from equipoise.averaging.statesync.server import Server
+from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 from fakes.memory import FakeIdentity
 from fakes.missed import recovered, rounds
@@ -39,7 +39,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def leave(cluster: Cluster, names: str, run: str = SPEC.name) -> None:
     for name in names:
-        await cluster.hubs[name]._runs[run].leave("its client has left the run")
+        await cluster.routers[name]._runs[run].leave("its client has left the run")
 
 
 async def test_a_straggler_gets_an_update_of_those_who_have_left(cluster: Cluster) -> None:
@@ -47,9 +47,9 @@ async def test_a_straggler_gets_an_update_of_those_who_have_left(cluster: Cluste
     (outcome, mean), *_ = await rounds(cluster, "abc", STATE)
     assert outcome.ok, outcome.reason
     await leave(cluster, "ab")
-    straggler = cluster.hubs["c"]._runs[SPEC.name]
+    straggler = cluster.routers["c"]._runs[SPEC.name]
     await until(lambda: isinstance(straggler.state, NoPeers))
-    transfer = cluster.hubs["c"].transfer(SPEC.name)
+    transfer = cluster.routers["c"].transfer(SPEC.name)
     found, result, sources = await recovered(transfer, STATE, proved=False)
     assert found.ok, found.reason
     assert torch.equal(result, mean)
@@ -61,9 +61,9 @@ async def test_and_so_does_one_that_joins_only_then(cluster: Cluster) -> None:
     (outcome, mean), _ = await rounds(cluster, "ab", STATE)
     await leave(cluster, "ab")
     transport, directory = cluster.net.peer("late")
-    cluster.hubs["late"] = Hub(transport, directory, FakeIdentity("late"))
-    run = await cluster.hubs["late"].join(SPEC)
-    found, result, _ = await recovered(cluster.hubs["late"].transfer(SPEC.name), STATE, proved=True)
+    cluster.routers["late"] = Router(transport, directory, FakeIdentity("late"))
+    run = await cluster.routers["late"].join(SPEC)
+    found, result, _ = await recovered(cluster.routers["late"].transfer(SPEC.name), STATE, proved=True)
     assert found.ok, found.reason
     assert found.digest == outcome.digest
     assert torch.equal(result, mean)
@@ -94,18 +94,18 @@ async def test_a_daemon_that_stops_keeps_nothing(cluster: Cluster) -> None:
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
     assert cluster.net.records[SPEC.name]["a"].left
-    await cluster.hubs["a"].stop()
-    assert not cluster.hubs["a"]._leftovers.transfers
+    await cluster.routers["a"].stop()
+    assert not cluster.routers["a"]._leftovers.transfers
 
 
 async def test_who_takes_the_run_up_again_is_company_and_begins_anew(cluster: Cluster) -> None:
     await cluster.add("a", "b")
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
-    other = cluster.hubs["b"]._runs[SPEC.name]
+    other = cluster.routers["b"]._runs[SPEC.name]
     await until(lambda: isinstance(other.state, NoPeers))
-    await cluster.hubs["a"].join(SPEC)
-    assert not cluster.hubs["a"]._leftovers.transfers
+    await cluster.routers["a"].join(SPEC)
+    assert not cluster.routers["a"]._leftovers.transfers
     await until(lambda: isinstance(other.state, Idle))
 
 
@@ -115,7 +115,7 @@ async def test_it_ends_after_a_while(cluster: Cluster, monkeypatch: pytest.Monke
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
     await until(lambda: "a" not in cluster.net.records[SPEC.name])
-    assert not cluster.hubs["a"]._leftovers.transfers
+    assert not cluster.routers["a"]._leftovers.transfers
 
 
 async def test_more_bytes_than_may_be_are_not_kept(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ async def test_more_bytes_than_may_be_are_not_kept(cluster: Cluster, monkeypatch
     await cluster.add("a", "b")
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
-    assert not cluster.hubs["a"]._leftovers.transfers
+    assert not cluster.routers["a"]._leftovers.transfers
     assert "a" not in cluster.net.records[SPEC.name]
 
 
@@ -134,13 +134,13 @@ async def test_a_run_too_large_by_itself_takes_the_place_of_none(
     small, large = spec_of(0), spec_of(1, 6400)
     for spec in (small, large):
         for name in "ab":
-            await cluster.hubs[name].join(spec)
+            await cluster.routers[name].join(spec)
         await cluster.net.acquainted(spec.name, ["a", "b"])
         await rounds(cluster, "ab", STATE, spec)
     monkeypatch.setattr(leftovers, "LEFTOVER_BYTES", 6400)
     for spec in (small, large):
         await leave(cluster, "a", spec.name)
-    kept = cluster.hubs["a"]._leftovers
+    kept = cluster.routers["a"]._leftovers
     assert [bool(kept.get(spec.name)) for spec in (small, large)] == [True, False]
 
 
@@ -149,11 +149,11 @@ async def test_the_run_left_first_goes_first(cluster: Cluster) -> None:
     specs = [spec_of(number) for number in range(MAX_LEFTOVERS + 1)]
     for spec in specs:
         for name in "ab":
-            await cluster.hubs[name].join(spec)
+            await cluster.routers[name].join(spec)
         await cluster.net.acquainted(spec.name, ["a", "b"])
         await rounds(cluster, "ab", STATE, spec)
         await leave(cluster, "a", spec.name)
-    kept = cluster.hubs["a"]._leftovers
+    kept = cluster.routers["a"]._leftovers
     assert [spec.name for spec in specs if kept.get(spec.name)] == [spec.name for spec in specs[1:]]
     await until(lambda: "a" not in cluster.net.records[specs[0].name])
 
@@ -165,7 +165,7 @@ def spec_of(number: int, values: int = 64) -> RunSpec:
 
 
 def test_no_snapshot_is_wished_of_a_trainer_that_has_left() -> None:
-    donor = Donor()
+    donor = Server()
     donor.handle(EpochReached(3), 0.0)
     donor.handle(TrainerLeft(), 0.0)
     (sent,) = donor.handle(AskReceived("new", ask(at_least=4, wanted=(4,))), 0.0)
@@ -174,7 +174,7 @@ def test_no_snapshot_is_wished_of_a_trainer_that_has_left() -> None:
 
 
 def test_one_that_has_left_has_no_say_in_snapshots_that_it_does_not_hold() -> None:
-    poll = Poll(4)
+    poll = SnapshotQuorum(4)
     poll.see(("a", "gone"), 0.0)
     poll.hear("gone", Answer(RUN, TICKET, 3, left=True), 0.1)
     poll.hear("a", answer(4, offer_of(4)), 0.1)
@@ -184,7 +184,7 @@ def test_one_that_has_left_has_no_say_in_snapshots_that_it_does_not_hold() -> No
 
 
 def test_where_only_those_are_who_have_left_nobody_takes_a_snapshot() -> None:
-    poll = Poll(4)
+    poll = SnapshotQuorum(4)
     poll.see(("gone",), 0.0)
     assert not poll.hopeless(0.1)
     poll.hear("gone", Answer(RUN, TICKET, 3, left=True), 0.1)

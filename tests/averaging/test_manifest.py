@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.aio.averager import MATCHMAKING_FRAME
+from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
 from equipoise.averaging.manifest import (
     MAX_BANDWIDTH,
     MAX_PEER_CHARS,
@@ -47,7 +47,7 @@ def join(peer: str, **changes: Any) -> Join:
 
 
 def manifest(*joins: Join) -> Manifest:
-    return Manifest.of("convener", list(joins))
+    return Manifest.of("coordinator", list(joins))
 
 
 def check(one: Manifest, own: Join | None = None, group_size: int = 4) -> None:
@@ -138,7 +138,7 @@ def test_the_largest_manifest_fits_a_header() -> None:
     ],
 )
 def test_what_must_not_be_acted_on_is_refused(members: list[Join], says: str) -> None:
-    one = Manifest(PROTOCOL_VERSION, SPEC, 7, "convener", tuple(members))
+    one = Manifest(PROTOCOL_VERSION, SPEC, 7, "coordinator", tuple(members))
     with pytest.raises(ManifestError, match=says):
         check(one)
 
@@ -150,7 +150,7 @@ def test_another_version_is_refused() -> None:
 
 
 def test_another_spec_is_refused() -> None:
-    one = Manifest.of("convener", [join("a", spec=OTHER_SPEC), join("b", spec=OTHER_SPEC)])
+    one = Manifest.of("coordinator", [join("a", spec=OTHER_SPEC), join("b", spec=OTHER_SPEC)])
     with pytest.raises(ManifestError, match="expected the spec"):
         check(one)
 

@@ -18,9 +18,17 @@ from equipoise.averaging.matchmaking.events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.matchmaking.gathering import KEEPALIVE, OVERDUE_SECONDS
+from equipoise.averaging.matchmaking.group_builder import KEEPALIVE, OVERDUE_SECONDS
+from equipoise.averaging.matchmaking.joiner import REPLY_SECONDS
 from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
 from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN, Matchmaking
+from equipoise.averaging.matchmaking.membership import (
+    DOUBT_SECONDS,
+    LEAP,
+    MAX_ASKED,
+    MAX_JUMP,
+    SUSPECT_SECONDS,
+)
 from equipoise.averaging.matchmaking.messages import (
     MAX_HOPS,
     GroupFormed,
@@ -32,8 +40,6 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.roster import DOUBT_SECONDS, LEAP, MAX_ASKED, MAX_JUMP, SUSPECT_SECONDS
-from equipoise.averaging.matchmaking.seeking import REPLY_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from fakes.matchmaking import (
     NAMES,
@@ -56,17 +62,17 @@ from simulator.matchmaking import RUN, Record, verify
 
 
 def test_a_ready_peer_asks_the_convener_at_once() -> None:
-    convener, second, _ = roles(4)
+    coordinator, second, _ = roles(4)
     actions = machine(second, *others_of(second, 4)).handle(ready(weight=3), 10.0)
     [(peer, request)] = sent(actions, JoinRequest)
-    assert peer == convener
+    assert peer == coordinator
     assert request.join.weight == 3
     assert request.join.genuine(verify)
 
 
 def test_the_last_to_ask_closes_the_group_at_once() -> None:
-    convener, second, rest = roles(4)
-    one = machine(convener, *others_of(convener, 4))
+    coordinator, second, rest = roles(4)
+    one = machine(coordinator, *others_of(coordinator, 4))
     one.handle(ready(), 10.0)
     for name in rest:
         assert sent(one.handle(asks(name), 10.0), JoinAccepted)
@@ -81,33 +87,33 @@ def test_the_last_to_ask_closes_the_group_at_once() -> None:
 
 
 def test_a_convener_that_becomes_ready_last_closes_at_once() -> None:
-    convener, second, rest = roles(4)
-    one = machine(convener, *others_of(convener, 4))
+    coordinator, second, rest = roles(4)
+    one = machine(coordinator, *others_of(coordinator, 4))
     for name in (second, *rest):
         one.handle(asks(name), 10.0)
     assert formed(one.handle(ready(), 10.2)) is not None
 
 
 def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
-    convener, second, rest = roles(4)
-    one = machine(convener, *others_of(convener, 4))
+    coordinator, second, rest = roles(4)
+    one = machine(coordinator, *others_of(coordinator, 4))
     for name in (second, *rest):
         one.handle(asks(name), 10.0)
-    one._standing.roster.hear(convener, 10.0)
+    one._context.membership.hear(coordinator, 10.0)
     actions = elapse(one, 10.0, 10.0 + INITIAL_WAIT)
     assert formed(actions) is None
     [(_, message), *_rest] = sent(actions, GroupFormed)
     assert set(message.manifest.peers) == {second, *rest}
-    assert message.absent == (convener,)
+    assert message.absent == (coordinator,)
     assert "waited" in message.reason
 
 
 def test_a_member_begins_the_round_of_a_valid_manifest() -> None:
-    convener, second, _ = roles(2)
-    one = machine(second, convener)
+    coordinator, second, _ = roles(2)
+    one = machine(second, coordinator)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    manifest = Manifest.of(convener, [join(convener), request.join])
-    actions = one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.1, (), "full")), 1.1)
+    manifest = Manifest.of(coordinator, [join(coordinator), request.join])
+    actions = one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.1, (), "full")), 1.1)
     assert formed(actions) == manifest
     assert not one.ready
     one.handle(RoundEnded(0), 2.0)
@@ -118,61 +124,61 @@ def test_a_member_begins_the_round_of_a_valid_manifest() -> None:
 
 
 def test_a_convener_that_cannot_be_reached_is_tried_once_more_then_the_next_is_asked() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     one.handle(ready(), 1.0)
-    assert sent(one.handle(PeerLost(convener), 1.1), JoinRequest)[0][0] == convener
-    assert sent(one.handle(PeerLost(convener), 1.2), JoinRequest)[0][0] == second
+    assert sent(one.handle(PeerLost(coordinator), 1.1), JoinRequest)[0][0] == coordinator
+    assert sent(one.handle(PeerLost(coordinator), 1.2), JoinRequest)[0][0] == second
 
 
 def test_a_convener_that_does_not_answer_is_left_for_the_next() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     one.handle(ready(), 1.0)
     actions = one.handle(Woke(), 1.0 + REPLY_SECONDS)
-    assert sent(actions, LeaveRequest)[0][0] == convener
+    assert sent(actions, LeaveRequest)[0][0] == coordinator
     assert sent(actions, JoinRequest)[0][0] == second
 
 
 def test_a_convener_that_breaks_its_promise_is_left_for_the_next() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(MessageReceived(convener, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
+    one.handle(MessageReceived(coordinator, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
     assert not sent(one.handle(Woke(), 1.1 + KEEPALIVE), JoinRequest)
     assert sent(one.handle(Woke(), 1.1 + KEEPALIVE + OVERDUE_SECONDS), JoinRequest)[0][0] == second
 
 
 def test_a_suspect_is_trusted_again_when_it_is_heard_from() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
-    one.handle(PeerLost(convener), 0.9)
-    one.handle(PeerLost(convener), 1.0)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
+    one.handle(PeerLost(coordinator), 0.9)
+    one.handle(PeerLost(coordinator), 1.0)
     assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == second
-    actions = one.handle(MessageReceived(convener, Whereabouts(RUN, 0)), 1.2)
-    assert sent(actions, JoinRequest)[0][0] == convener
+    actions = one.handle(MessageReceived(coordinator, Whereabouts(RUN, 0)), 1.2)
+    assert sent(actions, JoinRequest)[0][0] == coordinator
 
 
 def test_a_suspect_is_tried_again_after_a_while() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
-    one.handle(PeerLost(convener), 0.9)
-    one.handle(PeerLost(convener), 1.0)
-    assert sent(one.handle(ready(), 1.1 + SUSPECT_SECONDS), JoinRequest)[0][0] == convener
-    assert second != convener
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
+    one.handle(PeerLost(coordinator), 0.9)
+    one.handle(PeerLost(coordinator), 1.0)
+    assert sent(one.handle(ready(), 1.1 + SUSPECT_SECONDS), JoinRequest)[0][0] == coordinator
+    assert second != coordinator
 
 
 def test_a_peer_whose_channel_broke_is_tried_with_a_word_and_trusted_unless_that_fails() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
-    assert sent(one.handle(PeerLost(convener), 1.0), Whereabouts) == [
-        (convener, Whereabouts(RUN, 0, asks=True))
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
+    assert sent(one.handle(PeerLost(coordinator), 1.0), Whereabouts) == [
+        (coordinator, Whereabouts(RUN, 0, asks=True))
     ]
-    assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == convener
+    assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == coordinator
 
-    other = machine(rest[0], convener, second)
-    other.handle(PeerLost(convener), 1.0)
-    assert not sent(other.handle(PeerLost(convener), 1.0 + DOUBT_SECONDS - 0.1), Whereabouts)
+    other = machine(rest[0], coordinator, second)
+    other.handle(PeerLost(coordinator), 1.0)
+    assert not sent(other.handle(PeerLost(coordinator), 1.0 + DOUBT_SECONDS - 0.1), Whereabouts)
     assert sent(other.handle(ready(), DOUBT_SECONDS + 1.0), JoinRequest)[0][0] == second
 
 
@@ -187,38 +193,38 @@ def test_a_peer_that_cannot_be_dialled_is_lost_with_its_channel() -> None:
 
 
 def test_a_convener_that_says_nothing_more_is_left_in_time() -> None:
-    """What a convener that was stopped right after a word can hold a parked member, from one keepalive to the end."""
-    convener, second, rest = roles(4)
+    """How long a coordinator that stops right after a word can hold a parked member, from a keepalive to the end."""
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(MessageReceived(convener, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
+    one.handle(MessageReceived(coordinator, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
     assert one.deadline <= 1.1 + 2.0, "and half a second for the round"
     assert sent(one.handle(Woke(), 1.1 + 2.0), JoinRequest)[0][0] == second
 
 
 def test_a_redirect_is_followed() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "zoe convenes", redirect="zoe")
-    [(peer, again)] = sent(one.handle(MessageReceived(convener, refusal), 1.1), JoinRequest)
+    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "zoe coordinates", redirect="zoe")
+    [(peer, again)] = sent(one.handle(MessageReceived(coordinator, refusal), 1.1), JoinRequest)
     assert (peer, again.hops, again.join) == ("zoe", 1, request.join)
 
 
 def test_redirects_end() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
-    peer, [(_, request)] = convener, sent(one.handle(ready(), 1.0), JoinRequest)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
+    peer, [(_, request)] = coordinator, sent(one.handle(ready(), 1.0), JoinRequest)
     for _ in range(MAX_HOPS):
-        other = second if peer == convener else convener
+        other = second if peer == coordinator else coordinator
         refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "elsewhere", redirect=other)
         [(peer, request)] = sent(one.handle(MessageReceived(peer, refusal), 1.1), JoinRequest)
     assert request.hops == MAX_HOPS
 
 
 def test_a_stranger_invites_in_vain() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     actions = one.handle(MessageReceived("stranger", Invitation(RUN, request.join.round)), 1.1)
     assert not sent(actions, JoinRequest)
@@ -227,44 +233,46 @@ def test_a_stranger_invites_in_vain() -> None:
 
 
 def test_one_that_sends_it_round_in_circles_is_left() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "ask me again", redirect=convener)
-    asked = [convener]
-    while asked[-1] == convener and len(asked) < 100:
-        asked += [peer for peer, _ in sent(one.handle(MessageReceived(convener, refusal), 1.1), JoinRequest)]
-    assert asked == [convener, convener, second]
+    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "ask me again", redirect=coordinator)
+    asked = [coordinator]
+    while asked[-1] == coordinator and len(asked) < 100:
+        asked += [
+            peer for peer, _ in sent(one.handle(MessageReceived(coordinator, refusal), 1.1), JoinRequest)
+        ]
+    assert asked == [coordinator, coordinator, second]
 
 
 @pytest.mark.parametrize("why", [Why.OTHER_SPEC, Why.UNKNOWN_RUN, Why.NOT_VALID, Why.BUSY, Why.OTHER_VERSION])
 def test_a_refusal_sends_it_to_the_next(why: Why) -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    actions = one.handle(MessageReceived(convener, JoinRefused(RUN, request.join.ticket, why, "no")), 1.1)
+    actions = one.handle(MessageReceived(coordinator, JoinRefused(RUN, request.join.ticket, why, "no")), 1.1)
     assert sent(actions, JoinRequest)[0][0] == second
 
 
 def test_a_round_that_is_gone_is_skipped() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     refusal = JoinRefused(RUN, request.join.ticket, Why.ROUND_GONE, "over", round=5)
-    actions = one.handle(MessageReceived(convener, refusal), 1.1)
+    actions = one.handle(MessageReceived(coordinator, refusal), 1.1)
     assert one.round == 5
     for _, again in sent(actions, JoinRequest):
         assert again.join.round == 5
 
 
 def test_one_peer_alone_cannot_make_it_skip_far() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     refusal = JoinRefused(RUN, request.join.ticket, Why.ROUND_GONE, "over", round=LEAP + 1)
-    one.handle(MessageReceived(convener, refusal), 1.1)
+    one.handle(MessageReceived(coordinator, refusal), 1.1)
     assert one.round == 0
-    one.handle(CandidatesSeen([Record(convener, round=10**9), Record(second), Record(rest[1])]), 1.2)
+    one.handle(CandidatesSeen([Record(coordinator, round=10**9), Record(second), Record(rest[1])]), 1.2)
     assert one.round == 0
 
 
@@ -280,55 +288,55 @@ def test_who_restarts_finds_the_round_in_the_directory() -> None:
     "stale", [JoinAccepted(RUN, b"t" * 8, 1.0, 1, 2), JoinRefused(RUN, b"t" * 8, Why.BUSY, "")]
 )
 def test_answers_to_other_joins_do_no_harm(stale: JoinAccepted | JoinRefused) -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
     one.handle(ready(), 1.0)
-    actions = one.handle(MessageReceived(convener, stale), 1.1)
+    actions = one.handle(MessageReceived(coordinator, stale), 1.1)
     assert not sent(actions, JoinRequest)
-    assert {peer for peer, _ in sent(actions, LeaveRequest)} <= {convener}
+    assert {peer for peer, _ in sent(actions, LeaveRequest)} <= {coordinator}
 
 
 # ---- at most one round ----
 
 
 def test_a_manifest_after_withdrawal_is_ignored() -> None:
-    convener, second, _ = roles(2)
-    one = machine(second, convener)
+    coordinator, second, _ = roles(2)
+    one = machine(second, coordinator)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    assert sent(one.handle(Withdrew(), 1.1), LeaveRequest)[0][0] == convener
-    manifest = Manifest.of(convener, [join(convener), request.join])
-    assert formed(one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.2)) is None
+    assert sent(one.handle(Withdrew(), 1.1), LeaveRequest)[0][0] == coordinator
+    manifest = Manifest.of(coordinator, [join(coordinator), request.join])
+    assert formed(one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.2)) is None
     assert formed(one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.3)) is None
-    assert formed(one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.4)) is None
+    assert formed(one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.4)) is None
 
 
 def test_a_second_manifest_is_ignored() -> None:
-    convener, second, _ = roles(2)
-    one = machine(second, convener)
+    coordinator, second, _ = roles(2)
+    one = machine(second, coordinator)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    manifest = Manifest.of(convener, [join(convener), request.join])
-    message = MessageReceived(convener, GroupFormed(RUN, manifest, 0.0))
+    manifest = Manifest.of(coordinator, [join(coordinator), request.join])
+    message = MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0))
     assert formed(one.handle(message, 1.1)) is not None
     assert formed(one.handle(message, 1.2)) is None
 
 
 def test_a_manifest_that_is_overtaken_by_the_next_round_still_counts() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(seen(convener, second, round=2), 1.1)
+    one.handle(seen(coordinator, second, round=2), 1.1)
     assert one.round == 2
-    manifest = Manifest.of(convener, [join(convener), join(second), request.join])
-    assert formed(one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.2)) == manifest
+    manifest = Manifest.of(coordinator, [join(coordinator), join(second), request.join])
+    assert formed(one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.2)) == manifest
 
 
 def test_a_manifest_that_is_not_valid_is_refused_and_the_next_is_asked() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     forged = msgspec.structs.replace(join(second), weight=1e6)
-    manifest = Manifest.of(convener, [forged, request.join])
-    actions = one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.1)
+    manifest = Manifest.of(coordinator, [forged, request.join])
+    actions = one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.1)
     assert formed(actions) is None
     assert sent(actions, JoinRequest)[0][0] == second
 
@@ -352,8 +360,8 @@ def test_what_cannot_be_joined_with_is_the_callers_mistake(wrong: dict[str, Any]
 
 
 def test_states() -> None:
-    convener, second, rest = roles(3)
-    one = machine(convener)
+    coordinator, second, rest = roles(3)
+    one = machine(coordinator)
     assert isinstance(one.state, NoPeers)
     one.handle(seen(second, *rest), 1.0)
     assert isinstance(one.state, NoPeers), "records are nobody"
@@ -452,15 +460,15 @@ def test_a_flood_of_records_is_asked_in_turn() -> None:
 
 
 def test_records_of_nobody_are_in_no_group_and_convene_none() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(second)
-    one.handle(seen(convener, *rest), 1.0)
+    one.handle(seen(coordinator, *rest), 1.0)
     one.handle(ready(), 1.1)
-    assert one._standing.roster.expected(0, 1.1) == {second}
+    assert one._context.membership.expected(0, 1.1) == {second}
     assert isinstance(one.state, NoPeers)
     assert not sent(elapse(one, 1.1, 5.0), JoinRequest)
-    actions = one.handle(MessageReceived(convener, Whereabouts(RUN, 0)), 5.1)
-    assert [peer for peer, _ in sent(actions, JoinRequest)] == [convener]
+    actions = one.handle(MessageReceived(coordinator, Whereabouts(RUN, 0)), 5.1)
+    assert [peer for peer, _ in sent(actions, JoinRequest)] == [coordinator]
 
 
 def test_a_peer_that_is_lost_is_no_company_until_it_answers() -> None:
@@ -492,12 +500,12 @@ FAR = 2**53
 def share_round(one: Matchmaking, *others: str) -> None:
     """Have the machine take part in its next round with these."""
     now = one._now
-    [(convener, request), *_] = sent(one.handle(ready(), now), JoinRequest) or [(one._standing.peer, None)]
-    own = request.join if request else one._seeking._join
+    [(coordinator, request), *_] = sent(one.handle(ready(), now), JoinRequest) or [(one._context.peer, None)]
+    own = request.join if request else one._joiner._join
     assert own is not None, "it seeks"
     joins = [join(name, one.round) for name in others]
-    manifest = Manifest.of(convener, [*joins, own])
-    actions = one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), now)
+    manifest = Manifest.of(coordinator, [*joins, own])
+    actions = one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), now)
     assert formed(actions) == manifest
     one.handle(RoundEnded(manifest.round), now)
 

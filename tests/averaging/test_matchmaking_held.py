@@ -1,4 +1,4 @@
-"""Runs in virtual time whose convener is honest and not ready: nobody takes it for one that holds its group."""
+"""Runs in virtual time whose coordinator is honest and not ready: nobody takes it for one that holds its group."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import pytest
 from simulator.matchmaking import World
 
 READY_AFTER = 20.0
-"""Seconds; longer than any convener may take that could have closed a group."""
+"""Seconds; longer than any coordinator may take that could have closed a group."""
 
 
 def convener_of(world: World) -> str:
-    standing = next(iter(world.peers.values())).machine._standing
-    convener = standing.roster.convener(standing.peer, standing.round, world.now)
-    assert convener is not None
-    return convener
+    context = next(iter(world.peers.values())).machine._context
+    coordinator = context.membership.coordinator(context.peer, context.round, world.now)
+    assert coordinator is not None
+    return coordinator
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_convener_that_is_ready_late_meets_a_trainer_and_an_observer(seed: int) -> None:
     world = World(["a", "b", "c"], 4, seed=seed)
     world.run(3.0)
-    convener = convener_of(world)
-    trainer, observer = (name for name in world.peers if name != convener)
+    coordinator = convener_of(world)
+    trainer, observer = (name for name in world.peers if name != coordinator)
     world.ready(trainer)
     world.ready(observer, weight=0.0)
-    world.ready(convener, after=READY_AFTER)
+    world.ready(coordinator, after=READY_AFTER)
     assert world.run(READY_AFTER + 5.0, until=lambda: all(peer.formed for peer in world.peers.values()))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking.events import MessageReceived, RoundHeard, Woke
+from equipoise.averaging.matchmaking.joiner import HOLD_SECONDS, MISSED_SECONDS, REPLY_SECONDS
 from equipoise.averaging.matchmaking.lateness import MAX_WAIT
 from equipoise.averaging.matchmaking.machine import MAX_NOTICES, NOTICE_SECONDS
 from equipoise.averaging.matchmaking.messages import (
@@ -19,47 +20,48 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     Why,
 )
-from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, MISSED_SECONDS, REPLY_SECONDS
 from fakes.matchmaking import NAMES, elapse, formed, join, machine, others_of, ready, roles, seen, sent
 from simulator.matchmaking import RUN, verify
 
 
-def accepts(convener: str, ticket: bytes, short: bool = False, wait: float = 10.0) -> MessageReceived:
-    return MessageReceived(convener, JoinAccepted(RUN, ticket, wait, 2, 4, short))
+def accepts(coordinator: str, ticket: bytes, short: bool = False, wait: float = 10.0) -> MessageReceived:
+    return MessageReceived(coordinator, JoinAccepted(RUN, ticket, wait, 2, 4, short))
 
 
 @pytest.mark.parametrize("short", [False, True], ids=["as if it gathered", "as if nobody else came"])
 def test_a_convener_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_once(short: bool) -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     one.handle(seen(*others_of(rest[0], 4), ready=True), 1.0)
-    actions, now = one.handle(accepts(convener, request.join.ticket, short), 1.0), 1.0
+    actions, now = one.handle(accepts(coordinator, request.join.ticket, short), 1.0), 1.0
     while not sent(actions, JoinRequest):
-        assert now < 1.0 + HOLD_SECONDS + 1.0, "it is held no longer than an honest convener would"
+        assert now < 1.0 + HOLD_SECONDS + 1.0, "it is held no longer than an honest coordinator would"
         now += 0.5
-        actions = one.handle(accepts(convener, request.join.ticket, short), now)
+        actions = one.handle(accepts(coordinator, request.join.ticket, short), now)
     assert now > 1.0 + MAX_WAIT
-    assert sent(actions, LeaveRequest)[0][0] == convener
+    assert sent(actions, LeaveRequest)[0][0] == coordinator
     assert sent(actions, JoinRequest)[0][0] == second
     if short:  # It may have waited for its own trainer: it may call once, and must then be quick.
-        [(peer, _)] = sent(one.handle(MessageReceived(convener, Invitation(RUN, 0)), now + 0.1), JoinRequest)
-        assert peer == convener
+        [(peer, _)] = sent(
+            one.handle(MessageReceived(coordinator, Invitation(RUN, 0)), now + 0.1), JoinRequest
+        )
+        assert peer == coordinator
         actions = []
         for _ in range(5):
             now += 0.5
-            actions += one.handle(accepts(convener, request.join.ticket), now)
+            actions += one.handle(accepts(coordinator, request.join.ticket), now)
         assert sent(actions, JoinRequest)[0][0] == second
     for lure in (Whereabouts(RUN, 0), Invitation(RUN, 0)):
-        assert not sent(one.handle(MessageReceived(convener, lure), now + 0.1), JoinRequest)
+        assert not sent(one.handle(MessageReceived(coordinator, lure), now + 0.1), JoinRequest)
     [(_, again)] = sent(actions, JoinRequest)
-    redirect = JoinRefused(RUN, again.join.ticket, Why.ELSEWHERE, "to and fro", redirect=convener)
+    redirect = JoinRefused(RUN, again.join.ticket, Why.ELSEWHERE, "to and fro", redirect=coordinator)
     [(peer, last)] = sent(one.handle(MessageReceived(second, redirect), now + 0.2), JoinRequest)
     assert (peer, last.hops) == (second, MAX_HOPS)
 
 
 def test_one_that_lures_again_and_again_is_heeded_once() -> None:
-    convener, _, rest = roles(4)
+    coordinator, _, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     asked, now = sent(one.handle(ready(), 1.0), JoinRequest), 1.0
     one.handle(seen(*others_of(rest[0], 4), ready=True), 1.0)
@@ -68,37 +70,37 @@ def test_one_that_lures_again_and_again_is_heeded_once() -> None:
         peer, request = asked[-1]
         word = JoinAccepted(RUN, request.join.ticket, 0.2, 2, 4, True)
         asked += sent(one.handle(MessageReceived(peer, word), now), JoinRequest)
-        asked += sent(one.handle(MessageReceived(convener, Invitation(RUN, 0)), now), JoinRequest)
-    assert sum(peer == convener for peer, _ in asked) <= 2
+        asked += sent(one.handle(MessageReceived(coordinator, Invitation(RUN, 0)), now), JoinRequest)
+    assert sum(peer == coordinator for peer, _ in asked) <= 2
 
 
 def test_one_that_alone_is_ready_waits_with_its_convener_for_hours() -> None:
-    convener, _, rest = roles(4)
+    coordinator, _, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     for second in range(3600):
         now = 1.0 + second
-        assert not sent(one.handle(accepts(convener, request.join.ticket, True), now), LeaveRequest)
+        assert not sent(one.handle(accepts(coordinator, request.join.ticket, True), now), LeaveRequest)
 
 
 def test_a_convener_that_refuses_and_lures_is_left() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     asked = [sent(one.handle(ready(), 1.0), JoinRequest)[0]]
     for step in range(100):
         peer, request = asked[-1]
         refusal = JoinRefused(RUN, request.join.ticket, Why.BUSY, "no room")
-        word = refusal if peer == convener else Whereabouts(RUN, 0)
-        asked += sent(one.handle(MessageReceived(convener, word), 1.1 + 0.01 * step), JoinRequest)
+        word = refusal if peer == coordinator else Whereabouts(RUN, 0)
+        asked += sent(one.handle(MessageReceived(coordinator, word), 1.1 + 0.01 * step), JoinRequest)
     assert asked[-1][0] == second
-    assert sum(peer == convener for peer, _ in asked) <= HOLD_SECONDS / REPLY_SECONDS + 1
+    assert sum(peer == coordinator for peer, _ in asked) <= HOLD_SECONDS / REPLY_SECONDS + 1
 
 
 def test_a_silent_convener_holds_nobody_by_a_long_promise() -> None:
-    convener, second, rest = roles(4)
+    coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(accepts(convener, request.join.ticket, wait=10.0), 1.1)
+    one.handle(accepts(coordinator, request.join.ticket, wait=10.0), 1.1)
     assert sent(one.handle(Woke(), 1.1 + 2.0), JoinRequest)[0][0] == second
 
 
@@ -106,11 +108,11 @@ def test_a_silent_convener_holds_nobody_by_a_long_promise() -> None:
 
 
 def test_who_hears_of_a_round_asks_for_its_group_and_begins_it() -> None:
-    convener, second, rest = roles(3)
-    told, untold = machine(second, convener, *rest), machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    told, untold = machine(second, coordinator, *rest), machine(rest[0], coordinator, second)
     joins = [sent(one.handle(ready(), 1.0), JoinRequest)[0][1].join for one in (told, untold)]
-    manifest = Manifest.of(convener, [join(convener), *joins])
-    told.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.1)
+    manifest = Manifest.of(coordinator, [join(coordinator), *joins])
+    told.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.1)
 
     untold.handle(RoundHeard(second), 1.1)
     untold.handle(RoundHeard(second), 1.1)
@@ -122,12 +124,12 @@ def test_who_hears_of_a_round_asks_for_its_group_and_begins_it() -> None:
 
 
 def test_news_that_comes_soon_is_not_asked_for() -> None:
-    convener, second, rest = roles(3)
-    one = machine(rest[0], convener, second)
+    coordinator, second, rest = roles(3)
+    one = machine(rest[0], coordinator, second)
     [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
     one.handle(RoundHeard(second), 1.1)
-    manifest = Manifest.of(convener, [join(convener), join(second), request.join])
-    one.handle(MessageReceived(convener, GroupFormed(RUN, manifest, 0.0)), 1.2)
+    manifest = Manifest.of(coordinator, [join(coordinator), join(second), request.join])
+    one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.2)
     assert not sent(elapse(one, 1.2, 3.0), Whereabouts)
 
 
@@ -139,7 +141,7 @@ def test_a_flood_of_notices_is_verified_so_many_times_a_second() -> None:
         verified.append(peer)
         return verify(peer, data, signature)
 
-    one._standing.verify = counting
+    one._context.verify = counting
     for step in range(500):
         now = 1.0 + 0.001 * step
         for sender in NAMES[1:]:

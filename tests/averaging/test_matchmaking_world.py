@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.averaging.matchmaking.events import Action, MessageReceived, Send
+from equipoise.averaging.matchmaking.joiner import HOLD_SECONDS, LONELY_SECONDS, REPLY_SECONDS
 from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest, Whereabouts
-from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS, LONELY_SECONDS, REPLY_SECONDS
 from equipoise.averaging.outcome import NoPeers
 from fakes.seeds import few_and_many
 from simulator.matchmaking import RUN, SPEC, Record, Weather, World, verify
@@ -59,11 +59,11 @@ def check_safety(world: World, group_size: int) -> None:
 
 
 def convener_of(world: World, name: str) -> str:
-    """Who convenes the peer's next round as it sees it."""
-    standing = world.peers[name].machine._standing
-    convener = standing.roster.convener(name, standing.round, world.now)
-    assert convener is not None
-    return convener
+    """Who coordinates the peer's next round as it sees it."""
+    context = world.peers[name].machine._context
+    coordinator = context.membership.coordinator(name, context.round, world.now)
+    assert coordinator is not None
+    return coordinator
 
 
 def everyone_formed(world: World, peers: list[str], since: float) -> bool:
@@ -287,11 +287,11 @@ def test_whoever_stalls_at_whatever_step_the_others_form_a_group(count: int) -> 
 def test_a_convener_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
     for seed in range(20):
         world = warm(4, 8, seed)
-        [convener] = {convener_of(world, name) for name in names(4)}
-        late, *parked = [name for name in names(4) if name != convener]
-        together(world, [convener, *parked], within=0.1)
+        [coordinator] = {convener_of(world, name) for name in names(4)}
+        late, *parked = [name for name in names(4) if name != coordinator]
+        together(world, [coordinator, *parked], within=0.1)
         world.run(0.2 + 0.05 * seed)
-        world.peers[convener].stop()
+        world.peers[coordinator].stop()
         stopped = world.now
         asked = len(world.messages)
         world.run(2.5)
@@ -300,7 +300,7 @@ def test_a_convener_that_stops_while_it_gathers_holds_nobody_for_long() -> None:
             for _, sender, receiver, kind in world.messages[asked:]
             if kind == "JoinRequest" and sender in parked
         }
-        assert {receiver for _, receiver in heirs}.isdisjoint({convener}), seed
+        assert {receiver for _, receiver in heirs}.isdisjoint({coordinator}), seed
         assert heirs, "those who were parked have gone elsewhere"
         world.ready(late)
         living = [late, *parked]
@@ -320,10 +320,10 @@ def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: fl
         world = warm(4, 4, seed)
         for peer in world.peers.values():
             for _ in range(8):
-                peer.machine._standing.lateness.learn(taught)
+                peer.machine._context.lateness.learn(taught)
         survivors = [name for name in names(4) if name != victim]
         for one, other in itertools.permutations(names(4), 2):
-            world.peers[one].machine._standing.roster.hear(other, world.now)
+            world.peers[one].machine._context.membership.hear(other, world.now)
         together(world, names(4), within=0.03)
         world.run(0.005 * seed)
         world.peers[victim].stop()
@@ -337,15 +337,15 @@ def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: fl
 def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
     for seed in range(20):
         world = warm(4, 4, seed)
-        [convener] = {convener_of(world, name) for name in names(4)}
+        [coordinator] = {convener_of(world, name) for name in names(4)}
         for peer in world.peers.values():
             for _ in range(8):
-                peer.machine._standing.lateness.learn(0.03)
+                peer.machine._context.lateness.learn(0.03)
         together(world, names(4), within=0.03)
         world.run(0.0015 * seed)
-        world.peers[convener].stop()
+        world.peers[coordinator].stop()
         world.run(pause)
-        world.peers[convener].resume()
+        world.peers[coordinator].resume()
         assert world.run(1.0, until=lambda w=world: everyone_formed(w, names(4), 0.0)), seed
         assert len(rounds_of(world)) == 1, seed
 
@@ -355,22 +355,22 @@ def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
 def test_a_convener_that_is_lost_having_told_some_leaves_nobody_out(told: int, dies: bool) -> None:
     for seed in range(10):
         world = warm(4, 4, seed)
-        [convener] = {convener_of(world, name) for name in names(4)}
-        survivors = [name for name in names(4) if name != convener]
+        [coordinator] = {convener_of(world, name) for name in names(4)}
+        survivors = [name for name in names(4) if name != coordinator]
         together(world, names(4), within=0.03)
-        world.run(1.0, until=lambda w=world, c=convener: len(w.peers[c].formed) > 0)
-        world.peers[convener].stop()
+        world.run(1.0, until=lambda w=world, c=coordinator: len(w.peers[c].formed) > 0)
+        world.peers[coordinator].stop()
         for name in survivors[told:]:
-            world.sever(convener, name)  # What was on its way to these is lost.
+            world.sever(coordinator, name)  # What was on its way to these is lost.
         world.run(LATENCY)
         if dies:
-            world.kill(convener)
+            world.kill(coordinator)
         assert world.run(0.5, until=lambda w=world, s=survivors: everyone_formed(w, s, 0.0)), seed
         assert len(rounds_of(world)) == 1
 
 
 class Holder:
-    """A convener that takes every join, speaks in time, and never closes a group."""
+    """A coordinator that takes every join, speaks in time, and never closes a group."""
 
     def __init__(self) -> None:
         self.ready, self.deadline = False, 0.0
@@ -393,9 +393,9 @@ class Holder:
 
 def test_a_convener_that_never_closes_holds_its_group_once() -> None:
     world = warm(4, 4)
-    [convener] = {convener_of(world, name) for name in names(4)}
-    others = [name for name in names(4) if name != convener]
-    world.peers[convener].machine = cast(Matchmaking, Holder())
+    [coordinator] = {convener_of(world, name) for name in names(4)}
+    others = [name for name in names(4) if name != coordinator]
+    world.peers[coordinator].machine = cast(Matchmaking, Holder())
     together(world, others, within=0.03)
     bound = HOLD_SECONDS + INITIAL_WAIT + 1.0
     assert world.run(bound, until=lambda: everyone_formed(world, others, 0.0))

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from equipoise.averaging.aio import keeping
-from equipoise.averaging.aio.keeping import Wanted
+from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.aio.update_verification import Wanted
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.answers import LONE_SECONDS
-from equipoise.averaging.transfer.donor import Donor
-from equipoise.averaging.transfer.events import (
+from equipoise.averaging.statesync.answers import LONE_SECONDS
+from equipoise.averaging.statesync.chunks import ImageId
+from equipoise.averaging.statesync.events import (
     AskReceived,
     Drop,
     EpochReached,
@@ -27,11 +27,11 @@ from equipoise.averaging.transfer.events import (
     RoundOver,
     Send,
 )
-from equipoise.averaging.transfer.image import ImageId
-from equipoise.averaging.transfer.kept import KEPT_MEANS, Kept
-from equipoise.averaging.transfer.mean import EncodedMean, MeanError
-from equipoise.averaging.transfer.messages import Answer, Ask, Offer
-from equipoise.averaging.transfer.missed import MAX_PROOFS, Missed
+from equipoise.averaging.statesync.kept import KEPT_MEANS, Kept
+from equipoise.averaging.statesync.messages import Answer, Ask, Offer
+from equipoise.averaging.statesync.server import Server
+from equipoise.averaging.statesync.update import EncodedMean, MeanError
+from equipoise.averaging.statesync.update_query import MAX_PROOFS, UpdateQuery
 from fakes.cluster import Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import kept_by, recovered, rounds
@@ -135,12 +135,14 @@ async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
     (outcome, _), *_ = await rounds(cluster, "ab", BEFORE, SPEC)
     mean, proof = kept_by(keeper, BEFORE)
     image = bytes(mean.image())
-    assert len(image) <= keeping.most_bytes(SPEC)
+    assert len(image) <= update_verification.most_bytes(SPEC)
     verify, result, wanted = FakeIdentity("c").verify, torch.empty(SIZE), Wanted(SPEC, BEFORE, None)
 
     def digest(changed: bytes) -> str:
         try:
-            return keeping.decode(memoryview(changed), wanted, [proof], verify, lambda: result).digest
+            return update_verification.decode(
+                memoryview(changed), wanted, [proof], verify, lambda: result
+            ).digest
         except MeanError:
             return ""
 
@@ -161,17 +163,21 @@ async def test_it_is_no_mean_of_another_state_or_run(cluster: Cluster) -> None:
     mean, proof = kept_by(keeper, BEFORE)
     image, verify = memoryview(mean.image()), FakeIdentity("c").verify
     with pytest.raises(MeanError, match="after epoch 7"):
-        keeping.decode(image, Wanted(SPEC, OTHER, None), [proof], verify, lambda: torch.empty(SIZE))
+        update_verification.decode(
+            image, Wanted(SPEC, OTHER, None), [proof], verify, lambda: torch.empty(SIZE)
+        )
     other = RunSpec.create("other/step", SPEC.schema)
     with pytest.raises(MeanError, match="spec"):
-        keeping.decode(image, Wanted(other, BEFORE, None), [proof], verify, lambda: torch.empty(SIZE))
+        update_verification.decode(
+            image, Wanted(other, BEFORE, None), [proof], verify, lambda: torch.empty(SIZE)
+        )
 
 
 async def test_rounds_without_a_state_are_not_kept(cluster: Cluster) -> None:
     keeper, _ = await cluster.add("a", "b", spec=SPEC)
     await asyncio.gather(
         *(
-            cluster.hubs[name]._runs[SPEC.name].average(torch.ones(SIZE), torch.empty(SIZE), 1.0, 20.0)
+            cluster.routers[name]._runs[SPEC.name].average(torch.ones(SIZE), torch.empty(SIZE), 1.0, 20.0)
             for name in "ab"
         )
     )
@@ -221,8 +227,8 @@ def test_what_is_being_downloaded_goes_last() -> None:
 # ---- what to try first ----
 
 
-def seen(*peers: str, patient: bool = False) -> Missed:
-    missed = Missed(offer_of(7).state, patient=patient)
+def seen(*peers: str, patient: bool = False) -> UpdateQuery:
+    missed = UpdateQuery(offer_of(7).state, patient=patient)
     missed.see(peers, 0.0)
     return missed
 
@@ -249,7 +255,7 @@ def test_one_that_offers_it_is_enough_once_the_others_were_given_time() -> None:
 
 
 def test_those_by_whom_one_knows_the_state_come_before_any_number_of_strangers() -> None:
-    missed = Missed(offer_of(7).state, frozenset("ab"))
+    missed = UpdateQuery(offer_of(7).state, frozenset("ab"))
     missed.see(tuple("axyz"), 0.0)
     for stranger in "xyz":
         missed.hear(stranger, mean_answer(9, offer_of(7, kind=1)), 0.1)
@@ -261,7 +267,7 @@ def test_those_by_whom_one_knows_the_state_come_before_any_number_of_strangers()
 
 
 def test_what_most_of_those_offer_is_tried_at_once_however_many_came_later() -> None:
-    missed = Missed(offer_of(7).state, frozenset("abc"))
+    missed = UpdateQuery(offer_of(7).state, frozenset("abc"))
     missed.see(tuple("abcklmnopq"), 0.0)
     missed.hear("a", mean_answer(9, offer_of(7)), 0.1)
     assert missed.agreement(0.1) is None
@@ -337,7 +343,7 @@ def test_nobody_waits_for_a_peer_whose_trainer_has_left() -> None:
 
 
 def test_a_record_that_nobody_answers_for_holds_up_no_question() -> None:
-    missed = Missed(offer_of(7).state, frozenset("a"))
+    missed = UpdateQuery(offer_of(7).state, frozenset("a"))
     missed.see(("a", "ghost"), 0.0)
     assert not missed.hopeless(0.1)
     missed.hear("a", answer(7), 0.1)
@@ -347,7 +353,7 @@ def test_a_record_that_nobody_answers_for_holds_up_no_question() -> None:
 
 @pytest.mark.parametrize(("circle", "proved"), [("", False), ("ab", False), ("a", True)])
 def test_where_anybody_may_have_it_all_are_given_time(circle: str, proved: bool) -> None:
-    missed = Missed(offer_of(7).state, frozenset(circle), proved=proved)
+    missed = UpdateQuery(offer_of(7).state, frozenset(circle), proved=proved)
     missed.see(("a", "stranger"), 0.0)
     missed.hear("a", answer(7), 0.1)
     assert not missed.hopeless(LONE_SECONDS - 0.1)
@@ -366,7 +372,7 @@ def test_nobody_is_nobody() -> None:
 
 
 def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
-    donor, before, image = Donor(), offer_of(7).state, offer_of(7).image
+    donor, before, image = Server(), offer_of(7).state, offer_of(7).image
     asked = AskReceived("new", Ask(RUN, TICKET, "5" * 64, 0, (), before))
     donor.handle(RoundBegan(before), 0.0)
     assert donor.handle(asked, 0.1) == []
@@ -378,7 +384,7 @@ def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
 
 
 def test_a_mean_of_which_no_image_can_be_made_is_told_to_be_gone() -> None:
-    donor, before = Donor(), offer_of(7).state
+    donor, before = Server(), offer_of(7).state
     donor.handle(EpochReached(7), 0.0)
     donor.handle(MeanKept(before, 100, MOST), 0.1)
     asked = donor.handle(AskReceived("new", Ask(RUN, TICKET, "5" * 64, 0, (), before)), 0.2)
@@ -388,7 +394,7 @@ def test_a_mean_of_which_no_image_can_be_made_is_told_to_be_gone() -> None:
 
 
 def test_or_that_nothing_came_of_it() -> None:
-    donor, before = Donor(), offer_of(7).state
+    donor, before = Server(), offer_of(7).state
     donor.handle(EpochReached(7), 0.0)
     donor.handle(RoundBegan(before), 0.0)
     assert donor.handle(AskReceived("new", Ask(RUN, TICKET, "5" * 64, 0, (), before)), 0.1) == []

@@ -10,15 +10,18 @@ import msgspec
 import pytest
 import torch
 
-from equipoise.averaging.aio import keeping
-from equipoise.averaging.aio.keeping import Wanted
+from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.aio.update_verification import Wanted
 from equipoise.averaging.allreduce.messages import Commit, Held, RoundMessage
-from equipoise.averaging.allreduce.notary import Notary
+from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.answers import ANSWER_SECONDS
-from equipoise.averaging.transfer.events import (
+from equipoise.averaging.statesync.answers import ANSWER_SECONDS
+from equipoise.averaging.statesync.chunk_scheduler import STALL_SECONDS
+from equipoise.averaging.statesync.chunks import CHUNK_BYTES
+from equipoise.averaging.statesync.client import Fetch, Request
+from equipoise.averaging.statesync.events import (
     Allocate,
     AnswerReceived,
     AskReceived,
@@ -37,12 +40,9 @@ from equipoise.averaging.transfer.events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.transfer.fetch import Fetch, Request
-from equipoise.averaging.transfer.image import CHUNK_BYTES
-from equipoise.averaging.transfer.mean import EncodedMean, MeanError, read_head
-from equipoise.averaging.transfer.messages import Answer, Ask, AskChunks, AskDigests, Offer
-from equipoise.averaging.transfer.sources import STALL_SECONDS
-from equipoise.averaging.transfer.votes import Circle, Prove, voters
+from equipoise.averaging.statesync.messages import Answer, Ask, AskChunks, AskDigests, Offer
+from equipoise.averaging.statesync.quorum_proof import Circle, Prove, voters
+from equipoise.averaging.statesync.update import EncodedMean, MeanError, read_head
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import kept_by, mean_of, recovered, round_of, rounds
@@ -116,7 +116,7 @@ async def test_those_who_were_polled_for_a_snapshot_tell_what_came_next(cluster:
     *donors, late = await cluster.add("a", "b", "c", "p")
     for donor in donors:
         await donor.offer(BEFORE, memoryview(b"a state"))
-    fetched = await late.fetch(BEFORE.epoch, 100, 20.0, keeping.room)
+    fetched = await late.fetch(BEFORE.epoch, 100, 20.0, update_verification.room)
     assert fetched.ok, fetched.reason
     keeps(*mean_of("abmn", BEFORE), *donors)
     keeps(*mean_of("bcmno", NEXT, votes="bcm"), *donors)
@@ -164,7 +164,7 @@ async def test_who_copies_the_offer_of_a_snapshot_outvotes_nobody_who_had_a_say_
         one.reach(BEFORE.epoch)
     for one in (*others[:3], *others[5:]):
         await one.offer(BEFORE, memoryview(b"a state"))
-    fetched = await me.fetch(BEFORE.epoch, 100, 20.0, keeping.room)
+    fetched = await me.fetch(BEFORE.epoch, 100, 20.0, update_verification.room)
     assert fetched.ok, fetched.reason
     keeps(*mean_of("wxyz", BEFORE), *others[5:])
     found, _, _ = await recovered(me, BEFORE, proved=False)
@@ -244,13 +244,13 @@ async def test_a_liar_that_forges_its_vote_neither_ends_the_round_nor_has_the_me
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     *others, late = await cluster.add(*"abcdx", "p")
-    seal = Notary.seal
+    seal = VoteSignatures.seal
 
-    def forge(self: Notary, message: RoundMessage) -> RoundMessage:
+    def forge(self: VoteSignatures, message: RoundMessage) -> RoundMessage:
         forged = isinstance(message, Held) and self._peers[self._me] == "x"
         return msgspec.structs.replace(message, signature=b"forged") if forged else seal(self, message)
 
-    monkeypatch.setattr(Notary, "seal", forge)
+    monkeypatch.setattr(VoteSignatures, "seal", forge)
     ends = await rounds(cluster, "abcdx", BEFORE)
     assert all(outcome.ok for outcome, _ in ends), ends
     verify = FakeIdentity("p").verify
@@ -281,14 +281,14 @@ async def test_what_is_wrong_with_an_image_that_nobody_thought_of_is_its_donor_s
     mean, proof = mean_of("apxy", NEXT)
     keeps(mean, proof, a)
     keeps(*mean_of("abx", NEXT), *liars)
-    decode = keeping.decode
+    decode = update_verification.decode
 
     def fails(image: memoryview, *args: Any) -> Outcome:
         if len(read_head(image)[0].members) == 3:
             raise ValueError("what is this?")
         return decode(image, *args)
 
-    monkeypatch.setattr(keeping, "decode", fails)
+    monkeypatch.setattr(update_verification, "decode", fails)
     got = await me.recover(NEXT, 20.0, lambda: torch.empty(me.values))
     assert got.round.digest == mean.digest().hex(), got.round.reason
     assert set(got.sources) == {"a"}
@@ -311,9 +311,9 @@ def test_who_receives_one_checks_its_votes_whatever_the_donor_did() -> None:
     wanted = Wanted(SPEC, BEFORE, Circle().begun(mean.manifest, "b"))
     image, room = memoryview(mean.image()), lambda: torch.empty(SPEC.layout.size)
     with pytest.raises(MeanError, match="more than half of its round's 2 members, 1 signed"):
-        keeping.decode(image, wanted, [proof], FakeIdentity("b").verify, room)
+        update_verification.decode(image, wanted, [proof], FakeIdentity("b").verify, room)
     _, both = mean_of("ab", BEFORE)
-    assert keeping.decode(image, wanted, [proof, both], FakeIdentity("b").verify, room).ok
+    assert update_verification.decode(image, wanted, [proof, both], FakeIdentity("b").verify, room).ok
 
 
 # ---- what is tried, one after another ----

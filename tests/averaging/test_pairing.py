@@ -9,6 +9,7 @@ import pytest
 
 from equipoise.averaging.gossip.machine import LISTEN_SECONDS, MOST_WAIT, PAIR, REFUSED_SECONDS, Pairing
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.events import (
     Action,
     Announce,
@@ -22,14 +23,13 @@ from equipoise.averaging.matchmaking.events import (
     Woke,
 )
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, Whereabouts, Why
-from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from fakes.matchmaking import OTHER_SPEC, asks, join, ready, seen
 from simulator.matchmaking import RUN, SPEC, signer, verify
 
 
 def pairing(name: str, *others: str, seed: int = 0) -> Pairing:
-    one = Pairing(Standing(RUN, SPEC, name, 16, signer(name), verify), "random", Random(seed))
+    one = Pairing(Context(RUN, SPEC, name, 16, signer(name), verify), "random", Random(seed))
     one.handle(Woke(), 0.0)
     one.handle(seen(*others), 0.0)
     for other in others:
@@ -52,8 +52,8 @@ def declined(actions: list[Action]) -> list[str]:
     return [one.peer for one in actions if isinstance(one, Decline)]
 
 
-def pair(convener: str, *joins: Join) -> MessageReceived:
-    return MessageReceived(convener, GroupFormed(RUN, Manifest.of(convener, list(joins)), 0.0))
+def pair(coordinator: str, *joins: Join) -> MessageReceived:
+    return MessageReceived(coordinator, GroupFormed(RUN, Manifest.of(coordinator, list(joins)), 0.0))
 
 
 def test_a_free_peer_proposes_to_one_other_and_begins_when_the_pair_is_made() -> None:
@@ -178,7 +178,7 @@ def test_two_that_cannot_be_dialled_are_no_pair() -> None:
 
 
 def test_it_is_announced_once_and_never_for_an_exchange() -> None:
-    one = Pairing(Standing(RUN, SPEC, "alice", 16, signer("alice"), verify), "random", Random(0))
+    one = Pairing(Context(RUN, SPEC, "alice", 16, signer("alice"), verify), "random", Random(0))
     assert one.state == NoPeers()
     actions = one.handle(Woke(), 0.0)
     actions += one.handle(seen("bob"), 0.0)

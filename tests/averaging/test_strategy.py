@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from equipoise.averaging.gossip.machine import Pairing
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
-from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.rules import Mean, parse_rule
 from equipoise.averaging.strategy import Strategy, parse_strategy
 from simulator.matchmaking import RUN, SPEC, signer, verify
@@ -55,7 +55,7 @@ def test_refusals_name_what_came_and_what_is_known(
 
 def test_a_strategy_makes_what_forms_the_groups() -> None:
     def made(strategy: Strategy) -> object:
-        return strategy.matchmaker(Standing(RUN, SPEC, "a", 16, signer("a"), verify), Random(0))
+        return strategy.matchmaker(Context(RUN, SPEC, "a", 16, signer("a"), verify), Random(0))
 
     assert isinstance(made(parse_strategy("allreduce")), Matchmaking)
     assert isinstance(made(parse_strategy("gossip")), Pairing)

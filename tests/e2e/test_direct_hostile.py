@@ -25,18 +25,18 @@ import torch
 
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
-from equipoise.averaging.aio.averager import MATCHMAKING_FRAME
 from equipoise.averaging.aio.download import TRANSFER_FRAME
-from equipoise.averaging.aio.hub import Hub
 from equipoise.averaging.aio.mesh import FAREWELL
-from equipoise.averaging.aio.round import ROUND_FRAME
+from equipoise.averaging.aio.round_driver import ROUND_FRAME
+from equipoise.averaging.aio.router import Router
+from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
 from equipoise.averaging.allreduce import messages as rounds
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.transfer import messages as transfers
+from equipoise.averaging.statesync import messages as transfers
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.preface import Layer
 from equipoise.dht.direct.streams import AeadStream, TlsStream
@@ -104,16 +104,16 @@ async def _attack(victim: DaemonProcess, run: Run, tensor: torch.Tensor, layer: 
     member = Membership(home, SwarmOptions(listen=[LOCAL], join=[victim.address], channel=layer))
     await member.start()
     try:
-        hub = Hub(member.transport, member.directory, Signer(member.identity), direct=member.direct)
+        router = Router(member.transport, member.directory, Signer(member.identity), direct=member.direct)
         spec = RunSpec.create("digits", tensor_schema([tensor]), RunOptions(**OPTIONS))
-        averager = await hub.join(spec)
+        run_driver = await router.join(spec)
         pending = run.average(timeout=60, wait=False)
-        outcome = await averager.average(torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)
+        outcome = await run_driver.average(torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)
         assert outcome.ok, outcome.reason
         assert (await asyncio.to_thread(pending.result)).ok
-        (known,) = hub._rounds
+        (known,) = router._rounds
         (daemon,) = set(outcome.group) - {member.peer}
-        await hub.stop()
+        await router.stop()
         before: int = psutil.Process(victim.pid).memory_info().rss
         intruder = Intruder(member, daemon, spec, known, random.Random(layer))
         for number in range(CHANNELS):

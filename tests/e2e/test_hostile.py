@@ -11,9 +11,9 @@ import torch
 from e2e.fleet import Fleet, normal
 from e2e.swarm import CLI, Swarm, eventually
 from equipoise.averaging.manifest import MAX_ROUND
-from equipoise.averaging.matchmaking.moshpit import rank
-from equipoise.averaging.matchmaking.roster import MISSES
-from equipoise.averaging.matchmaking.seeking import HOLD_SECONDS
+from equipoise.averaging.matchmaking.joiner import HOLD_SECONDS
+from equipoise.averaging.matchmaking.membership import MISSES
+from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.outcome import Idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

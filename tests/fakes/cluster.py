@@ -8,15 +8,15 @@ from random import Random
 
 import torch
 
-from equipoise.averaging.aio.averager import Averager
-from equipoise.averaging.aio.hub import Hub
+from equipoise.averaging.aio.router import Router
+from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.image import CHUNK_BYTES
+from equipoise.averaging.statesync.chunks import CHUNK_BYTES
 from fakes.memory import FakeIdentity, Net
 
 SPEC = RunSpec.create(
@@ -32,21 +32,21 @@ class Cluster:
 
     def __init__(self) -> None:
         self.net = Net()
-        self.hubs: dict[str, Hub] = {}
+        self.routers: dict[str, Router] = {}
 
     async def add(self, *names: str, spec: RunSpec = SPEC) -> list[Transfer]:
         for name in names:
             transport, directory = self.net.peer(name)
-            self.hubs[name] = Hub(transport, directory, FakeIdentity(name))
-            await self.hubs[name].join(spec)
-        await self.net.acquainted(spec.name, list(self.hubs))
-        return [self.hubs[name].transfer(spec.name) for name in names]
+            self.routers[name] = Router(transport, directory, FakeIdentity(name))
+            await self.routers[name].join(spec)
+        await self.net.acquainted(spec.name, list(self.routers))
+        return [self.routers[name].transfer(spec.name) for name in names]
 
     async def stop(self) -> None:
-        await asyncio.gather(*(hub.stop() for hub in self.hubs.values()))
+        await asyncio.gather(*(router.stop() for router in self.routers.values()))
 
 
-async def company(runs: Collection[Averager]) -> None:
+async def company(runs: Collection[RunDriver]) -> None:
     """Wait until all of these, of one run, have met, if any of them can be dialled."""
     can_meet = any(run._mesh.dialable for run in runs)
     while can_meet and any(run.state != Idle(len(runs) - 1) for run in runs):  # noqa: ASYNC110

@@ -17,7 +17,7 @@ from equipoise.averaging.description import describe, differences, first_differe
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.averaging.weights import cap_of, counted_weights
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config
@@ -180,22 +180,22 @@ class FakeHub:
     def __init__(self, network: FakeNetwork, peer: str) -> None:
         self._network = network
         self._peer = peer
-        self.averagers: dict[str, FakeAverager] = {}
+        self.run_drivers: dict[str, FakeRunDriver] = {}
         self.transfers: dict[str, FakeTransfer] = {}
 
-    async def join(self, spec: RunSpec) -> FakeAverager:
-        if spec.name in self.averagers:
+    async def join(self, spec: RunSpec) -> FakeRunDriver:
+        if spec.name in self.run_drivers:
             raise ValueError(f"this daemon takes part in run {spec.name!r} already")
-        averager = self.averagers[spec.name] = FakeAverager(self, self._network, self._peer, spec)
+        run_driver = self.run_drivers[spec.name] = FakeRunDriver(self, self._network, self._peer, spec)
         self.transfers[spec.name] = FakeTransfer(self._network, self._peer, spec)
-        return averager
+        return run_driver
 
     def transfer(self, run: str) -> FakeTransfer:
         return self.transfers[run]
 
     async def stop(self) -> None:
-        for averager in list(self.averagers.values()):
-            await averager.leave("the hub stops")
+        for run_driver in list(self.run_drivers.values()):
+            await run_driver.leave("the router stops")
 
 
 class FakeTransfer:
@@ -289,13 +289,13 @@ class FakeTransfer:
             self._ended.set_result(reason)
 
 
-class FakeAverager:
+class FakeRunDriver:
     """One run of one peer."""
 
     reason = "as the network says"
 
-    def __init__(self, hub: FakeHub, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
-        self._hub = hub
+    def __init__(self, router: FakeHub, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
+        self._router = router
         self._network = network
         self._peer = peer
         self._spec = spec
@@ -391,8 +391,8 @@ class FakeAverager:
         self._network.withdraw(self._spec.name, self._peer)
         with self._network.lock:
             self._network.runs.get(self._spec.name, {}).pop(self._peer, None)
-        self._hub.averagers.pop(self._spec.name, None)
-        if transfer := self._hub.transfers.pop(self._spec.name, None):
+        self._router.run_drivers.pop(self._spec.name, None)
+        if transfer := self._router.transfers.pop(self._spec.name, None):
             transfer.withdraw("the run was left")
 
     def _outcome(self, formed: Formed | None, reason: str) -> Outcome:

@@ -6,10 +6,10 @@ from typing import Any
 
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import JoinRequest
-from equipoise.averaging.matchmaking.moshpit import rank
-from equipoise.averaging.matchmaking.standing import Standing
+from equipoise.averaging.matchmaking.topology import rank
 from simulator.matchmaking import RUN, SPEC, Record, signer, verify
 
 NAMES = ["alice", "bob", "carol", "dave", "erin", "frank", "grace", "heidi"]
@@ -31,7 +31,7 @@ def seen(*names: str, **fields: Any) -> events.CandidatesSeen:
 
 def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Matchmaking:
     """A machine with a warm view of these others, all in its round."""
-    one = Matchmaking(Standing(RUN, SPEC, name, group_size, signer(name), verify, round=round))
+    one = Matchmaking(Context(RUN, SPEC, name, group_size, signer(name), verify, round=round))
     one.handle(events.Woke(), 0.0)
     one.handle(seen(*others, round=round), 0.0)
     meet(one, *others)
@@ -41,7 +41,7 @@ def machine(name: str, *others: str, group_size: int = 4, round: int = 0) -> Mat
 def meet(one: Matchmaking, *others: str, now: float = 0.0) -> None:
     """Have these others answer: what they tell is believed from then."""
     for other in others:
-        one._standing.roster.hear(other, now)
+        one._context.membership.hear(other, now)
 
 
 def ready(weight: float = 1.0, nonce: bytes = b"n" * NONCE_BYTES, **fields: Any) -> events.BecameReady:
@@ -84,6 +84,6 @@ def formed(actions: list[events.Action]) -> Manifest | None:
 
 
 def roles(count: int, round: int = 0) -> tuple[str, str, list[str]]:
-    """Of a run in one group: its convener, the next in line, the others."""
+    """Of a run in one group: its coordinator, the next in line, the others."""
     first, second, *rest = in_order(round, NAMES[:count])
     return first, second, rest

@@ -1,4 +1,4 @@
-"""Rounds of hubs over a network in memory, and those that missed one."""
+"""Rounds of routers over a network in memory, and those that missed one."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 
 import torch
 
-from equipoise.averaging.aio.round import group_of
+from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce.ballot import Vote
 from equipoise.averaging.allreduce.messages import Commit, Decision
-from equipoise.averaging.allreduce.notary import statement
+from equipoise.averaging.allreduce.vote_signatures import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.mean import EncodedMean
+from equipoise.averaging.statesync.update import EncodedMean
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 
@@ -29,7 +29,7 @@ async def rounds(
     async def one(name: str) -> tuple[Outcome, torch.Tensor]:
         result = torch.empty(size)
         values = torch.randn(size, generator=torch.Generator().manual_seed(ord(name)))
-        run = cluster.hubs[name]._runs[spec.name]
+        run = cluster.routers[name]._runs[spec.name]
         return await run.average(values, result, 1e12 if name == boast else 1.0, 20.0, state), result
 
     return await asyncio.gather(*map(one, names))

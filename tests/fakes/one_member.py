@@ -46,7 +46,7 @@ class Table:
         self, over: int, part: int = 0, digest: bytes = DIGEST, sender: int | None = None
     ) -> list[events.Action]:
         """From the part's owner, unless another sender is named."""
-        owner = self.machine._ledger.owner_of[part]
+        owner = self.machine._part_table.owner_of[part]
         return self.tell(events.MeanReceived(owner if sender is None else sender, part, over, digest))
 
     def reduced(self, over: int, part: int = 0, digest: bytes = DIGEST) -> list[events.Action]:
@@ -67,7 +67,7 @@ class Table:
 
     def digest(self, decision: Decision) -> bytes:
         """Of the mean that this machine holds."""
-        return self.machine._ledger.digest(decision)
+        return self.machine._part_table.digest(decision)
 
     def vote(self, decision: Decision, ballot: int = 0, digest: bytes | None = None) -> wire.Held:
         return wire.Held(ballot, decision, digest or self.digest(decision))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.state import StateId
-from equipoise.averaging.transfer.image import CHUNK_BYTES, ImageId
-from equipoise.averaging.transfer.messages import Answer, Ask, Offer
+from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
+from equipoise.averaging.statesync.messages import Answer, Ask, Offer
 
 RUN, SPEC, TICKET = "run/step", "5" * 64, b"ticket.."
 

@@ -21,7 +21,7 @@ from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread, Peer
 from equipoise.peer.purposes import PURPOSES
 from equipoise.peer.service import MAX_RUNS
-from fakes.daemon import FakeAverager, FakeNetwork
+from fakes.daemon import FakeNetwork, FakeRunDriver
 
 
 @pytest.fixture
@@ -93,13 +93,13 @@ class TestRun(RunContract):
     def test_status_answers_while_a_run_is_being_left(
         self, peers: Peers, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        leave, gate = FakeAverager.leave, threading.Event()
+        leave, gate = FakeRunDriver.leave, threading.Event()
 
-        async def slow(averager: FakeAverager, reason: str) -> None:
-            await leave(averager, reason)
+        async def slow(run_driver: FakeRunDriver, reason: str) -> None:
+            await leave(run_driver, reason)
             await asyncio.to_thread(gate.wait, SOON)
 
-        monkeypatch.setattr(FakeAverager, "leave", slow)
+        monkeypatch.setattr(FakeRunDriver, "leave", slow)
         (client,) = peers(1)
         run = client.join("digits", [torch.zeros(1)], **OPTIONS)
         eventually(lambda: "digits" in network.runs, "the join")

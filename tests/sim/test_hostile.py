@@ -9,7 +9,7 @@ import pytest
 
 from equipoise.averaging.allreduce.events import Finish
 from equipoise.averaging.allreduce.machine import AllReduce
-from equipoise.averaging.allreduce.notary import Notary
+from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from simulator.core import Violation
 from simulator.faults import Fault, When
 from simulator.network import Weather
@@ -72,13 +72,13 @@ def test_a_machine_that_takes_means_from_anyone_is_found(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         AllReduce,
         "wants_mean",
-        lambda self, sender, part, over: plain(self, self._ledger.owner_of[part], part, over),
+        lambda self, sender, part, over: plain(self, self._part_table.owner_of[part], part, over),
     )
     with pytest.raises(Violation):
         attacked(ATTACKS["means of parts that it does not own"])
 
 
 def test_a_machine_that_believes_who_counts_votes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Notary, "check", lambda self, sender, message: message)
+    monkeypatch.setattr(VoteSignatures, "check", lambda self, sender, message: message)
     with pytest.raises(Violation):
         attacked(ATTACKS["votes that nobody cast"])

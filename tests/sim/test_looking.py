@@ -19,8 +19,8 @@ from equipoise.averaging.allreduce.events import (
     MeanReceived,
     PartReduced,
 )
-from equipoise.averaging.allreduce.ledger import Ledger
 from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.part_table import PartTable
 from fakes.one_member import A, B, C, D, Table
 from simulator import member
 from simulator.explore import Explorer
@@ -112,13 +112,13 @@ def test_in_all_orders_of_small_rounds(search: Search) -> None:
 
 
 def contributions_complete_nothing(patch: pytest.MonkeyPatch) -> None:
-    plain = Ledger.take_contribution
-    patch.setattr(Ledger, "take_contribution", lambda *args: plain(*args) and False)
+    plain = PartTable.take_contribution
+    patch.setattr(PartTable, "take_contribution", lambda *args: plain(*args) and False)
 
 
 def means_complete_nothing(patch: pytest.MonkeyPatch) -> None:
-    plain = Ledger.take_mean
-    patch.setattr(Ledger, "take_mean", lambda *args: plain(*args) and False)
+    plain = PartTable.take_mean
+    patch.setattr(PartTable, "take_mean", lambda *args: plain(*args) and False)
 
 
 @pytest.mark.parametrize("mutate", [contributions_complete_nothing, means_complete_nothing])

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from equipoise.averaging.allreduce import agreement, ballot
+from equipoise.averaging.allreduce import ballot, paxos
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.agreement import Agreement
 from equipoise.averaging.allreduce.attendance import Attendance
 from equipoise.averaging.allreduce.ballot import Inheritance, Tally, Vote
-from equipoise.averaging.allreduce.ledger import Ledger
+from equipoise.averaging.allreduce.part_table import PartTable
+from equipoise.averaging.allreduce.paxos import Paxos
 from simulator.core import Violation
 from simulator.explore import Explorer
 from simulator.scenario import draw_scenario
@@ -25,18 +25,18 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def inherits_nothing(patch: pytest.MonkeyPatch) -> None:
     """A new leader decides freely, whatever others hold."""
-    patch.setattr(agreement, "inherited", lambda promises, size: Inheritance())
+    patch.setattr(paxos, "inherited", lambda promises, size: Inheritance())
 
 
 def what_is_inherited_never_binds(patch: pytest.MonkeyPatch) -> None:
     """Nobody need fetch from the late what a majority may hold."""
     plain = ballot.inherited
-    patch.setattr(agreement, "inherited", lambda *args: plain(*args)._replace(binding=False))
+    patch.setattr(paxos, "inherited", lambda *args: plain(*args)._replace(binding=False))
     patch.setattr(Attendance, "late", property(lambda self: -1, lambda self, late: None), raising=False)
 
 
 def promises_hide_what_is_held(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Agreement, "promise", lambda self: wire.Promise(self.ballot.number))
+    patch.setattr(Paxos, "promise", lambda self: wire.Promise(self.ballot.number))
 
 
 def one_vote_is_enough(patch: pytest.MonkeyPatch) -> None:
@@ -46,12 +46,12 @@ def one_vote_is_enough(patch: pytest.MonkeyPatch) -> None:
 def promises_do_not_bind(patch: pytest.MonkeyPatch) -> None:
     """Who has promised a ballot still takes part in older ones."""
 
-    def on_prepare(self: Agreement, number: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
+    def on_prepare(self: Paxos, number: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
         if trust_leader or number <= self.ballot.number:
             return wire.Refuse(self.ballot.number)
         return wire.Promise(number, *(self.held or (None, None)))
 
-    patch.setattr(Agreement, "on_prepare", on_prepare)
+    patch.setattr(Paxos, "on_prepare", on_prepare)
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_the_explorer_finds_impatience(
 
 
 def half_is_a_majority(patch: pytest.MonkeyPatch) -> None:
-    for module in (agreement, ballot):
+    for module in (paxos, ballot):
         patch.setattr(module, "is_majority", lambda mask, size: 2 * mask.bit_count() >= size)
 
 
 def owners_reduce_what_they_have(patch: pytest.MonkeyPatch) -> None:
     """Late contributions are left out by the owner instead of by the decision."""
-    plain = Ledger._reduce
+    plain = PartTable._reduce
     patch.setattr(
-        Ledger,
+        PartTable,
         "_reduce",
         lambda self, part, over: plain(self, part, over & (self._arrived[part] | 1 << self.me)),
     )
@@ -125,7 +125,7 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
         return plain(self, Vote(vote.ballot, vote.decision, bytes(32)), voters, teller)
 
     patch.setattr(Tally, "add", add)
-    patch.setattr(Ledger, "digest", lambda self, decision: bytes(32))
+    patch.setattr(PartTable, "digest", lambda self, decision: bytes(32))
 
 
 @pytest.mark.parametrize(

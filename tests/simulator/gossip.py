@@ -18,6 +18,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.gossip.machine import Pairing
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import (
     GroupFormed,
@@ -26,7 +27,6 @@ from equipoise.averaging.matchmaking.messages import (
     Whereabouts,
     decode,
 )
-from equipoise.averaging.matchmaking.standing import Standing
 from equipoise.averaging.partition import Part
 from simulator import matchmaking
 from simulator.arithmetic import decode as values_of
@@ -82,7 +82,7 @@ class Exchange:
             weights=tuple(join.weight for join in manifest.members),
             dialable=sum(1 << at for at, join in enumerate(manifest.members) if join.dialable),
             parts=PARTS,
-            first_leader=manifest.peers.index(manifest.convener),
+            first_leader=manifest.peers.index(manifest.coordinator),
         )
         self.number = manifest.round
         self.processes: dict[int, Process] = {}
@@ -140,8 +140,8 @@ class Peer(matchmaking.Peer):
 
     _world: World
 
-    def __init__(self, world: World, standing: Standing) -> None:
-        super().__init__(world, standing)
+    def __init__(self, world: World, context: Context) -> None:
+        super().__init__(world, context)
         self.values: Values = draw_values(world.random, len(PARTS))
         self.current: Exchange | None = None
         self.exchanged = 0
@@ -150,10 +150,10 @@ class Peer(matchmaking.Peer):
         self._over: set[bytes] = set()
         self._replied: set[str] = set()
 
-    def matchmaker(self, world: matchmaking.World, standing: Standing) -> Matchmaker:
+    def matchmaker(self, world: matchmaking.World, context: Context) -> Matchmaker:
         """Make the machine that the peer drives."""
         assert isinstance(world, World)
-        return Pairing(standing, world.topology, Random(world.random.random()))
+        return Pairing(context, world.topology, Random(world.random.random()))
 
     def become_ready(self, weight: float, patience: float) -> None:
         """It seeks an exchange, if it is in none and seeks none already."""
@@ -279,9 +279,9 @@ class World(matchmaking.World):
         self._sum = Fraction(0)
         super().__init__(names, 2, seed=seed, weather=weather)
 
-    def make(self, standing: Standing) -> Peer:
+    def make(self, context: Context) -> Peer:
         """Make a daemon that stands so."""
-        peer = Peer(self, standing)
+        peer = Peer(self, context)
         self.move((0.0,) * len(PARTS), peer.values)
         return peer
 

@@ -10,10 +10,10 @@ from random import Random
 
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.messages import MatchmakingMessage, decode, encode
-from equipoise.averaging.matchmaking.standing import Standing
 from simulator import network
 from simulator.core import NEVER, Driver
 from simulator.network import Network
@@ -75,19 +75,19 @@ class Peer(Driver):
 
     machine: Matchmaker
 
-    def __init__(self, world: World, standing: Standing) -> None:
-        super().__init__(world, self.matchmaker(world, standing), events.Woke())
-        self.name = standing.peer
-        self.dialable = standing.roster.dialable
+    def __init__(self, world: World, context: Context) -> None:
+        super().__init__(world, self.matchmaker(world, context), events.Woke())
+        self.name = context.peer
+        self.dialable = context.membership.dialable
         self.blind_to: set[str] = set()
         self.became_ready = 0
         self.formed: list[tuple[float, Manifest]] = []
         self.on_idle: Callable[[], None] = lambda: None
         self._world = world
 
-    def matchmaker(self, world: World, standing: Standing) -> Matchmaker:
+    def matchmaker(self, world: World, context: Context) -> Matchmaker:
         """Make the machine that the peer drives."""
-        return Matchmaking(standing)
+        return Matchmaking(context)
 
     def tell(self, event: events.Event) -> None:
         """Hand an event to the machine, and do what it asks for."""
@@ -171,15 +171,15 @@ class World(Network[str, Peer]):
 
     def add(self, name: str, *, dialable: bool = True, round: int = 0) -> Peer:
         """Start a daemon, also in place of one that was killed."""
-        standing = Standing(RUN, SPEC, name, self._group_size, signer(name), verify, round=round)
-        standing.roster.dialable = dialable
-        peer = self.peers[name] = self.make(standing)
+        context = Context(RUN, SPEC, name, self._group_size, signer(name), verify, round=round)
+        context.membership.dialable = dialable
+        peer = self.peers[name] = self.make(context)
         peer.after(0.0, peer.tell, events.Woke())
         return peer
 
-    def make(self, standing: Standing) -> Peer:
+    def make(self, context: Context) -> Peer:
         """Make a daemon that stands so."""
-        return Peer(self, standing)
+        return Peer(self, context)
 
     def ready(self, name: str, *, after: float = 0.0, weight: float = 1.0, patience: float = 3600.0) -> None:
         """Have a peer become ready, if it is alive and not ready."""

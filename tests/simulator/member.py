@@ -16,7 +16,7 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.machine import AllReduce
-from equipoise.averaging.allreduce.notary import Keys, Notary
+from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
 from simulator.arithmetic import encode, exact_mean, mean
 from simulator.core import Violation
 
@@ -70,7 +70,7 @@ class Member:
 
     Attributes:
         endpoint: What it drives: the machine, or that with all of `endpoint.Endpoint` around it.
-        notary: Signs and checks what is said of votes.
+        vote_signatures: Signs and checks what is said of votes.
         ended: How it ended, if it has.
         result: The encoded mean, once it has finished; None before, and for ever if it failed.
     """
@@ -89,7 +89,7 @@ class Member:
         self.values = values
         self.endpoint = (AllReduce if bare else Endpoint)(group, index, now, timeout)
         keys = Keys(partial(_signature, group.names[index]), _verify)
-        self.notary = Notary(group.round_id, index, group.names, keys)
+        self.vote_signatures = VoteSignatures(group.round_id, index, group.names, keys)
         self.ended: events.Finish | events.Fail | None = None
         self.closed = False
         self.result: bytes | None = None
@@ -132,7 +132,7 @@ class Member:
                 digest = self._keep(part, contributors, frame.body)
                 return self.tell(events.MeanReceived(frame.sender, part, contributors, digest), now)
             case message:
-                checked = self.notary.check(frame.sender, message)
+                checked = self.vote_signatures.check(frame.sender, message)
                 return self.tell(events.MessageReceived(frame.sender, checked), now)
 
     def reduced(self, job: Job, now: float) -> list[Output]:
@@ -156,7 +156,7 @@ class Member:
             self._require(not self.closed, "nothing is asked for after Close", action)
             match action:
                 case events.Send(to, message):
-                    outputs.append(Frame(self.index, to, self.notary.seal(message)))
+                    outputs.append(Frame(self.index, to, self.vote_signatures.seal(message)))
                 case events.SendContribution(to, part):
                     body = self._contribution(part, self.index)
                     outputs.append(Frame(self.index, to, wire.Contribution(part), body))

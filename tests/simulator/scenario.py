@@ -27,7 +27,7 @@ CAP = cap_of(CAPPED)
 """The most that a contributor counts, in medians: a whole number, so that weights stay multiples of a quarter."""
 
 PHASES = ("decide", "gather", "commit", "commit", "ended", "ended")
-"""Most steps are of scattering and gathering, so a moment drawn from all steps is rarely one of agreement."""
+"""Most steps are of scattering and gathering, so a moment drawn from all steps is rarely one of paxos."""
 
 MAX_LATENCY, MAX_LIVE_LATENCY = 1.5, 0.3
 """Seconds. With the greater, the living are taken for dead."""

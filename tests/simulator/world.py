@@ -199,7 +199,7 @@ class World(Network[int, Process]):
         for ballot in range(2 * group.size):
             for contributors in (group.contributors, group.contributors & ~1):
                 held = wire.Held(ballot, Decision(contributors, group.dialable), bytes(32))
-                signed = self.processes[member].member.notary.seal(held)
+                signed = self.processes[member].member.vote_signatures.seal(held)
                 assert isinstance(signed, wire.Held)
                 proofs = tuple((one, signed.signature) for one in range(group.size))
                 commit = wire.Commit(ballot, held.decision, held.digest, group.everyone, proofs)

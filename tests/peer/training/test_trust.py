@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.transfer.poll import Poll
+from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from equipoise.peer.training.events import RoundSucceeded
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.replica import ATTENDANCE, Phase, Replica
@@ -145,7 +145,7 @@ def test_one_whose_round_failed_among_strangers_gets_the_state_of_those_it_knows
 
 
 def test_a_snapshot_is_asked_of_those_it_knows_while_one_is_there() -> None:
-    poll = Poll(3, among=frozenset("bc"))
+    poll = SnapshotQuorum(3, among=frozenset("bc"))
     assert poll.see(("b", "m", "n"), 0.0) == ["b"]
     assert sorted(poll.see(("m", "n"), 1.0)) == ["m", "n"]
     assert poll.see(("c", "m", "n"), 2.0) == ["c"]

@@ -1,0 +1,385 @@
+"""The asyncio driver of one round: bytes and clocks around the machine `allreduce.machine.AllReduce`."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+
+from equipoise.averaging.aio.fair_queue import Frame
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.round_buffers import RoundBuffers
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.endpoint import Endpoint
+from equipoise.averaging.allreduce.events import (
+    Action,
+    Close,
+    ContributionReceived,
+    Event,
+    Fail,
+    Finish,
+    Group,
+    MeanReceived,
+    MessageReceived,
+    PartReduced,
+    PeerLost,
+    Reduce,
+    Release,
+    Send,
+    SendContribution,
+    SendMean,
+    Woke,
+)
+from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
+from equipoise.averaging.balance import balance, settle
+from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.statesync.quorum_proof import Prove
+from equipoise.averaging.statesync.update import EncodedMean
+from equipoise.averaging.weights import cap_of
+from equipoise.compression import CodecError, NonFiniteError
+
+WITH_BODY = (wire.Contribution, wire.Mean)
+"""The messages that come with values."""
+
+ROUND_FRAME = b"R"
+"""First byte of the header of every frame of a round; the round's id and a message follow."""
+
+HEADER_PREFIX_BYTES = 17
+
+PAIR = 2
+
+SHORT_NAME_CHARS = 8
+"""The end of a PeerID is what differs between peers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one round is to do.
+
+    Attributes:
+        spec: The run.
+        manifest: The group, already checked.
+        contribution: f32 [D]; read only.
+        result: f32 [D]; holds the mean if the outcome is ok, else undefined.
+        timeout: Seconds.
+        keys: Signs votes, and checks others'.
+    """
+
+    spec: RunSpec
+    manifest: Manifest
+    contribution: torch.Tensor
+    result: torch.Tensor
+    timeout: float
+    keys: Keys
+
+
+def group_of(spec: RunSpec, manifest: Manifest) -> Group:
+    """The round as every member derives it from the manifest alone."""
+    members = manifest.members
+    dialable = [join.dialable for join in members]
+    fractions = balance(settle([join.bandwidth for join in members]), dialable)
+    leaders = [index for index, join in enumerate(members) if join.dialable]
+    convening = [index for index in leaders if members[index].peer == manifest.coordinator]
+    return Group(
+        round_id=manifest.id,
+        names=tuple(join.peer[-SHORT_NAME_CHARS:] for join in members),
+        weights=tuple(join.weight for join in members),
+        dialable=sum(1 << index for index in leaders),
+        parts=spec.layout.cut(fractions, spec.options.part_values),
+        first_leader=(convening or leaders)[0],
+        cap=cap_of(spec.options.weights),
+        quorum=spec.strategy.quorum,
+    )
+
+
+def weights_of(
+    group: Group, peers: Sequence[str], contributors: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What each contributor counted, and the claims of those that counted as less than they claim; by PeerID."""
+    counted = group.counted(contributors)
+    over = [member for member in members_of(contributors) if group.weights[member] > counted[member]]
+    return (
+        {peers[member]: counted[member] for member in members_of(contributors)},
+        {peers[member]: group.weights[member] for member in over},
+    )
+
+
+class RoundDriver:
+    """One round at one member, from the manifest to the last straggler.
+
+    Args:
+        task: What to do.
+        mesh: Sends frames.
+        closed: Called once, when the round can be forgotten.
+        keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        mesh: Mesh,
+        closed: Callable[[RoundDriver], None],
+        keep: Callable[[EncodedMean, Prove], None] = lambda mean, prove: None,
+    ) -> None:
+        self.id = task.manifest.id
+        self.group = group_of(task.spec, task.manifest)
+        self._layout = task.spec.layout
+        self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        self._task = task
+        self._mesh = mesh
+        self._closed = closed
+        self._keep = keep
+        self._loop = asyncio.get_running_loop()
+        self._peers: Sequence[str] = task.manifest.peers
+        self._me = task.manifest.index(mesh.peer)
+        self._header = ROUND_FRAME + self.id
+        tensors = task.contribution, task.result
+        self._store = RoundBuffers(self.group, self._me, self._layout, *tensors, mesh.pool, task.spec.rule)
+        self._began = self._loop.time()
+        self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
+        self._machine = self._endpoint.machine
+        self._vote_signatures = VoteSignatures(self.id, self._me, self._peers, task.keys)
+        self._members = {self._peers[index]: index for index in self._endpoint.others}
+        self._phases: dict[str, float] = {}
+        self._phase_began = self._began
+        self._phase = self._machine.phase
+        self._heard_bytes = {peer: mesh.received(peer) for peer in self._members}
+        self._sent = 0
+        self._received = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = math.inf
+
+    def start(self) -> None:
+        """Say hello to every member, and begin."""
+        self._mesh.enter(self.id, {join.peer: join.credential for join in self._task.manifest.members})
+        self._mesh.meet(self._task.manifest.peers)
+        self._perform(self._endpoint.start(self._loop.time()))
+
+    def withdraw(self, reason: str) -> None:
+        """Leave the round; the outcome says why."""
+        self._perform(self._endpoint.withdraw(reason, self._loop.time()))
+
+    def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
+        """Where the body of a frame goes: memory of its own, for whether it is wanted is seen when it is here.
+
+        Raises:
+            FrameRefused: Its size is not that of the part it names.
+        """
+        if not isinstance(message, WITH_BODY) or message.part >= len(self.group.parts):
+            raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
+        expected = self._store.size(message.part)
+        if size != expected:
+            raise FrameRefused(f"expected {expected} bytes for part {message.part}, got {size}")
+        return self._store.take(message.part)
+
+    def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:
+        """A frame of `size` bytes in all has come from a member."""
+        member = self._members[peer]
+        self._received += size
+        if actions := self._endpoint.heard(member, self._loop.time()):
+            self._perform(actions)
+        match message:
+            case wire.Contribution(part):
+                self._on_contribution(member, part, body)
+            case wire.Mean(part, contributors):
+                self._on_mean(member, part, contributors, body)
+            case wire.Heartbeat():
+                pass
+            case _:
+                self._tell(MessageReceived(member, self._vote_signatures.check(member, message)))
+
+    def lost(self, peer: str, reason: str, connected: bool) -> None:
+        """Frames to or from a member may have been lost; `connected` says whether another channel to it is open."""
+        self._tell(PeerLost(self._members[peer], reason, connected))
+
+    @property
+    def number(self) -> int:
+        """Its number in the run."""
+        return self._task.manifest.round
+
+    @property
+    def run(self) -> str:
+        """Name of its run."""
+        return self._task.spec.name
+
+    def is_member(self, peer: str) -> bool:
+        """Whether frames of this round may come from `peer`: not from one undialled to another."""
+        return peer in self._members
+
+    # ---- from the world to the machine ----
+
+    def _on_contribution(self, member: int, part: int, body: memoryview) -> None:
+        # What began to come in before its round lies in memory that the next body is received over.
+        if not self._machine.wants_contribution(member, part) or self._mesh.is_scratch(body):
+            return
+        try:
+            self._store.keep_contribution(part, member, body)
+        except CodecError as error:
+            self._spoilt(member, error)
+        else:
+            self._tell(ContributionReceived(member, part))
+
+    def _on_mean(self, member: int, part: int, contributors: int, body: memoryview) -> None:
+        if not self._machine.wants_mean(member, part, contributors) or self._mesh.is_scratch(body):
+            return
+        try:
+            digest = self._store.keep_mean(part, contributors, body)
+        except CodecError as error:
+            self._spoilt(member, error)
+        else:
+            self._tell(MeanReceived(member, part, contributors, digest))
+
+    def _spoilt(self, member: int, error: CodecError) -> None:
+        self._tell(PeerLost(member, f"sent values that do not decode: {error}"))
+
+    def _wake(self) -> None:
+        self._wakes_at = math.inf
+        for peer, before in self._heard_bytes.items():
+            self._heard_bytes[peer] = received = self._mesh.received(peer)
+            self._endpoint.received(self._members[peer], max(received - before, 0))
+        self._tell(Woke())
+        self._schedule()
+
+    def _tell(self, event: Event) -> None:
+        try:
+            self._perform(self._endpoint.handle(event, self._loop.time()))
+        except CodecError as error:
+            self.withdraw(self._own_fault(error))
+
+    # ---- from the machine to the world ----
+
+    def _perform(self, actions: list[Action]) -> None:
+        looked = self._machine.looked  # before it is told of what it asks for
+        for action in actions:
+            match action:
+                case Send(to, message):
+                    self._post(to, message)
+                case SendContribution(to, part):
+                    self._mesh.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
+                case SendMean(to, part, contributors):
+                    self._mesh.post_bulk(
+                        self._peers[to], self.id, partial(self._make_mean, part, contributors)
+                    )
+                case Reduce(part, contributors):
+                    self._tell(PartReduced(part, contributors, self._store.reduce(part, contributors)))
+                case Finish() | Fail():
+                    self._conclude(action)
+                case Release():
+                    self._store.release()
+                case Close():
+                    self.close()
+        if looked:
+            self._mark_phase()
+            self._schedule()
+
+    def _post(self, to: int, message: wire.RoundMessage) -> None:
+        header = self._header + wire.encode(self._vote_signatures.seal(message))
+        self._sent += len(header)
+        self._mesh.post(self._peers[to], header)
+
+    def _make_contribution(self, part: int) -> Frame | None:
+        if self._machine.ended is not None:
+            return None
+        try:
+            return self._framed(wire.Contribution(part), self._store.encode(part))
+        except CodecError as error:
+            self.withdraw(self._own_fault(error))
+            return None
+
+    def _own_fault(self, error: CodecError) -> str:
+        if isinstance(error, NonFiniteError):
+            name, index = self._layout.locate(error.index)
+            return f"our own tensor {name!r} is not finite at flat index {index}: {error.value}"
+        return f"our own values: {error}"
+
+    def _make_mean(self, part: int, contributors: int) -> Frame | None:
+        payload = self._store.mean(part, contributors)
+        return None if payload is None else self._framed(wire.Mean(part, contributors), payload)
+
+    def _framed(self, message: wire.RoundMessage, payload: memoryview) -> Frame:
+        header = self._header + wire.encode(message)
+        self._sent += len(header) + len(payload)
+        return header, payload
+
+    def _conclude(self, end: Finish | Fail) -> None:
+        self._mark_phase()
+        if not self.outcome.done():
+            self.outcome.set_result(self._finished(end) if isinstance(end, Finish) else self._failed(end))
+
+    def _finished(self, end: Finish) -> Outcome:
+        counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
+        mean = EncodedMean(self._task.manifest, end.decision.contributors, self._store.means())
+        self._keep(mean, partial(self._vote_signatures.proof, end.decision, end.digest))
+        reason = f"mean over {len(counted)} of {self.group.size} members"
+        return msgspec.structs.replace(
+            self._outcome(True, reason),
+            contributors=counted,
+            capped=capped,
+            digest=end.digest.hex(),
+            apart=self._apart(counted),
+        )
+
+    def _failed(self, end: Fail) -> Outcome:
+        return msgspec.structs.replace(self._outcome(False, end.reason), in_doubt=end.in_doubt)
+
+    def _apart(self, counted: Mapping[str, float]) -> float | None:
+        """How far the two of a pair were apart, from this one's distance to the mean and the partner's weight."""
+        if not self._task.spec.strategy.pairs or len(counted) != PAIR:
+            return None
+        own, mean = self._task.contribution, self._task.result
+        share = 1 - counted[self._peers[self._me]] / sum(counted.values())
+        norm = float(torch.linalg.vector_norm(mean))
+        return float(torch.linalg.vector_norm(own - mean)) / share / norm if norm and share else 0.0
+
+    def _outcome(self, ok: bool, reason: str) -> Outcome:
+        notes = list(self._machine.notes)
+        if self._store.clamped:
+            notes.append(
+                f"{self._store.clamped} values beyond the range of {self._task.spec.options.codec} were clamped"
+            )
+        return Outcome(
+            ok=ok,
+            reason=reason,
+            run=self._task.spec.name,
+            round=self._task.manifest.round,
+            group=tuple(self._peers),
+            bytes_sent=self._sent,
+            bytes_received=self._received,
+            seconds={**self._phases, "exchange": self._loop.time() - self._began},
+            compression_ratio=self._layout.compression_ratio,
+            states={join.peer: join.state for join in self._task.manifest.members if join.state is not None},
+            events=tuple(notes),
+        )
+
+    def close(self) -> None:
+        """Forget the round at once, whoever may still need it."""
+        self._store.release()
+        self._mesh.leave(self.id)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes_at = -math.inf  # It is never woken again.
+        self._closed(self)
+
+    def _mark_phase(self) -> None:
+        phase, now = self._machine.phase, self._loop.time()
+        if phase != self._phase:
+            self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._phase_began
+            self._phase, self._phase_began = phase, now
+
+    def _schedule(self) -> None:
+        deadline = self._endpoint.deadline
+        if deadline >= self._wakes_at:
+            return  # Most events move the deadline later; waking early is harmless, and setting a timer is not free.
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes_at = deadline
+        self._timer = self._loop.call_at(deadline, self._wake)

@@ -1,0 +1,491 @@
+"""One run of a daemon: matchmaking for as long as it has joined, and a round each time that a group forms."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+
+from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.vote_signatures import Keys
+from equipoise.averaging.claims import Claims
+from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+from equipoise.averaging.matchmaking import messages as matchmaking_messages
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.events import (
+    Announce,
+    BecameReady,
+    CandidatesSeen,
+    Decline,
+    Event,
+    Form,
+    LookUp,
+    MessageReceived,
+    PeerLost,
+    RoundEnded,
+    RoundHeard,
+    Send,
+    Withdrew,
+    Woke,
+)
+from equipoise.averaging.matchmaking.messages import MatchmakingMessage, SpecAnswer, SpecQuestion
+from equipoise.averaging.matchmaking.spec_diff import SpecDiff
+from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState
+from equipoise.averaging.ports import Directory
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+
+MATCHMAKING_FRAME = b"M"
+"""First byte of the header of every matchmaking frame; a message follows."""
+
+MAX_HISTORY = 1000
+"""Outcomes kept for `rounds`; about 1 KB each."""
+
+DIALABLE_SECONDS = 0.5
+"""How often one that waits for a group looks whether others can dial it."""
+
+LOOK_SECONDS = 0.5
+"""Between two reads of the directory's cache, for `state`."""
+
+log = logging.getLogger(__name__)
+
+
+class Identity(Protocol):
+    """Signs what this peer says, and checks what others say."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign with this peer's identity key."""
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Whether the key behind `peer` signed `data`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a run needs of its daemon.
+
+    Attributes:
+        mesh: Sends frames.
+        directory: Who else is in the run.
+        identity: Signs joins.
+        bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
+        begin: Starts a round whose frames will reach it.
+        left: Told when the run has been left; returns whether what is kept of it is still served.
+    """
+
+    mesh: Mesh
+    directory: Directory
+    identity: Identity
+    bandwidth: float
+    begin: Callable[[Task], RoundDriver]
+    left: Callable[[RunDriver], bool]
+
+
+class RunDriver:
+    """This daemon's part in one run.
+
+    Attributes:
+        spec: What the peers of the run agree on.
+        history: The last outcomes, oldest first.
+        rounds_ok: Rounds that ended in a mean.
+        rounds_failed: Rounds that did not.
+    """
+
+    def __init__(self, spec: RunSpec, surroundings: Surroundings) -> None:
+        self.spec = spec
+        self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
+        self.rounds_ok = self.rounds_failed = 0
+        self._surroundings = surroundings
+        self._mesh = surroundings.mesh
+        self._directory = surroundings.directory
+        self._loop = asyncio.get_running_loop()
+        identity = surroundings.identity
+        self._keys = Keys(identity.sign, identity.verify)
+        context = Context(
+            run=spec.name,
+            spec=spec.hash,
+            peer=self._mesh.peer,
+            group_size=spec.options.group_size,
+            sign=identity.sign,
+            verify=identity.verify,
+            quorum=spec.strategy.quorum,
+        )
+        self._machine = spec.strategy.matchmaker(context, random.Random())
+        self._spec_diff = SpecDiff(spec, self._mesh.peer, self._loop.time())
+        self._claims = Claims(spec.options.group_size)
+        self._looked = asyncio.Event()
+        self._compared = asyncio.Event()
+        self._formed: asyncio.Future[Manifest | Outcome] | None = None
+        self._round: RoundDriver | None = None
+        self._accumulated = 0.0
+        self._announced = Announce(False, 0, "joined")
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking = False
+        self._left = ""
+
+    # ---- the face ----
+
+    async def average(
+        self,
+        contribution: torch.Tensor,
+        result: torch.Tensor,
+        weight: float,
+        timeout: float,
+        state: StateId | None = None,
+    ) -> Outcome:
+        """Take part in one round.
+
+        Args:
+            contribution: f32 [D], finite, on the CPU; not to be changed until this returns. Values that are not
+                finite fail the round here, when they are met: to look for them before would read the vector twice.
+            result: f32 [D]; holds the weighted mean if the outcome is ok, else undefined.
+            weight: A finite number >= 0; 0 observes.
+            timeout: Seconds for everything; the outcome fails with a reason when they are over.
+            state: Which state of the run this peer holds; the group is told, signed. None says nothing.
+
+        Raises:
+            ValueError: The weight, or a tensor's shape or dtype, is not valid, or a round is going on already.
+        """
+        self._check(contribution, result)
+        began, started, promised = self._loop.time(), time.time(), self._claims.promised
+        manifest = await self._match(weight, timeout, state)
+        matched = self._loop.time() - began
+        if isinstance(manifest, Outcome):
+            outcome = manifest
+        else:
+            left = max(timeout - matched, 0.0)
+            task = Task(self.spec, manifest, contribution, result, left, self._keys)
+            outcome = await self._exchange(task)
+        seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
+        short = self._claims.settle(promised, outcome.contributors) if outcome.ok else ""
+        if short:
+            log.warning("run %s: round %d: %s", self.spec.name, outcome.round, short)
+        events = (*outcome.events, short) if short else outcome.events
+        outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started, events=events)
+        self.history.append(outcome)
+        self.rounds_ok += outcome.ok
+        self.rounds_failed += not outcome.ok
+        return outcome
+
+    @property
+    def state(self) -> RunState:
+        """Where the next round stands."""
+        if self._round is not None:
+            return Exchanging(self._round.group.size, self._round.number)
+        state = self._machine.state
+        return NoPeers(self.reason) if isinstance(state, NoPeers) and self._spec_diff.reason else state
+
+    @property
+    def others(self) -> int:
+        """How many other peers of the run answer."""
+        return self._machine.others
+
+    @property
+    def reason(self) -> str:
+        """Why it stands so, one line; where all who are there have another spec, how that differs."""
+        alone = isinstance(self._machine.state, NoPeers)
+        return (alone and self._spec_diff.reason) or self._machine.reason
+
+    def is_mute(self, peer: str) -> bool:
+        """Whether another peer could not be reached, or did not answer, and has never said anything."""
+        return self._machine.is_mute(peer)
+
+    def difference(self, peer: str) -> str:
+        """How the spec of another peer of this name differs, one line; empty if it does not, or that is not known."""
+        return self._spec_diff.difference(peer)
+
+    async def objection(self, timeout: float) -> str:
+        """Why this peer should rather not take part with its spec, one line; empty if it may.
+
+        Waits up to `timeout` seconds for those who are known to have another spec to say what it is.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._looked.wait()
+                while not self._spec_diff.settled:
+                    self._compared.clear()
+                    await self._compared.wait()
+        return self._spec_diff.objection()
+
+    @property
+    def round(self) -> int:
+        """Number of this peer's next round."""
+        return self._machine.round
+
+    def stop_search(self, why: str) -> None:
+        """End the search for a group, if one goes on: its outcome is not ok, and says `why`.
+
+        A round that has begun goes on.
+        """
+        if self._formed is not None and not self._formed.done():
+            self._formed.set_result(self._failed(why))
+            self._tell(Withdrew())
+
+    def report_accumulated(self, weight: float) -> None:
+        """Publish the weight accumulated towards the next contribution."""
+        if weight != self._accumulated:
+            self._accumulated = weight
+            self._publish()
+
+    async def others_accumulated(self, target: float | None = None) -> float:
+        """Weight that the others have accumulated towards the next round, as far as their word counts.
+
+        Args:
+            target: Weight that all together are to accumulate; a newcomer's claim counts up to its share of it.
+        """
+        round = self._machine.round
+        claimed = {
+            one.peer: one.accumulated if one.round == round else 0.0
+            for one in await self._directory.peers(self.spec.name)
+            if one.spec == self.spec.hash and self._machine.answers(one.peer)
+        }
+        return self._claims.count(claimed, target)
+
+    def start(self) -> None:
+        """Make this peer known in the run."""
+        self._spawn(self._look_regularly())
+        self._tell(Woke())
+        self._publish()
+
+    async def leave(self, reason: str = "left the run") -> None:
+        """Stop taking part; an open round fails with `reason`."""
+        if self._left:
+            return
+        self._left = reason
+        serves = self._surroundings.left(self)
+        if self._formed is not None and not self._formed.done():
+            self._formed.set_result(self._failed(reason))
+        if self._round is not None:
+            self._round.withdraw(reason)
+        self._tell(Withdrew())
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if serves:
+            await self._say_left(reason)
+        else:
+            await self._directory.withdraw(self.spec.name)
+
+    # ---- one round ----
+
+    async def _match(self, weight: float, timeout: float, state: StateId | None) -> Manifest | Outcome:
+        if self._formed is not None or self._round is not None:
+            raise ValueError(f"a round of run {self.spec.name!r} is going on already: wait for its outcome")
+        if self._left:
+            return self._failed(self._left)
+        self._formed = self._loop.create_future()
+        try:
+            async with asyncio.timeout(timeout):
+                formed = await self._seek(self._formed, weight, timeout, state)
+            # Having left in the very moment in which its group formed, it begins no round.
+            return self._failed(self._left) if self._left else formed
+        except TimeoutError:
+            reason = f"no group within {timeout:g} s: {self.reason}"
+            self._tell(Withdrew())
+            return self._failed(reason)
+        except asyncio.CancelledError:
+            self._tell(Withdrew())
+            raise
+        finally:
+            self._formed = None
+
+    async def _seek(
+        self,
+        formed: asyncio.Future[Manifest | Outcome],
+        weight: float,
+        timeout: float,
+        state: StateId | None,
+    ) -> Manifest | Outcome:
+        """Wait for a group; begin anew when others can dial this peer now, or no longer: its join says so, signed."""
+        until = self._loop.time() + timeout
+        dialable: bool | None = None
+        while True:
+            again, dialable = dialable is not None, self._mesh.dialable
+            self._tell(
+                BecameReady(
+                    weight=weight,
+                    nonce=os.urandom(NONCE_BYTES),
+                    bandwidth=self._bandwidth,
+                    credential=self._mesh.credential,
+                    dialable=dialable,
+                    patience=max(0.0, until - self._loop.time()),
+                    state=state,
+                )
+            )
+            if again:
+                # The machine takes its record for published; that others can dial this peer is not its concern.
+                self._publish()
+            while self._mesh.dialable == dialable:
+                await asyncio.wait({formed}, timeout=DIALABLE_SECONDS)
+                if formed.done():
+                    return formed.result()
+            self._tell(Withdrew())
+
+    @property
+    def _bandwidth(self) -> float:
+        """What this peer says it can send, to its group and to all: as its user says, or as measured; 0 if unknown."""
+        return self._surroundings.bandwidth or self._mesh.meter.bandwidth.estimate
+
+    async def _exchange(self, task: Task) -> Outcome:
+        self._round = self._surroundings.begin(task)
+        try:
+            outcome = await asyncio.shield(self._round.outcome)
+            if outcome.counted(self._mesh.peer):
+                # Before the next round's number is announced: no weight may count towards two rounds.
+                self._accumulated = 0.0
+            return outcome
+        except asyncio.CancelledError:
+            self._round.withdraw("cancelled")
+            raise
+        finally:
+            self._round = None
+            self._tell(RoundEnded(task.manifest.round))
+
+    def _failed(self, reason: str) -> Outcome:
+        return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round)
+
+    def _check(self, contribution: torch.Tensor, result: torch.Tensor) -> None:
+        size = self.spec.layout.size
+        for name, tensor in (("contribution", contribution), ("result", result)):
+            if tensor.shape != (size,) or tensor.dtype != torch.float32:
+                raise ValueError(
+                    f"expected {name} as float32 [{size}], got {tensor.dtype} {list(tensor.shape)}"
+                )
+        if contribution.device != result.device:
+            raise ValueError(
+                f"expected contribution and result on one device, got {contribution.device} and {result.device}"
+            )
+
+    # ---- between the machine and the world ----
+
+    def receive(self, peer: str, message: MatchmakingMessage) -> None:
+        """A matchmaking message of this run has come."""
+        if isinstance(message, SpecQuestion | SpecAnswer):
+            self._compare(MessageReceived(peer, message))
+        else:
+            self._tell(MessageReceived(peer, message))
+
+    def lost(self, peer: str) -> None:
+        """The channel with a peer has broken."""
+        self._tell(PeerLost(peer))
+        self._compare(PeerLost(peer))
+
+    def speaks_of_a_round(self, peer: str) -> None:
+        """A peer has said something in a round that this daemon knows nothing of."""
+        if self._formed is not None:
+            self._tell(RoundHeard(peer))
+
+    def _compare(self, event: Event) -> None:
+        before = self._spec_diff.reason
+        for send in self._spec_diff.handle(event, self._loop.time()):
+            self._mesh.post(send.peer, MATCHMAKING_FRAME + matchmaking_messages.encode(send.message))
+        if self._spec_diff.reason != before and self._spec_diff.reason:
+            log.warning("run %s: %s", self.spec.name, self._spec_diff.reason)
+        self._compared.set()
+        self._schedule()
+
+    def _tell(self, event: Event) -> None:
+        for action in self._machine.handle(event, self._loop.time()):
+            match action:
+                case Send(peer, message):
+                    self._mesh.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
+                case Form(manifest, reason):
+                    self._form(manifest, reason)
+                case Decline(peer, round_id):
+                    gone = wire.GiveUp("it was not ready for this group")
+                    self._mesh.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
+                case Announce():
+                    self._announced = action
+                    self._publish()
+                case LookUp() if not self._left:
+                    self._spawn(self._look())
+        self._schedule()
+
+    def _form(self, manifest: Manifest, reason: str) -> None:
+        log.info("run %s: %s", self.spec.name, reason)
+        if self._formed is not None and not self._formed.done():
+            self._formed.set_result(manifest)
+
+    def _schedule(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = min(self._machine.deadline, self._spec_diff.deadline)
+        if not self._left and deadline != float("inf"):
+            self._timer = self._loop.call_at(deadline, self._wake)
+
+    def _wake(self) -> None:
+        self._tell(Woke())
+        if self._loop.time() >= self._spec_diff.deadline:
+            self._compare(Woke())
+
+    def _publish(self) -> None:
+        if not self._left:
+            self._spawn(self._announce())
+
+    async def _announce(self) -> None:
+        await self._directory.announce(
+            self.spec.name,
+            spec=self.spec.hash,
+            ready=self._announced.ready,
+            round=self._machine.round,
+            accumulated=self._accumulated,
+            reason=self._announced.reason,
+            bandwidth=self._bandwidth,
+        )
+
+    async def _say_left(self, reason: str) -> None:
+        """Announce that this peer has left: stragglers may still ask it for means, and no peer waits for it."""
+        await self._directory.announce(
+            self.spec.name,
+            spec=self.spec.hash,
+            ready=False,
+            round=self._machine.round,
+            accumulated=0.0,
+            reason=reason,
+            left=True,
+        )
+
+    async def _look(self) -> None:
+        if self._looking:
+            return
+        self._looking = True
+        try:
+            found = await self._directory.peers(self.spec.name)
+            candidates = [one for one in found if not one.left]
+        finally:
+            self._looking = False
+        if not self._left:
+            self._tell(CandidatesSeen(candidates))
+            self._compare(CandidatesSeen(candidates))
+            self._looked.set()
+
+    async def _look_regularly(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("run %s: a background task failed", self.spec.name, exc_info=task.exception())

@@ -1,0 +1,154 @@
+"""The bytes of means that were missed: those that a daemon keeps for others, and one that it has been sent.
+
+What comes is proved step by step: the joins are signed by those whom they name, the manifest's hash is the round's id,
+the mean's digest is over that, the contributors and every encoded byte, and more than half of the members have signed
+that digest. Whether their round was the group's, those tell by whom this peer knows its state (`transfer.votes`), or
+the digest, to whom knows what state it must lead to.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from equipoise.averaging.aio.download import NoRoomError
+from equipoise.averaging.aio.round_driver import group_of, weights_of
+from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.allreduce.messages import Commit
+from equipoise.averaging.manifest import ManifestError, Verify
+from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from equipoise.averaging.statesync.chunks import ImageId, digests_of
+from equipoise.averaging.statesync.quorum_proof import Circle, VotesError, voters
+from equipoise.averaging.statesync.update import (
+    MAX_MANIFEST_BYTES,
+    EncodedMean,
+    MeanError,
+    cut,
+    read_head,
+)
+from equipoise.compression import CodecError
+
+Room = Callable[[], torch.Tensor]
+"""Makes room for a mean, f32 [D]. Raises ValueError where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imaged:
+    """A kept mean as an image.
+
+    Attributes:
+        image: Its bytes.
+        digests: Of its chunks.
+        name: What it is called.
+    """
+
+    image: memoryview
+    digests: bytes
+    name: ImageId
+
+    @classmethod
+    def of(cls, mean: EncodedMean) -> Imaged:
+        """Make it: a copy of all bytes, and their digests; for a thread."""
+        image = memoryview(mean.image())
+        digests = digests_of(image)
+        return cls(image, digests, ImageId.of(len(image), digests))
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which mean is wanted.
+
+    Attributes:
+        run: The run.
+        after: The state that it must lead on from.
+        circle: Who tells that it is the group's; None where the state tells that it must lead to.
+    """
+
+    run: RunSpec
+    after: StateId
+    circle: Circle | None
+
+
+def most_bytes(spec: RunSpec) -> int:
+    """The largest image of a mean of this run."""
+    return spec.layout.encoded_size + MAX_MANIFEST_BYTES
+
+
+async def room(size: int) -> memoryview:
+    """Memory for an image, which takes none before it is written to."""
+    return memoryview(mmap.mmap(-1, size))
+
+
+def decode(
+    image: memoryview, wanted: Wanted, proofs: Iterable[Commit], verify: Verify, room: Room
+) -> Outcome:
+    """Check an image of a mean, and decode it; for a thread.
+
+    Args:
+        image: Its bytes.
+        wanted: What it must be.
+        proofs: What was given to prove it.
+        verify: Checks signatures.
+        room: Makes room for the mean; what is there is undefined if this raises.
+
+    Returns:
+        What the round came to.
+
+    Raises:
+        MeanError: It is none, of another run or state, or not proved.
+        NoRoomError: There is no room.
+    """
+    spec = wanted.run
+    manifest, contributors, payload = read_head(image)
+    try:
+        size, quorum = spec.options.group_size, spec.strategy.quorum
+        manifest.check(verify, spec=spec.hash, group_size=size, own=None, quorum=quorum)
+        group = group_of(spec, manifest)
+        codecs = [spec.layout.codec_of(part) for part in group.parts]
+        sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]
+        parts = cut(payload, sizes)
+        mean = EncodedMean(manifest, contributors, parts)
+        if mean.before != wanted.after:
+            raise MeanError(
+                f"expected the mean after epoch {wanted.after.epoch}, got one after {mean.before}"
+            )
+        digest = mean.digest()
+        voted = voters(manifest, contributors, digest, proofs, verify)
+        if wanted.circle is not None:
+            wanted.circle.check(manifest, wanted.after, voted)
+        result = _made(room)
+        for codec, part, encoded in zip(codecs, group.parts, parts, strict=True):
+            codec.decode(encoded, result[part.start : part.stop])
+    except (ManifestError, VotesError, CodecError) as error:
+        raise MeanError(str(error)) from error
+    return _outcome(mean, group, digest, spec)
+
+
+def _made(room: Room) -> torch.Tensor:
+    try:
+        return room()
+    except ValueError as error:
+        raise NoRoomError(str(error)) from error
+
+
+def _outcome(mean: EncodedMean, group: Group, digest: bytes, spec: RunSpec) -> Outcome:
+    manifest = mean.manifest
+    counted, capped = weights_of(group, manifest.peers, mean.contributors)
+    return Outcome(
+        ok=True,
+        reason=f"missed, and had from others: mean over {len(counted)} of {group.size} members",
+        run=spec.name,
+        round=manifest.round,
+        group=manifest.peers,
+        contributors=counted,
+        capped=capped,
+        digest=digest.hex(),
+        bytes_received=mean.size,
+        compression_ratio=spec.layout.compression_ratio,
+        states={join.peer: join.state for join in manifest.members if join.state is not None},
+    )

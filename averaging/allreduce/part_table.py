@@ -1,0 +1,215 @@
+"""What one member has sent, received and reduced of each part in a round: the bookkeeping under `AllReduce`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.events import Action, Group, Reduce, SendContribution, SendMean
+from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.partition import assign
+
+NO_MEAN = (0, b"")
+
+
+def mean_digest(round_id: bytes, contributors: int, parts: Iterable[bytes]) -> bytes:
+    """SHA-256 over the round, the contributors (a bitmask) and the digests of all parts of their mean."""
+    return hashlib.sha256(round_id + contributors.to_bytes(8, "little") + b"".join(parts)).digest()
+
+
+def early_parts(group: Group) -> int:
+    """Most contributions of one member to parts that are not ours that are kept.
+
+    One that overtakes the plan which gives us the part must not be lost; a dead owner's parts are dealt out to all the
+    others, so each gets few. From all members together it comes to about one vector.
+    """
+    return -(-len(group.parts) // max(group.size - 1, 1))
+
+
+class PartTable:
+    """Contributions and means by part, and the transfers that they make due.
+
+    Attributes:
+        owner_of: Who reduces each part.
+        owners: Bitmask of the members that have parts to reduce.
+        due: The parts with which something may be to be done.
+    """
+
+    def __init__(self, group: Group, me: int) -> None:
+        self.group = group
+        self.me = me
+        self.owner_of: tuple[int, ...] = ()
+        self.owners = 0
+        self._dealt_to = 0
+        self.due: set[int] = set()
+        self._others = [(me + step) % group.size for step in range(1, group.size)]
+        self._turns: list[int] = []
+        self._sent: set[tuple[int, int]] = set()
+        self._arrived = [0] * len(group.parts)
+        self._was_mine: set[int] = set()
+        self._early: Counter[int] = Counter()
+        self._lacking = [0] * group.size
+        self._whole = group.contributors
+        self._reducing: dict[int, int] = {}
+        self._means: dict[int, tuple[int, bytes]] = {}
+        self._kept: dict[int, int] = {}
+        self._mean_sent: dict[int, tuple[int, int]] = {}
+
+    def assign(self, owners: int) -> None:
+        """Deal the parts out to the members in the bitmask `owners`."""
+        self.look_again()
+        if owners == self._dealt_to:
+            return
+        self._dealt_to = owners
+        self.owner_of = assign(self.group.parts, owners)
+        self.owners = sum(1 << owner for owner in set(self.owner_of))
+        # Everyone starts with its successor, so that not all send to the same member first.
+        self._turns = [(owner - self.me) % self.group.size for owner in self.owner_of]
+        mine = [part for part, owner in enumerate(self.owner_of) if owner == self.me]
+        self._was_mine.update(mine)
+        self._whole = self.group.contributors
+        for member in members_of(self.group.contributors & ~(1 << self.me)):
+            here = sum(self._arrived[part] >> member & 1 for part in mine)
+            self._lacking[member] = len(mine) - here
+            if self._lacking[member]:
+                self._whole ^= 1 << member
+
+    def look_again(self) -> None:
+        """Make every part due."""
+        self.due = set(range(len(self.group.parts)))
+
+    def wants_contribution(self, sender: int, part: int) -> bool:
+        """Whether a contribution is one that can count, is not here yet, and may be ours to reduce."""
+        return (
+            part < len(self.group.parts)
+            and sender != self.me
+            and bool(self.group.contributors >> sender & 1)
+            and not self._arrived[part] >> sender & 1
+            and (part in self._was_mine or self._early[sender] < early_parts(self.group))
+        )
+
+    def take_contribution(self, sender: int, part: int) -> bool:
+        """A wanted contribution has arrived; returns whether all that we need of its sender are here now."""
+        self._arrived[part] |= 1 << sender
+        if part not in self._was_mine:
+            self._early[sender] += 1
+        if self.owner_of[part] != self.me:
+            return False
+        self.due.add(part)
+        self._lacking[sender] -= 1
+        if self._lacking[sender]:
+            return False
+        self._whole |= 1 << sender
+        return True
+
+    def wants_mean(self, part: int, contributors: int) -> bool:
+        """Whether a mean of this part over these contributors is not here yet."""
+        return part < len(self.group.parts) and self._means.get(part, NO_MEAN)[0] != contributors
+
+    def has_mean(self, part: int, contributors: int) -> bool:
+        """Whether the mean of `part` over `contributors` is here."""
+        return self._means.get(part, NO_MEAN)[0] == contributors
+
+    def take_mean(self, part: int, contributors: int, digest: bytes) -> bool:
+        """A wanted mean is here, in place of any other of that part.
+
+        Returns:
+            Whether the mean over some contributors is whole now, or may be no more, as a part of it was replaced.
+        """
+        before = self._means.get(part)
+        if before is not None:
+            self._kept[before[0]] -= 1
+            if not self._kept[before[0]]:
+                del self._kept[before[0]]
+        kept = self._kept.get(contributors, 0) + 1
+        self._kept[contributors] = kept
+        self._means[part] = (contributors, digest)
+        if self.owner_of[part] == self.me:
+            self.due.add(part)
+        return before is not None or kept == len(self.group.parts)
+
+    def forget_reducing(self, part: int, contributors: int) -> None:
+        """The mean came, be it still wanted or not: should it be wanted again, it is reduced again."""
+        if self._reducing.get(part) == contributors:
+            del self._reducing[part]
+
+    def drop_means(self) -> None:
+        """Forget every mean."""
+        self._means.clear()
+        self._kept.clear()
+
+    def is_whole(self, decision: Decision) -> bool:
+        """Whether all parts of the decision's mean are here."""
+        return self._kept.get(decision.contributors, 0) == len(self.group.parts)
+
+    def missing_of(self, owners: int, decision: Decision) -> frozenset[int]:
+        """The parts of the decision's mean that are not here and belong to members in the bitmask `owners`."""
+        if not owners & self.owners:
+            return frozenset()
+        return frozenset(
+            part
+            for part, owner in enumerate(self.owner_of)
+            if owners >> owner & 1 and not self.has_mean(part, decision.contributors)
+        )
+
+    def whole(self) -> int:
+        """Bitmask of the contributors whose contributions to all parts of ours are here."""
+        return self._whole
+
+    def digest(self, decision: Decision) -> bytes:
+        """Of the decision's mean; all parts are here."""
+        parts = (self._means[part][1] for part in range(len(self.group.parts)))
+        return mean_digest(self.group.round_id, decision.contributors, parts)
+
+    def lose(self, member: int) -> None:
+        """What was under way to `member` may not have arrived: should it return, it is sent again."""
+        self._sent = {(part, to) for part, to in self._sent if to != member}
+        self._mean_sent = {part: (over, to & ~(1 << member)) for part, (over, to) in self._mean_sent.items()}
+
+    def work(self, over: int, decided: bool, release_means: bool, targets: int) -> list[Action]:
+        """Send, reduce and pass on what the due parts allow.
+
+        Args:
+            over: Bitmask of those whose contributions count, or are expected to.
+            decided: Whether that is decided, so that contributions are no longer needed.
+            release_means: Whether the means over them may be sent.
+            targets: Bitmask of the members to send to.
+        """
+        due, self.due = self.due, set()
+        actions: list[Action] = []
+        for part in sorted(sorted(due), key=self._turns.__getitem__):
+            if self.owner_of[part] != self.me:
+                if not decided:
+                    actions += self._contribute(part, targets)
+            elif not self.has_mean(part, over):
+                actions += self._reduce(part, over)
+            elif release_means:
+                actions += self._send_mean(part, over, targets)
+        return actions
+
+    def _contribute(self, part: int, targets: int) -> list[Action]:
+        owner = self.owner_of[part]
+        due = (
+            self.group.contributors >> self.me & 1
+            and targets >> owner & 1
+            and (part, owner) not in self._sent
+        )
+        if not due:
+            return []
+        self._sent.add((part, owner))
+        return [SendContribution(owner, part)]
+
+    def _reduce(self, part: int, over: int) -> list[Action]:
+        if over & ~(self._arrived[part] | 1 << self.me) or self._reducing.get(part) == over:
+            return []
+        self._reducing[part] = over
+        return [Reduce(part, over)]
+
+    def _send_mean(self, part: int, over: int, targets: int) -> list[Action]:
+        sent_over, sent_to = self._mean_sent.get(part, (over, 0))
+        done = sent_to if sent_over == over else 0
+        self._mean_sent[part] = (over, done | targets)
+        new = targets & ~done
+        return [SendMean(to, part, over) for to in self._others if new >> to & 1]

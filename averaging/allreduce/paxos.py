@@ -1,0 +1,327 @@
+"""The agreement at the heart of a round: one instance of Paxos over its `Decision`.
+
+(Lamport, "Paxos Made Simple", 2001, section 2.) A member *accepts* a decision by holding the whole mean over its
+contributors, so whatever a majority accepted can be fetched from any of them. A ballot belongs to one leader: ballot b
+to member b mod n. What a leader plans and hears before it proposes lives in its `Ballot`, and dies with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import Inheritance, Tally, Vote, inherited, is_majority, next_ballot
+from equipoise.averaging.allreduce.events import Group
+from equipoise.averaging.allreduce.messages import Decision
+
+MAX_BALLOT_LEAP = 64 * 1024
+"""Most ballots that one message may skip. Members of a sound group open one per stall; without a bound, one message
+could leave the others no ballots that a message can carry."""
+
+PATIENT_STALLS = 3
+"""Stalls after which the first in line no longer trusts a leader that is not known to be lost."""
+
+MAX_RETRY_STALLS = 8
+"""Most stalls between two attempts of a member to lead: a round trip of 16 s is as slow as it gets."""
+
+
+@dataclass(slots=True)
+class Ballot:
+    """What a member knows of the ballot it has promised.
+
+    Attributes:
+        number: The ballot.
+        plan: Who reduces, in its latest version.
+        decision: What the leader proposed.
+        holders: Bitmask of those that held the decision's mean already when it was proposed.
+        promises: As leader: the promises received, by member, until they are enough.
+        reports: As leader: whose contributions each owner holds whole under the plan.
+        reported: As owner: the (plan sequence, whole) last reported.
+    """
+
+    number: int
+    plan: wire.Plan | None = None
+    decision: Decision | None = None
+    holders: int = 0
+    promises: dict[int, wire.Promise] | None = None
+    reports: dict[int, int] = field(default_factory=dict)
+    reported: tuple[int, int] | None = None
+
+
+class Paxos:
+    """One member's part in the paxos: what it promised, what it holds, and how the votes stand.
+
+    Attributes:
+        ballot: The one that this member has promised.
+        held: The decision that it has accepted last, and in which ballot.
+        tally: The votes that it knows of.
+        decision: What was chosen, else what the ballot's leader proposed.
+        valued: The decision whose mean must be kept: what this member holds counts until another is proposed.
+    """
+
+    def __init__(self, group: Group, me: int) -> None:
+        self.group = group
+        self.me = me
+        self.ballot = Ballot(group.first_leader)
+        self.held: tuple[int, Decision] | None = None
+        self.tally = Tally(group.size)
+        self.decision: Decision | None = None
+        self.valued: Decision | None = None
+        self._refused = 0
+        self._attempts = 0
+        self._patience = 0
+
+    @property
+    def leader(self) -> int:
+        """Who leads the ballot that this member has promised."""
+        return self.leader_of(self.ballot.number)
+
+    @property
+    def chosen(self) -> Vote | None:
+        """What a majority holds, if that is known here."""
+        return self.tally.chosen
+
+    @property
+    def must_fetch(self) -> bool:
+        """Whether the mean is not on its way: others hold it already, or another mean was proposed here."""
+        proposed, decision = self.ballot.decision, self.decision
+        if proposed is None or decision is None:
+            return decision is not None
+        return bool(self.ballot.holders) or proposed.contributors != decision.contributors
+
+    @property
+    def standing(self) -> wire.Plan | wire.Propose | None:
+        """The last word of the ballot's leader."""
+        ballot = self.ballot
+        if ballot.decision is not None:
+            return wire.Propose(ballot.number, ballot.decision, ballot.holders)
+        return ballot.plan
+
+    @property
+    def step(self) -> tuple[int, int, bool]:
+        """Tells apart the steps of a round: scattering under a plan, gathering what was decided."""
+        ballot = self.ballot
+        sequence = -1 if ballot.plan is None else ballot.plan.sequence
+        return ballot.number, sequence, self.decision is not None
+
+    def leader_of(self, ballot: int) -> int:
+        """Whose ballot it is."""
+        return ballot % self.group.size
+
+    def line(self, lost: int) -> list[int]:
+        """The members that may lead and are not in the bitmask `lost`, in their order of succession."""
+        size, first = self.group.size, self.group.first_leader
+        ring = ((first + step) % size for step in range(size))
+        return [member for member in ring if self.group.dialable & ~lost & 1 << member]
+
+    def holders(self, decision: Decision) -> int:
+        """Bitmask of the members known to hold the mean over the decision's contributors.
+
+        The leader's word for who holds it is taken until a majority's votes are known.
+        """
+        told = self.ballot.holders if self.chosen is None else 0
+        return self.tally.holders(decision) | told
+
+    def sources(self, decision: Decision, reachable: int, desperate: bool) -> int:
+        """Bitmask of those in `reachable` to fetch the mean from: who voted as the majority, else other holders.
+
+        If there are none, anyone may have some parts of it: the `desperate` ask them.
+        """
+        chosen = self.chosen
+        same = self.tally.voters(chosen) if chosen is not None else 0
+        return same & reachable or self.holders(decision) & reachable or (reachable if desperate else 0)
+
+    def open(self) -> wire.Prepare:
+        """Open a ballot of our own."""
+        self.adopt(next_ballot(self.ballot.number, self.me, self.group.size))
+        self._attempts += 1
+        self._patience = min(self._attempts, MAX_RETRY_STALLS)
+        self.ballot.promises = {self.me: self.promise()}
+        return wire.Prepare(self.ballot.number)
+
+    def adopt(self, ballot: int) -> None:
+        """Promise to take part in no ballot below this one."""
+        if self.ballot.number < ballot <= self.ballot.number + MAX_BALLOT_LEAP:
+            self.ballot = Ballot(ballot)
+            self._settle()
+
+    def should_open(self, stalls: int, place: int) -> bool:
+        """Whether to open a ballot now, at a stall; asked once at each.
+
+        Each attempt waits for one stall more than the one before: where answers take longer than a stall, haste would
+        void every promise.
+
+        Args:
+            stalls: How many came since the last progress.
+            place: This member's place in line.
+        """
+        if self.ballot.promises is None:
+            return stalls >= PATIENT_STALLS + place
+        self._patience -= 1
+        return self._patience <= 0
+
+    def on_prepare(self, ballot: int, trust_leader: bool) -> wire.Promise | wire.Refuse:
+        """Answer another's attempt to lead, which is refused while the present leader is trusted."""
+        before = self.ballot.number
+        if not trust_leader:
+            self.adopt(ballot)
+        elif ballot <= before + MAX_BALLOT_LEAP:
+            self._refused = max(self._refused, ballot)
+        return self.promise() if self.ballot.number > before else wire.Refuse(before)
+
+    def refused(self, lost: int) -> int | None:
+        """The ballot to promise now that our leader is lost too, if its leader tried to open it a moment too early."""
+        is_open = self._refused > self.ballot.number and not lost >> self.leader_of(self._refused) & 1
+        return self._refused if is_open else None
+
+    def on_refuse(self, ballot: int) -> None:
+        """Catch up with whoever is ahead of the ballot that this member tries to open; void no other for it."""
+        if self.ballot.promises is not None:
+            self.adopt(ballot)
+
+    def on_promise(self, sender: int, promise: wire.Promise) -> bool:
+        """Count a promise; returns whether it was one that is waited for."""
+        promises = self.ballot.promises
+        if promises is None or promise.ballot != self.ballot.number or not self.valid(promise.held):
+            return False
+        promises[sender] = promise
+        return True
+
+    def prepared(self, unreliable: int, hoped_for: int) -> Inheritance | None:
+        """As leader, once a majority has promised: what the ballot inherits.
+
+        Args:
+            unreliable: Bitmask of the members that a mean had better not be fetched from.
+            hoped_for: Bitmask of those whose promises are worth waiting for: they may free us of what only the
+                unreliable hold.
+        """
+        promises = self.ballot.promises
+        promised = sum(1 << member for member in promises or ())
+        if promises is None or not is_majority(promised, self.group.size):
+            return None
+        found = inherited(promises, self.group.size)
+        if found.binding and not found.holders & ~unreliable and hoped_for & ~promised:
+            return None
+        self.ballot.promises = None
+        return found
+
+    def on_plan(self, sender: int, plan: wire.Plan) -> bool:
+        """Take in who reduces; returns whether that is news."""
+        if self.leader_of(plan.ballot) != sender or not plan.owners or plan.owners & ~self.group.dialable:
+            return False
+        self.adopt(plan.ballot)
+        ballot = self.ballot
+        if plan.ballot != ballot.number or ballot.decision is not None:
+            return False
+        if ballot.plan is not None and plan.sequence <= ballot.plan.sequence:
+            return False
+        ballot.plan, ballot.reports = plan, {}
+        return True
+
+    def report(self, plan: wire.Plan, whole: int) -> wire.Report | None:
+        """As owner: what to tell the leader, unless it has been told."""
+        if self.ballot.reported == (plan.sequence, whole):
+            return None
+        self.ballot.reported = (plan.sequence, whole)
+        return wire.Report(plan.ballot, plan.sequence, whole)
+
+    def on_report(self, sender: int, report: wire.Report) -> bool:
+        """As leader, take in what an owner holds whole; returns whether it is of this plan."""
+        plan = self.ballot.plan
+        if (
+            not report.final
+            or plan is None
+            or (report.ballot, report.sequence) != (plan.ballot, plan.sequence)
+        ):
+            return False
+        # What an owner holds it keeps, so an older report that comes late takes nothing away.
+        before = self.ballot.reports.get(sender, 0)
+        self.ballot.reports[sender] = before | report.whole & self.group.contributors
+        return True
+
+    def on_propose(self, sender: int, message: wire.Propose) -> bool:
+        """Take in a leader's decision; returns whether that is news."""
+        if self.leader_of(message.ballot) != sender or not self.valid(message.decision):
+            return False
+        self.adopt(message.ballot)
+        ballot = self.ballot
+        if message.ballot != ballot.number or ballot.decision is not None:
+            return False
+        ballot.decision = message.decision
+        if self.held is not None and self.held[1].contributors != message.decision.contributors:
+            # A ballot in which another decision was proposed shows that ours was never chosen: we may let go of it.
+            self.held = None
+        ballot.holders = message.holders & self.group.everyone
+        self._settle()
+        return True
+
+    def on_votes(self, sender: int, vote: Vote, voters: int) -> bool:
+        """Count votes that `sender` told of; returns whether there were new ones."""
+        news = self.valid(vote.decision) and self.tally.add(vote, voters & self.group.everyone, sender)
+        self._settle()
+        return news
+
+    def hold(self) -> bool:
+        """Accept the ballot's decision, whose mean is whole here; returns whether that is news."""
+        assert self.ballot.decision is not None
+        accepted = (self.ballot.number, self.ballot.decision)
+        news = self.held != accepted
+        self.held = accepted
+        self._settle()
+        return news
+
+    def vote(self, digest: bytes) -> wire.Held:
+        """Count our own vote for what we hold, and say it."""
+        assert self.held is not None
+        ballot, decision = self.held
+        self.tally.add(Vote(ballot, decision, digest), 1 << self.me, self.me)
+        self._settle()
+        return wire.Held(ballot, decision, digest)
+
+    def concur(self) -> wire.Held | None:
+        """Count our own vote for the chosen mean, which is whole here; returns it unless it has been said."""
+        chosen = self.chosen
+        assert chosen is not None
+        if not self.tally.add(chosen, 1 << self.me, self.me):
+            return None
+        return wire.Held(chosen.ballot, chosen.decision, chosen.digest)
+
+    def reminders(self, member: int) -> list[wire.RoundMessage]:
+        """What `member` needs to take part in our ballot, in case that it missed it."""
+        ballot = self.ballot
+        if self.leader == member:
+            ballot.reported = None  # so that it is reported again
+            return [self.promise()]
+        if self.leader != self.me:
+            return []
+        if ballot.promises is not None:
+            return [wire.Prepare(ballot.number)]
+        standing = self.standing
+        return [] if standing is None else [standing]
+
+    def commit(self) -> wire.Commit | None:
+        """What tells others that a decision was chosen."""
+        chosen = self.chosen
+        if chosen is None:
+            return None
+        return wire.Commit(chosen.ballot, chosen.decision, chosen.digest, self.tally.voters(chosen))
+
+    def valid(self, decision: Decision | None) -> bool:
+        """Whether a decision is one that an honest leader of this group could propose."""
+        return decision is None or (
+            not decision.contributors & ~self.group.contributors
+            and decision.contributors.bit_count() >= self.group.quorum
+            and bool(decision.owners)
+            and not decision.owners & ~self.group.dialable
+        )
+
+    def promise(self) -> wire.Promise:
+        """This member's promise of its ballot, with what it holds."""
+        held_ballot, held = self.held or (None, None)
+        return wire.Promise(self.ballot.number, held_ballot, held)
+
+    def _settle(self) -> None:
+        """The ballot, what is held, or the votes may have changed: so may what follows from them."""
+        chosen, held = self.tally.chosen, self.held
+        self.decision = self.ballot.decision if chosen is None else chosen.decision
+        self.valued = held[1] if self.decision is None and held is not None else self.decision

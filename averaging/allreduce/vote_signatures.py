@@ -1,0 +1,138 @@
+"""Votes that others can check: so that no member, the leader least of all, can claim a majority that there is not.
+
+Members that cannot be dialled do not hear each other, and learn from a `Commit` who voted; and whoever missed the round
+learns it later, from the signatures that were seen (`proof`). So each vote comes with its voter's signature over the
+round, the ballot, the decision and the digest, and counts for nothing without, even if its voter itself says it: it
+could convince nobody else, and a mean that only some believe in is no group's. Nothing is checked twice: a round costs
+each member one signature, and a check of 0.07 ms for each other member.
+
+A member can still lend its own vote to a mean that it does not hold, or to two. That it takes a majority less one of
+honest votes to make one is all that Paxos promises here; agreement despite liars in the majority would take two thirds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER, Vote, members_of
+from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.manifest import Sign, Verify
+
+DOMAIN = b"equipoise vote 1\0"
+"""Keeps a signature of a vote from being taken for one of anything else that an identity signs."""
+
+MAX_BAD_SIGNATURES = 128
+"""Checked in a round for one sender; an honest one may pass on one per liar and vote. They cost 0.1 ms each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """What signs and checks in the name of peers."""
+
+    sign: Sign
+    verify: Verify
+
+
+class VoteSignatures:
+    """Signs what one member says of votes in a round, and checks what it is told of them.
+
+    Args:
+        round_id: The round.
+        me: This member's index.
+        peers: PeerIDs by member.
+        keys: Signs as this member, and checks everyone.
+    """
+
+    def __init__(self, round_id: bytes, me: int, peers: Sequence[str], keys: Keys) -> None:
+        self._round_id = round_id
+        self._me = me
+        self._peers = tuple(peers)
+        self._keys = keys
+        self._signatures: dict[Vote, dict[int, bytes]] = {}
+        self._told: Counter[int] = Counter()
+        self._bad: Counter[int] = Counter()
+
+    def seal(self, message: wire.RoundMessage) -> wire.RoundMessage:
+        """What is to be sent, with the signatures that it needs."""
+        match message:
+            case wire.Held(ballot, decision, digest):
+                return msgspec.structs.replace(message, signature=self._sign(Vote(ballot, decision, digest)))
+            case wire.Commit(ballot, decision, digest, holders):
+                vote = Vote(ballot, decision, digest)
+                if holders >> self._me & 1:
+                    self._sign(vote)
+                known = self._signatures.get(vote, {})
+                proofs = tuple((one, known[one]) for one in members_of(holders) if one in known)
+                return msgspec.structs.replace(message, signatures=proofs)
+        return message
+
+    def check(self, sender: int, message: wire.RoundMessage) -> wire.RoundMessage:
+        """What has come, without the holders that it does not prove; a vote that is not proved names none."""
+        match message:
+            case wire.Held(ballot, decision, digest):
+                if not self._proved(sender, sender, Vote(ballot, decision, digest), message.signature):
+                    return wire.Commit(ballot, decision, digest, 0)
+            case wire.Commit(ballot, decision, digest, holders):
+                vote = Vote(ballot, decision, digest)
+                proofs = dict(message.signatures)
+                proved = sum(
+                    1 << voter
+                    for voter in members_of(holders & ((1 << len(self._peers)) - 1))
+                    if self._proved(sender, voter, vote, proofs.get(voter))
+                )
+                return msgspec.structs.replace(message, holders=proved)
+        return message
+
+    def proof(self, decision: Decision, digest: bytes) -> wire.Commit:
+        """What proves to strangers that the round came to this mean, which is whole here: all votes known by now.
+
+        They are a majority's as soon as the round has ended here.
+        """
+        same = [vote for vote in self._signatures if (vote.decision, vote.digest) == (decision, digest)]
+        vote = max(same, key=lambda one: len(self._signatures[one]), default=Vote(0, decision, digest))
+        self._sign(vote)
+        signed = sorted(self._signatures[vote].items())
+        return wire.Commit(vote.ballot, decision, digest, sum(1 << one for one, _ in signed), tuple(signed))
+
+    def _proved(self, teller: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
+        known = self._signatures.get(vote)
+        if known is not None and voter in known:
+            return True
+        if signature is None or self._bad[teller] >= MAX_BAD_SIGNATURES:
+            return False
+        if known is None and self._told[teller] >= MAX_VOTES_PER_MEMBER:
+            return False
+        if not self._keys.verify(self._peers[voter], statement(self._round_id, vote), signature):
+            self._bad[teller] += 1
+            return False
+        if known is None:
+            self._told[teller] += 1
+            known = self._signatures[vote] = {}
+        known[voter] = signature
+        return True
+
+    def _sign(self, vote: Vote) -> bytes:
+        signed = self._signatures.setdefault(vote, {})
+        if self._me not in signed:
+            signed[self._me] = self._keys.sign(statement(self._round_id, vote))
+        return signed[self._me]
+
+
+def statement(round_id: bytes, vote: Vote) -> bytes:
+    """What a member of a round signs to cast a vote."""
+    return DOMAIN + round_id + wire.encode(wire.Held(vote.ballot, vote.decision, vote.digest))
+
+
+def signers(round_id: bytes, peers: Sequence[str], commit: wire.Commit, verify: Verify) -> int:
+    """Bitmask of the members, of a round of `peers`, whose own signature of its vote is under a commit."""
+    said = statement(round_id, Vote(commit.ballot, commit.decision, commit.digest))
+    return sum(
+        1 << member
+        for member, signature in dict(commit.signatures).items()
+        if member < len(peers) and verify(peers[member], said, signature)
+    )

@@ -1,0 +1,343 @@
+"""The coordinator: parking the joins of others, closing groups, handing joins on to whoever should have them.
+
+A daemon coordinates whether or not it is ready itself, and sees no tensors. It may die at any moment: whoever asked it
+notices and asks the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from equipoise.averaging.manifest import Join, Manifest
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
+from equipoise.averaging.matchmaking.inspection import Inspection
+from equipoise.averaging.matchmaking.lateness import MAX_WAIT
+from equipoise.averaging.matchmaking.messages import (
+    MAX_DETAIL_CHARS,
+    MAX_HOPS,
+    GroupFormed,
+    Invitation,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    Why,
+)
+from equipoise.averaging.matchmaking.topology import rank
+
+MAX_GATHERINGS = 4
+"""Rounds gathered at once: this one, and the next ones of groups that are ahead."""
+
+CLOSED_KEPT = 4
+"""Groups remembered that were closed here, or formed with this peer: to send a manifest again to a member that it has
+not reached, and to tell the late."""
+
+STRANGERS_SECONDS = 30.0
+"""After a look at the directory that showed none of the strangers for whom it was made, a group does not wait for such
+looks for so long: anybody can sign a join, and one who is in no directory would hold up every round."""
+
+MAX_NAMED = 3
+"""Peers that a reason names; a line of text is to be read."""
+
+MAX_OWED = 64
+"""Peers remembered that were left over."""
+
+
+@dataclass(slots=True)
+class _Closed:
+    formed: GroupFormed
+    began: float
+    awaited: set[str]
+    reminded: set[str] = field(default_factory=set)
+
+
+class Coordinator:
+    """The gatherings of one run at one daemon."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._gatherings: dict[int, GroupBuilder] = {}
+        self._closed: dict[int, _Closed] = {}
+        self._owed: dict[str, None] = {}
+        self._elsewhere: str | None = None
+        self._redirects = True
+        self._seen_at = float("-inf")
+        self._changed_at = float("-inf")
+        self._unknown: set[str] = set()
+        self._looks_from = float("-inf")
+        self._inspection = Inspection(context)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether joins are parked here."""
+        return any(each.parked for each in self._gatherings.values())
+
+    def count(self, round: int, now: float) -> tuple[int, int]:
+        """How many joins of a round are parked here, and how many are waited for in all."""
+        gathering = self._gatherings.get(round)
+        if gathering is None:
+            return 0, 0
+        parked = gathering.parked.keys()
+        return len(parked), len(self._outlook(gathering, now).expected | parked)
+
+    def is_short(self, round: int, now: float) -> bool:
+        """Whether the joins of a round that are parked here could not be a group."""
+        gathering = self._gatherings.get(round)
+        return gathering is None or gathering.is_short(self._outlook(gathering, now))
+
+    def describe(self, round: int, now: float) -> str:
+        """Where the gathering of a round stands, and whom it waits for, one line."""
+        gathering = self._gatherings.get(round)
+        if gathering is None:
+            return "this peer coordinates"
+        ready, target = self.count(round, now)
+        missing = sorted(self._outlook(gathering, now).expected - gathering.parked.keys())
+        more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
+        waits = f", waits for {', '.join(missing[:MAX_NAMED])}{more}" if missing else ""
+        return f"this peer coordinates: {ready} of {target} are in{waits}; {self._context.lateness.reason}"
+
+    def has_closed(self, round: int) -> bool:
+        """Whether a group of this round has been closed here, or formed with this peer."""
+        return round in self._closed
+
+    def has_strangers(self, now: float) -> bool:
+        """Whether a look at the directory is due, for joins whose peers the latest one could not show."""
+        return any(self._has_unknown(each, now) for each in self._gatherings.values())
+
+    def note_own(self, coordinator: str | None, redirects: bool) -> None:
+        """Note with whom this peer's own join is, and whether members of its group should follow it there."""
+        self._elsewhere = None if coordinator == self._context.peer else coordinator
+        self._redirects = redirects
+
+    def park_own(self, join: Join, patience: float, now: float) -> None:
+        """Park this peer's own join with itself."""
+        # It needs no answer; and it is this peer itself that moves it elsewhere.
+        self._gathering(join.round).park(Parked(join, now, patience, MAX_HOPS, answered=True))
+
+    def drop(self, peer: str, ticket: bytes | None = None) -> None:
+        """Forget a peer's joins: it left, or was lost."""
+        for gathering in self._gatherings.values():
+            gathering.drop(peer, ticket)
+
+    def request(self, peer: str, request: JoinRequest, now: float) -> None:
+        """Park a join, or say why not."""
+        refusal = self._objection(peer, request, now)
+        if refusal is not None:
+            self._context.send(peer, refusal)
+            return
+        join = request.join
+        self._context.membership.welcome(peer, join.round)
+        self._context.membership.note_ready(peer, True)
+        closed = self._closed.get(join.round)
+        if closed is not None:
+            self._answer_late(peer, join, closed, now)
+            return
+        better = self._better(peer, join.round, now) if request.hops < MAX_HOPS else None
+        if better is not None:
+            self._redirect(join, better)
+        elif not self._gathering(join.round).park(Parked(join, now, request.patience, request.hops)):
+            self._refuse(join, Why.BUSY, "more joins are parked here than may be")
+
+    def settle(self, now: float) -> tuple[Manifest, str] | None:
+        """Hand on, and close; returns the manifest of the group that this peer is in, if one closed, and why."""
+        membership = self._context.membership
+        looked = membership.seen_at != self._seen_at
+        if looked and self._unknown and not any(map(membership.knows, self._unknown)):
+            self._looks_from = now + STRANGERS_SECONDS
+        if looked or membership.changed_at != self._changed_at:
+            self._seen_at, self._changed_at = membership.seen_at, membership.changed_at
+            self._hand_on(now)
+        membership.lose_silent(now)
+        own = None
+        for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
+            outlook = self._outlook(gathering, now)
+            gathering.catch_up(now)
+            closing = gathering.decide(outlook, now)
+            if closing is not None:
+                own = self._close(gathering, closing, now) or own
+        joins = (peer for gathering in self._gatherings.values() for peer in gathering.parked)
+        self._unknown = {peer for peer in joins if not membership.knows(peer)}
+        return own
+
+    def remember(self, formed: GroupFormed, began: float, awaited: Iterable[str] = ()) -> None:
+        """Keep a group: whoever coordinated it may not live to tell every member."""
+        self._closed[formed.manifest.round] = _Closed(formed, began, set(awaited))
+        while len(self._closed) > CLOSED_KEPT:
+            del self._closed[min(self._closed)]
+
+    def remind(self, peer: str, round: int) -> None:
+        """Send the group of a round, once more, to a member that says it has not begun it."""
+        closed = self._closed.get(round)
+        if closed and peer in closed.formed.manifest.peers and peer not in closed.reminded:
+            closed.reminded.add(peer)
+            self._context.send(peer, closed.formed)
+
+    def end_rounds_gone(self) -> None:
+        """Tell those who are parked for rounds that are over here."""
+        for round in [one for one in self._gatherings if one < self._context.round]:
+            for peer, parked in self._gatherings.pop(round).parked.items():
+                if peer != self._context.peer:
+                    detail = f"round {round} is over here"
+                    self._refuse(parked.join, Why.ROUND_GONE, detail, self._context.round)
+
+    def speak(self, now: float) -> bool:
+        """Answer the parked, and ask after the missing; returns whether this peer's own join is no group yet."""
+        own_waits = False
+        for gathering in self._gatherings.values():
+            outlook = self._outlook(gathering, now)
+            for peer in self._context.membership.dialable_others(gathering.invite(outlook, now), now):
+                self._context.membership.doubt(peer, now)
+                self._context.membership.ask(peer, now)
+                self._context.send(peer, Invitation(self._context.run, gathering.round))
+            told = gathering.speak(outlook, now)
+            for parked in told:
+                if parked.join.peer == self._context.peer:
+                    own_waits = gathering.is_short(outlook)
+                else:
+                    parked.answered = True
+                    self._accept(gathering, parked.join, outlook, now)
+        return own_waits
+
+    def deadline(self, now: float) -> float:
+        """When something is to be decided or said; infinity if nobody is parked."""
+        each = self._gatherings.values()
+        due = min((one.deadline(self._outlook(one, now)) for one in each), default=float("inf"))
+        return min(due, self._context.membership.silent_at)
+
+    def _objection(self, peer: str, request: JoinRequest, now: float) -> JoinRefused | None:
+        context, join = self._context, request.join
+        mismatch = self._inspection.mismatch(request)
+        if mismatch is not None:
+            return self._refusal(join, *mismatch)
+        if self._is_gone(join.round):
+            return self._refusal(join, Why.ROUND_GONE, f"round {join.round} is over here", context.round)
+        if not context.within_reach(join.round, now):
+            return self._refusal(
+                join, Why.NOT_VALID, f"round {join.round} is far ahead of {context.round} here"
+            )
+        forgery = self._inspection.forgery(peer, join, now)
+        return None if forgery is None else self._refusal(join, *forgery)
+
+    def _is_gone(self, round: int) -> bool:
+        return round not in self._closed and round < self._context.round
+
+    def _answer_late(self, peer: str, join: Join, closed: _Closed, now: float) -> None:
+        if join in closed.formed.manifest.members:
+            self._context.send(peer, closed.formed)
+            return
+        if peer in closed.awaited and now - closed.began <= MAX_WAIT:
+            closed.awaited.discard(peer)
+            self._context.lateness.learn(now - closed.began)
+        self._refuse(join, Why.ROUND_GONE, f"the group of round {join.round} has closed", join.round + 1)
+
+    def _better(self, peer: str, round: int, now: float) -> str | None:
+        """Who should have this peer's join instead of this one; None if nobody."""
+        membership = self._context.membership
+        group = membership.group(self._context.peer, round)
+        best: str | None
+        if peer == self._elsewhere:
+            # They ask each other: both have the lower ranked one convene.
+            best = min(peer, self._context.peer, key=lambda one: rank(str(round), one))
+        elif self._elsewhere and self._redirects and round == self._context.round and peer in group:
+            best = self._elsewhere
+        elif membership.knows(peer):
+            best = membership.coordinator(peer, round, now)
+        else:
+            best = (
+                membership.coordinator(self._context.peer, round, now)
+                if len(membership.plan(round)) == 1
+                else None
+            )
+        return None if best == self._context.peer else best
+
+    def _hand_on(self, now: float) -> None:
+        for gathering in self._gatherings.values():
+            for parked in list(gathering.parked.values()):
+                if parked.hops >= MAX_HOPS:
+                    continue
+                better = self._better(parked.join.peer, gathering.round, now)
+                if better is not None:
+                    gathering.drop(parked.join.peer)
+                    self._redirect(parked.join, better)
+
+    def _outlook(self, gathering: GroupBuilder, now: float) -> Outlook:
+        membership, lateness = self._context.membership, self._context.lateness
+        expected = membership.expected(gathering.round, now)
+        if self._elsewhere is not None:
+            expected.discard(self._context.peer)
+        group = frozenset(membership.group(self._context.peer, gathering.round))
+        # Once, before the first group, peers are waited for that may still be met: a client-mode one speaks first.
+        first = not self._closed
+        strangers = self._has_unknown(gathering, now) or (
+            first and membership.incomplete(gathering.parked.keys(), now)
+        )
+        return Outlook(group, self._owed.keys(), expected, lateness.wait, lateness.reason, strangers)
+
+    def _has_unknown(self, gathering: GroupBuilder, now: float) -> bool:
+        """Whether joins came from peers that the latest look at the directory could not show."""
+        membership = self._context.membership
+        return now >= self._looks_from and any(
+            not membership.knows(peer) and parked.arrived >= membership.seen_at
+            for peer, parked in gathering.parked.items()
+        )
+
+    def _close(self, gathering: GroupBuilder, closing: Closing, now: float) -> tuple[Manifest, str] | None:
+        context = self._context
+        manifest = Manifest.of(context.peer, closing.members)
+        reason = f"{closing.reason}; coordinated by {context.peer}"[:MAX_DETAIL_CHARS]
+        lateness = min(closing.lateness, MAX_WAIT)
+        formed = GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason)
+        for peer in dict.fromkeys((*manifest.peers, *closing.absent)):
+            if peer != context.peer:
+                context.send(peer, formed)
+        for join in closing.left_over:
+            if join.peer != context.peer:
+                detail = f"the group of round {join.round} is full without it"
+                self._refuse(join, Why.FULL, detail, join.round + 1)
+        self._owe(closing)
+        del self._gatherings[gathering.round]
+        self.remember(formed, closing.began, closing.absent)
+        context.learn(formed)
+        return (manifest, reason) if context.peer in manifest.peers else None
+
+    def _owe(self, closing: Closing) -> None:
+        for join in closing.members:
+            self._owed.pop(join.peer, None)
+        self._owed.update(dict.fromkeys(join.peer for join in closing.left_over))
+        while len(self._owed) > MAX_OWED:
+            del self._owed[next(iter(self._owed))]
+
+    def _gathering(self, round: int) -> GroupBuilder:
+        if round not in self._gatherings:
+            empty = [one for one, each in self._gatherings.items() if not each.parked]
+            if len(self._gatherings) >= MAX_GATHERINGS:
+                self._abandon(empty[0] if empty else max(self._gatherings))
+            self._gatherings[round] = GroupBuilder(round, self._context.group_size, self._context.quorum)
+        return self._gatherings[round]
+
+    def _abandon(self, round: int) -> None:
+        for parked in self._gatherings.pop(round).parked.values():
+            if parked.join.peer != self._context.peer:
+                self._refuse(parked.join, Why.BUSY, "more rounds are gathered here than may be")
+
+    def _accept(self, gathering: GroupBuilder, join: Join, outlook: Outlook, now: float) -> None:
+        wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
+        target = len(outlook.expected | gathering.parked.keys())
+        ready = len(gathering.parked)
+        short = gathering.is_short(outlook)
+        self._context.send(
+            join.peer, JoinAccepted(self._context.run, join.ticket, wait, ready, target, short)
+        )
+
+    def _redirect(self, join: Join, better: str) -> None:
+        detail = f"{better} coordinates its group"
+        self._context.send(join.peer, self._refusal(join, Why.ELSEWHERE, detail, redirect=better))
+
+    def _refuse(self, join: Join, why: Why, detail: str, round: int = 0) -> None:
+        self._context.send(join.peer, self._refusal(join, why, detail, round))
+
+    def _refusal(
+        self, join: Join, why: Why, detail: str, round: int = 0, redirect: str | None = None
+    ) -> JoinRefused:
+        return JoinRefused(self._context.run, join.ticket, why, detail[:MAX_DETAIL_CHARS], round, redirect)

@@ -1,0 +1,228 @@
+"""The coordinator's side of one round: the joins parked with it, and when to close the group."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import msgspec
+
+from equipoise.averaging.manifest import Join, shortfall
+
+KEEPALIVE = 0.2
+"""Seconds between words to those who are parked, 100 bytes each: they must know that the coordinator lives. With the
+time that they wait for an overdue word, it is how long a coordinator that stops can hold them; of the two this is the
+cheaper to keep small, for the other is how long a busy one may pause."""
+
+OVERDUE_SECONDS = 1.8
+"""Silence beyond the promised word after which a coordinator has stopped: busy cores have held up a live one for a
+second. Both and a round must fit the 2.5 s in which a group is done without one that stopped."""
+
+INVITE_SECONDS = 0.2
+"""Seconds after which a coordinator asks missing peers whether they are there: the dead are found out then."""
+
+INVITE_AGAIN_SECONDS = 5.0
+"""It asks them so often while no group could be: they may have become ready elsewhere, where nobody else is either."""
+
+GRACE = 0.25
+"""Seconds that a group whose members are short of time stays open after its latest join, for those close behind; and
+one whose coordinator has stood still, for what was sent meanwhile."""
+
+MAX_SHIFT = OVERDUE_SECONDS
+"""Seconds of standing still that a gathering makes good in all: on a machine that is always late it would never end."""
+
+PATIENCE_SPENT = 0.5
+"""A group closes when half its joins have waited this part of what they are going to wait at all: the round itself
+needs the rest."""
+
+MAX_PARKED_GROUPS = 4
+"""Parked joins in group sizes: views of the run differ by a group or two, never by this many."""
+
+
+class Parked(msgspec.Struct):
+    """A join that waits for its group."""
+
+    join: Join
+    arrived: float
+    patience: float
+    hops: int
+    answered: bool = False
+
+
+class Closing(msgspec.Struct, frozen=True):
+    """The decision to close a group now."""
+
+    members: list[Join]
+    left_over: list[Join]
+    absent: list[str]
+    lateness: float
+    began: float
+    reason: str
+
+
+class Outlook(msgspec.Struct, frozen=True):
+    """What the coordinator knows beside the joins.
+
+    Attributes:
+        group: The planned group, whose members come before guests.
+        owed: Peers that were left over before, who come first: without that, a guest could be left over for ever.
+        expected: Those of it worth waiting for.
+        wait: Seconds to wait beyond the first.
+        why_wait: Why it is that long.
+        strangers: Whether to wait for peers that are not in the plan yet, though all in it have joined.
+    """
+
+    group: Set[str]
+    owed: Set[str]
+    expected: Set[str]
+    wait: float
+    why_wait: str
+    strangers: bool
+
+
+class GroupBuilder:
+    """Joins of one round, parked with this peer. Times are the seconds of one monotonic clock."""
+
+    def __init__(self, round: int, group_size: int, quorum: int) -> None:
+        self.round = round
+        self.parked: dict[str, Parked] = {}
+        self._group_size = group_size
+        self._quorum = quorum
+        self._opened: float | None = None
+        self._told_at = float("-inf")
+        self._invite_at = float("inf")
+        self._shifted = 0.0
+        self._closes_from = float("-inf")
+
+    def park(self, parked: Parked) -> bool:
+        """Take a join, in place of an earlier one of the same peer; False if there is no room."""
+        peer = parked.join.peer
+        before = self.parked.get(peer)
+        if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._group_size:
+            return False
+        if before is not None:
+            parked.arrived = before.arrived  # Or one could put off the end by joining again and again.
+        self.parked[peer] = parked
+        if before is None and len(self.parked) == 1:
+            self._told_at = parked.arrived
+        if self._opened is None:
+            self._opened = parked.arrived
+            self._invite_at = parked.arrived + INVITE_SECONDS
+            self._shifted = 0.0
+        return True
+
+    def drop(self, peer: str, ticket: bytes | None = None) -> None:
+        """Forget the peer's join, if it is the one with this ticket."""
+        parked = self.parked.get(peer)
+        if parked is None or ticket not in (None, parked.join.ticket):
+            return
+        del self.parked[peer]
+        if not self.parked:
+            self._opened = None
+        elif self._opened is not None:
+            self._opened = max(self._opened, min(one.arrived for one in self.parked.values()))
+
+    def deadline(self, outlook: Outlook) -> float:
+        """When to decide, to invite, or to speak, at the latest; infinity if nobody is parked."""
+        if not self.parked:
+            return float("inf")
+        return min(self.promise(outlook), self._invite_at)
+
+    def promise(self, outlook: Outlook) -> float:
+        """When the parked will hear more at the latest."""
+        speak = self._told_at + KEEPALIVE
+        if self._opened is None or self.is_short(outlook):
+            return speak
+        close = min(self._opened + outlook.wait, self._out_of_patience())
+        return min(speak, max(close, self._closes_from))
+
+    def is_short(self, outlook: Outlook) -> bool:
+        """Whether those who are parked could not be a group."""
+        return bool(shortfall(self._choose(outlook), self._quorum))
+
+    def catch_up(self, now: float) -> None:
+        """See whether this peer itself has stood still: that was nobody else's lateness.
+
+        What others sent meanwhile is still to be handled. To close at once would leave out who was in time, or would
+        have members that have left for good reason.
+        """
+        held_up = now - (self._told_at + KEEPALIVE)
+        if not self.parked or self._opened is None or held_up < GRACE:
+            return
+        shift = min(held_up, MAX_SHIFT - self._shifted)
+        if shift > 0 and held_up >= OVERDUE_SECONDS:
+            self._closes_from = now + GRACE
+        self._shifted += shift
+        self._opened = min(self._opened + shift, now)
+
+    def decide(self, outlook: Outlook, now: float) -> Closing | None:
+        """Close now, with a reason, or not yet."""
+        members = self._choose(outlook)
+        if shortfall(members, self._quorum) or now < self._closes_from:
+            return None
+        missing = outlook.expected - self.parked.keys()
+        if not missing and len(members) == self._group_size:
+            return self._close(members, missing, now, "it is full")
+        if not missing and not outlook.strangers:
+            return self._close(members, missing, now, "all that are expected are in")
+        if self._opened is not None and now >= self._opened + outlook.wait:
+            return self._close(members, missing, now, f"waited {outlook.why_wait}")
+        if now >= self._out_of_patience():
+            return self._close(members, missing, now, "half of them have spent half their time")
+        return None
+
+    def invite(self, outlook: Outlook, now: float) -> Set[str]:
+        """Whom to ask now whether they are there: those who are missing."""
+        if not self.parked or now < self._invite_at:
+            return frozenset()
+        self._invite_at = now + INVITE_AGAIN_SECONDS if self.is_short(outlook) else float("inf")
+        return outlook.expected - self.parked.keys()
+
+    def speak(self, outlook: Outlook, now: float) -> list[Parked]:
+        """The joins that must be told now that they are parked: new ones, and from time to time all.
+
+        An early bird says nothing about how late the others are: after the wait, time counts from the next arrival.
+        """
+        if not self.parked or now < self._told_at + KEEPALIVE:
+            return [parked for parked in self.parked.values() if not parked.answered]
+        self._told_at = now
+        if self._opened is not None and now >= self._opened + outlook.wait and self.is_short(outlook):
+            self._opened = None
+        return list(self.parked.values())
+
+    def _joins(self) -> list[Join]:
+        return [parked.join for parked in self.parked.values()]
+
+    def _out_of_patience(self) -> float:
+        spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
+        latest = max(one.arrived for one in self.parked.values())
+        # Those who come within a moment of the last still count, however long the others have waited before.
+        return max(spent[(len(spent) - 1) // 2], latest + GRACE)
+
+    def _choose(self, outlook: Outlook) -> list[Join]:
+        def place(one: Parked) -> tuple[bool, bool, float]:
+            return one.join.peer not in outlook.owed, one.join.peer not in outlook.group, one.arrived
+
+        order = sorted(self.parked.values(), key=place)
+        joins = [one.join for one in order]
+        chosen = joins[: self._group_size]
+        if not shortfall(chosen, self._quorum):
+            return chosen
+        dialable = sorted((join for join in joins if join.dialable), key=lambda join: join.weight == 0)
+        contributors = [join for join in joins if join.weight > 0]
+        first = dict.fromkeys([*dialable[:1], *contributors[:2], *joins])
+        return list(first)[: self._group_size]
+
+    def _close(self, members: list[Join], missing: Set[str], now: float, reason: str) -> Closing:
+        peers = {join.peer for join in members}
+        arrivals = [self.parked[peer].arrived for peer in peers]
+        began = min(arrivals) if self._opened is None else self._opened
+        return Closing(
+            members=members,
+            left_over=[join for join in self._joins() if join.peer not in peers],
+            absent=sorted(missing),
+            # Whoever is still missing is later than this: to learn from those alone who came would shorten the wait
+            # from round to round.
+            lateness=max(0.0, (now if missing else max(arrivals)) - began),
+            began=began,
+            reason=reason,
+        )

@@ -1,0 +1,346 @@
+"""Seeking a group: whom to ask, what to do about the answer, and when to ask somebody else."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from equipoise.averaging.manifest import Join, Manifest
+from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking.coordinator import Coordinator
+from equipoise.averaging.matchmaking.events import BecameReady
+from equipoise.averaging.matchmaking.group_builder import KEEPALIVE, OVERDUE_SECONDS
+from equipoise.averaging.matchmaking.lateness import MAX_WAIT
+from equipoise.averaging.matchmaking.membership import LEAP
+from equipoise.averaging.matchmaking.messages import (
+    MAX_HOPS,
+    MAX_PATIENCE,
+    GroupFormed,
+    JoinAccepted,
+    JoinRefused,
+    JoinRequest,
+    LeaveRequest,
+    Why,
+)
+
+REPLY_SECONDS = 1.9
+"""An answer that takes longer does not come: about as long as a coordinator that has answered may be silent."""
+
+HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
+"""What one coordinator may cost a search before others are asked first: the longest that an honest one waits once a
+group could be, and an answer that does not come. Refusals count as such answers, or one that refuses and lures could
+go on for ever. One that has cost it already and calls is given only the time of an answer."""
+
+SHORT_SECONDS = 2.0
+"""A join that makes no group for so long was perhaps put where nobody else goes: views differ by a look or two."""
+
+ASK_AGAIN_SECONDS = 1.0
+"""With nobody to ask, look again this often."""
+
+MISSED_SECONDS = 0.1
+"""Who speaks of a round unknown here is asked for its group after so long: mostly the news of it is on its way. Less
+than until a coordinator asks who is missing, or those who were not told would make a group of their own."""
+
+MAX_MISSED = 64
+"""Peers that are asked so, each once for one join; as many as a group has members."""
+
+JOINS_KEPT = 4
+"""Joins of one ready period, one per round it sought, of which a manifest may still come: links can be slower than the
+directory, which tells of the next round before."""
+
+LONELY_SECONDS = 10.0
+"""After this long alone in its planned group a peer looks for company in the whole run. Shorter, and an early bird
+would be missing from its own group."""
+
+
+class Joiner:
+    """One peer's search for a group, from ready to formed or withdrawn; then for the next one."""
+
+    _join: Join | None
+    _asked: str | None
+    _asked_at: float
+    _parked: bool
+    _held_since: float
+    _short: bool
+    _retried: bool
+    _alone: bool
+    _anywhere: bool
+    _hops: int
+    _asked_hops: int
+
+    def __init__(self, context: Context, convening: Coordinator) -> None:
+        self._context = context
+        self._coordinator = convening
+        self._ready: BecameReady | None = None
+        self._since = 0.0
+        self._rest()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a group is sought."""
+        return self._ready is not None
+
+    def begin(self, ready: BecameReady, now: float) -> None:
+        """Start to seek.
+
+        Raises:
+            ValueError: It seeks already, or the weight or the nonce is not valid.
+        """
+        if self._ready is not None:
+            raise ValueError(
+                "expected Withdrew or Form before another BecameReady: this peer is ready already"
+            )
+        if not ready.patience >= 0:
+            raise ValueError(f"expected a patience of 0 or more seconds, got {ready.patience!r}")
+        self._context.join(ready)
+        self._context.membership.dialable = ready.dialable
+        self._context.membership.own_misses = 0
+        self._ready, self._since = ready, now
+        self._step_down(now)
+
+    def end(self, formed_by: str | None = None) -> None:
+        """Stop: a group has formed, or none is wanted. Whoever else holds the join is told to forget it."""
+        if formed_by is None or formed_by != self._asked:
+            self._leave()
+        self._ready = None
+        self._rest()
+
+    def accepted(self, peer: str, message: JoinAccepted, now: float) -> None:
+        """The coordinator has parked the join, or says that it holds it still."""
+        if not self._is_answer(peer, message.ticket):
+            self._context.send(peer, LeaveRequest(self._context.run, message.ticket))
+            return
+        if self._parked and message.short:
+            self.alone(now)
+        self._parked = True
+        self.count, self._short = (message.ready, message.target), message.short
+        self.reason = f"{peer} coordinates: {message.ready} of {message.target} are in"
+        self._answer_by = now + min(message.wait, KEEPALIVE) + OVERDUE_SECONDS
+        self._charge(peer, max(0.0, now - self._held_since), now)
+        # A group could be as well where others say they are ready: the coordinator alone says that they are not in.
+        could_close = not message.short or self._mate_ready(now, but=peer)
+        self._held_since = now if could_close else float("inf")
+
+    def alone(self, now: float) -> None:
+        """The join makes no group yet: after a while, begin with the latest view, for views may have differed."""
+        if now - self._asked_at >= SHORT_SECONDS:
+            self._asked_at = now
+            self._hops = 0
+            self._alone = True
+
+    def invited(self, peer: str, round: int, now: float) -> None:
+        """A coordinator waits for this peer: go there from where nobody else is, but not to and fro for ever."""
+        same_round = self._join is not None and round == self._join.round == self._context.round
+        membership = self._context.membership
+        known = membership.knows(peer)  # Anybody can say that it coordinates.
+        own = self._asked == self._context.peer
+        alone = self._coordinator.is_short(round, now) if own else self._short
+        may_go = known and same_round and peer != self._asked and alone and self._hops < MAX_HOPS
+        if may_go and membership.heeds(peer, now):
+            self._leave()
+            self._hops += 1
+            self._ask(peer, now)
+
+    def refused(self, peer: str, message: JoinRefused, now: float) -> None:
+        """The coordinator will not have the join: follow what it says, or turn to the next."""
+        if not self._is_answer(peer, message.ticket):
+            return
+        self._asked = None
+        self.reason = f"{peer} refused: {message.detail}"
+        if message.why is Why.ELSEWHERE and message.redirect is not None and self._asked_hops < MAX_HOPS:
+            self._follow(peer, message.redirect, now)
+        elif message.why in (Why.ROUND_GONE, Why.FULL) and self._can_skip_to(message.round, now):
+            self._context.membership.advance(peer, message.round)
+            self._context.round = message.round
+        else:
+            self._context.membership.lose(peer, now)
+            self._charge(peer, REPLY_SECONDS, now)
+
+    def missed(self, peer: str, now: float) -> None:
+        """A peer is in a round that is unknown here, perhaps with this one: ask it, unless the news comes."""
+        news = self._ready is not None and self._context.membership.knows(peer)
+        if news and peer not in self._missed and len(self._missed) < MAX_MISSED:
+            self._missed[peer] = now + MISSED_SECONDS
+
+    def lost(self, peer: str, now: float) -> bool:
+        """The channel to `peer` broke; returns whether it is asked once more rather than given up."""
+        if peer != self._asked:
+            return False
+        first_time, self._asked = not self._retried, None
+        self.reason = f"the channel to {peer} broke"
+        if first_time:
+            self._ask(peer, now)
+            self._retried = True
+        return first_time
+
+    def give_up(self, peer: str, now: float) -> None:
+        """Do not trust this peer with the join, nor soon with another."""
+        if peer == self._asked:
+            self._leave()
+        self._context.membership.shun(peer, now)
+
+    def formed(self, message: GroupFormed) -> Manifest | None:
+        """The manifest, if it is one that this peer waits for, whoever sent it.
+
+        Raises:
+            ManifestError: It has this peer's join, and is not valid.
+        """
+        context, manifest = self._context, message.manifest
+        own = next((join for join in self._joins if join in manifest.members), None)
+        if own is None:
+            return None
+        context.check(manifest, own)
+        return manifest
+
+    def settle(self, now: float) -> None:
+        """Ask whom this peer's view of the run says, unless it was sent elsewhere by one that knew better."""
+        if self._ready is None:
+            return
+        self._keep_up(now)
+        if self._join is None or self._join.round != self._context.round:
+            self._start_round(self._ready)
+        if self._asked is not None and now >= self._answer_by:
+            self.reason = f"{self._asked} did not answer in time"
+            self._context.membership.lose(self._asked, now)
+            self._charge(self._asked, REPLY_SECONDS, now)
+            self._leave()
+        for peer in [peer for peer, at in self._missed.items() if now >= at]:
+            self._missed[peer] = float("inf")
+            self._context.send(peer, self._context.whereabouts())
+        target = self._target(now)
+        if target is None and self._asked is None:
+            self._alone = True
+            self.reason = "no peer that can be dialled is alive"
+            self._answer_by = now + ASK_AGAIN_SECONDS
+        elif target is not None and target != self._asked:
+            self._leave()
+            self._ask(target, now)
+
+    def deadline(self) -> float:
+        """When an answer is overdue, or something is to be asked; infinity if neither will be."""
+        return min(self._answer_by, *self._missed.values(), float("inf"))
+
+    @property
+    def coordinator(self) -> str | None:
+        """Who has this peer's join, or was asked to take it."""
+        return self._asked
+
+    @property
+    def redirects(self) -> bool:
+        """Whether members of its own group should follow it to its coordinator, rather than find it a guest there."""
+        return not self._anywhere
+
+    def _keep_up(self, now: float) -> None:
+        context = self._context
+        while self._coordinator.has_closed(context.round):
+            context.round += 1
+        believed = context.believed_round(now)
+        if believed is not None and believed >= context.round + 2:
+            context.round = believed
+        elif context.membership.left_behind(context.round, now) and (self._alone or not self._parked):
+            # Whoever is parked with a coordinator hears from it: its mates may be ahead because its group has formed.
+            context.round += 1
+        elif self._alone:
+            highest = context.membership.highest_round(context.round + LEAP, now)
+            context.round = max(context.round, highest or 0)
+
+    def _step_down(self, now: float) -> None:
+        # Who was talked into a round that nobody else is in comes back, but never to one it has had.
+        believed = self._context.believed_round(now)
+        if believed is not None and believed <= self._context.round - 2:
+            self._context.round = max(self._context.floor, believed)
+
+    def _can_skip_to(self, round: int, now: float) -> bool:
+        return round > self._context.round and self._context.within_reach(round, now)
+
+    def _start_round(self, ready: BecameReady) -> None:
+        self._leave()
+        self._join = self._context.join(ready)
+        self._joins.append(self._join)
+        self._hops = 0
+        self._cost.clear()
+        self._missed.clear()
+
+    def _target(self, now: float) -> str | None:
+        membership, context = self._context.membership, self._context
+        long_alone = self._alone and now - self._since >= LONELY_SECONDS
+        self._anywhere = long_alone and not self._mate_ready(now)
+        asked = self._asked
+        was_sent = self._hops > 0 and not self._anywhere
+        if asked is not None and was_sent and not membership.suspects(asked, now):
+            return asked
+        return membership.coordinator(context.peer, context.round, now, anywhere=self._anywhere)
+
+    def _follow(self, peer: str, redirect: str, now: float) -> None:
+        membership = self._context.membership
+        self._hops = min(self._hops + 1, MAX_HOPS)
+        to_itself = redirect == self._context.peer
+        refused = (
+            redirect == peer or membership.suspects(redirect, now) or (to_itself and not membership.dialable)
+        )
+        if refused or membership.shuns(redirect, now):  # One that is shunned may call itself.
+            self._hops, redirect = MAX_HOPS, peer
+        self._ask(redirect, now)
+
+    def _mate_ready(self, now: float, but: str | None = None) -> bool:
+        return self._context.membership.mate_ready(self._context.round, now, but)
+
+    def _charge(self, coordinator: str, seconds: float, now: float) -> None:
+        """Note what a coordinator has cost: if more than most honest ones, it is not asked first for a while."""
+        membership = self._context.membership
+        limit = REPLY_SECONDS if membership.shuns(coordinator, now) else HOLD_SECONDS
+        self._cost[coordinator] = self._cost.get(coordinator, 0.0) + seconds
+        if self._cost[coordinator] > limit:
+            self.reason = f"{coordinator} has formed no group in {limit:.0f} s"
+            # One that said that no group could be may wait for its own trainer, and says so when that has come.
+            membership.shun(coordinator, now, excused=self._short)
+            self._hops = 0
+            del self._cost[coordinator]
+
+    def _ask(self, coordinator: str, now: float) -> None:
+        if self._ready is None or self._join is None:
+            return
+        self._asked, self._parked, self._retried = coordinator, False, False
+        self._held_since = float("inf")
+        self._asked_at = now
+        self.count, self._short = (0, 0), True
+        patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
+        if coordinator == self._context.peer:
+            self._coordinator.park_own(self._join, patience, now)
+            self._answer_by = float("inf")
+            self.reason = "this peer coordinates"  # What there is to say of it, the gathering says.
+        else:
+            self._asked_hops = MAX_HOPS if self._anywhere else self._hops
+            self._context.send(
+                coordinator, JoinRequest(self._context.run, self._join, patience, self._asked_hops)
+            )
+            self._answer_by = now + REPLY_SECONDS
+            self.reason = f"{coordinator} is asked"
+
+    def _leave(self) -> None:
+        if self._asked == self._context.peer:
+            self._coordinator.drop(self._context.peer)
+        elif self._asked is not None and self._join is not None:
+            self._context.send(self._asked, LeaveRequest(self._context.run, self._join.ticket))
+        self._asked = None
+
+    def _is_answer(self, peer: str, ticket: bytes) -> bool:
+        return self._join is not None and peer == self._asked and ticket == self._join.ticket
+
+    def _rest(self) -> None:
+        self._join = None
+        self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
+        self._asked = None
+        self._parked = False
+        self._held_since = float("inf")
+        self._cost: dict[str, float] = {}
+        self._missed: dict[str, float] = {}
+        self._short = True
+        self._retried = False
+        self._alone = False
+        self._anywhere = False
+        self._hops = 0
+        self._asked_hops = 0
+        self._asked_at = float("inf")
+        self._answer_by = float("inf")
+        self.count = 0, 0
+        self.reason = ""

@@ -1,0 +1,435 @@
+"""What a peer knows of the others in its run: who is alive, in which round, in which group, and who coordinates it.
+
+A record in the directory costs nothing, so it counts for nothing: a peer is *met* once it has answered this one. Groups
+are planned, and numbers of rounds believed, of peers that were met. A record only says whom to ask.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections.abc import Iterable, Set
+
+import msgspec
+
+from equipoise.averaging.matchmaking.topology import Groups, plan, rank
+from equipoise.averaging.ports import Candidate
+
+MAX_PEERS = 4096
+"""Peers of one run that are looked at; a directory that shows more is flooded."""
+
+SUSPECT_SECONDS = 5.0
+"""A peer that could not be reached is left alone this long, or until it is heard from: each attempt may cost the
+seconds that an unanswered one is waited for, but it may only have been busy. Each further failure doubles it."""
+
+MAX_SUSPECT_SECONDS = 60.0
+"""By then the record of a dead peer has expired."""
+
+DOUBT_SECONDS = 10.0
+"""A peer whose channel broke, and again within this time, cannot be reached: opening one to a machine that has gone may
+take a transport most of it."""
+
+SILENT_SECONDS = 1.7
+"""A peer that was asked whether it is there, and says nothing for so long, has stopped: a live one answers in one round
+trip, whatever its trainer does, or in a second on busy cores. With the moment before it is asked, and a round, it fits
+the 2.5 s in which a group is done without one that stopped."""
+
+WARM_SECONDS = 50.0
+"""Who was heard from so lately has a channel still: a minute idle closes one."""
+
+DIAL_SECONDS = 5.0
+"""What anybody else may take besides: a channel to it has to be opened first, which costs a distant peer seconds."""
+
+SHUN_SECONDS = 30.0
+"""A coordinator that has cost more time than most honest ones do is not asked first for so long. It is no verdict: one
+whose own trainer is slow looks the same."""
+
+MAX_ASKED = 16
+"""Peers asked at each look at the directory whether they are there, because only their records are known: forty peers
+that start together have met within two looks, and 4,000 records of nobody cost sixteen words each time."""
+
+MAX_SHUNNED = 64
+"""Conveners shunned at once; the one shunned longest ago is given another chance."""
+
+MISSES = 2
+"""A peer waited for in vain in this many rounds running is not waited for again until it sends a join: a record in the
+directory costs nothing."""
+
+LEAP = 1000
+"""Rounds that a peer skips at a time, and all that the word of one other can make it skip: more than the directory is
+ever behind fast rounds."""
+
+MAX_JUMP = 2**40
+"""The highest number at which a newcomer begins because others say so. From there numbers grow by rounds, and by
+`LEAP`: none of those that follow, up to `MAX_ROUND`, is the last in any lifetime, whatever others say."""
+
+MAX_PLANS = 8
+"""Plans kept: this round's, the next ones', and some for peers that are behind."""
+
+
+class _Other(msgspec.Struct):
+    """One other peer of the run, with the same spec."""
+
+    ready: bool
+    round: int
+    dialable: bool
+    mate: bool = False
+    misses: int = 0
+    losses: int = 0
+    doubted_at: float = float("-inf")
+    suspect_until: float = float("-inf")
+    asked_at: float = float("inf")
+    heard_at: float = float("-inf")
+
+    @property
+    def met(self) -> bool:
+        """Whether it has ever answered."""
+        return self.heard_at > float("-inf")
+
+    @property
+    def answers(self) -> bool:
+        """Whether it has answered since it was last lost."""
+        return self.met and self.losses == 0
+
+
+class _Shun(msgspec.Struct):
+    until: float
+    may_call: bool
+
+
+class Membership:
+    """The peers of a run as one of them sees them. Times are the seconds of one monotonic clock."""
+
+    def __init__(self, peer: str, spec: str, group_size: int) -> None:
+        self.peer = peer
+        self.dialable = True
+        self._client_mode = False
+        self.strangers = 0
+        self.own_misses = 0
+        self.seen_at = float("-inf")
+        self.changed_at = float("-inf")
+        self._spec = spec
+        self._group_size = group_size
+        self._others: dict[str, _Other] = {}
+        self._early: dict[str, float] = {}
+        self._shunned: dict[str, _Shun] = {}
+        self._plans: dict[int, Groups] = {}
+        self._orders: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+
+    def see(self, candidates: Iterable[Candidate], now: float) -> None:
+        """Take over a view of the directory; what is known better from the peers themselves stays."""
+        candidates, met = list(candidates), self.met
+        self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
+        others = [one for one in candidates if one.peer != self.peer]
+        same = [one for one in others if one.spec == self._spec][:MAX_PEERS]
+        known, self._others = self._others, {}
+        for one in same:
+            heard_at = self._early.pop(one.peer, float("-inf"))
+            self._others[one.peer] = _merge(known.get(one.peer), one, heard_at)
+            if one.peer in known and one.round > known[one.peer].round + LEAP:
+                self._forget_plans()
+        self.strangers = len(others) - len(same)
+        self.seen_at = now
+        if set(met) != set(self.met):
+            self._change(now)
+
+    @property
+    def count(self) -> int:
+        """How many others answer; beside those, the records of peers that cannot."""
+        answering = sum(one.answers for one in self._others.values())
+        return answering and answering + sum(self._out_of_reach(one) for one in self._others.values())
+
+    @property
+    def known(self) -> int:
+        """How many others the directory tells of."""
+        return len(self._others)
+
+    @property
+    def met(self) -> list[str]:
+        """The others that have ever answered, dead or alive, and those that cannot."""
+        return [peer for peer, other in self._others.items() if self._is_met(other)]
+
+    def answers(self, peer: str) -> bool:
+        """Whether the peer has answered this one, and has not been lost since."""
+        return peer in self._others and self._others[peer].answers
+
+    def is_mute(self, peer: str) -> bool:
+        """Whether the peer could not be reached, or did not answer, and has never said anything."""
+        other = self._others.get(peer)
+        return other is not None and not other.met and other.losses > 0
+
+    def to_ask(self, now: float) -> list[str]:
+        """Peers to ask now whether they are there, for they do not answer as far as is known."""
+        unknown = (
+            peer
+            for peer, other in self._others.items()
+            if not other.answers
+            and other.dialable
+            and other.suspect_until <= now
+            and other.asked_at == float("inf")
+        )
+        # Each peer asks others first, and is asked by others: so all have met after half the questions.
+        return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
+
+    def incomplete(self, joined: Set[str], now: float) -> bool:
+        """Whether peers but those that have `joined` may soon be met: their record or their word is there, and they
+        are not lost."""
+        only_records = (other for other in self._others.values() if not self._is_met(other))
+        return not self._early.keys() <= joined or any(other.suspect_until <= now for other in only_records)
+
+    def knows(self, peer: str) -> bool:
+        """Whether the peer is in the run as far as this one can see."""
+        return peer == self.peer or peer in self._others
+
+    def doubt(self, peer: str, now: float) -> bool:
+        """Note that the channel with the peer broke; returns whether it is worth trying it with a word."""
+        other = self._others.get(peer)
+        if other is None or not other.dialable or now - other.doubted_at < DOUBT_SECONDS:
+            return False
+        other.doubted_at = now
+        return other.suspect_until <= now
+
+    def lose(self, peer: str, now: float) -> None:
+        """Note that the peer could not be reached."""
+        other = self._others.get(peer)
+        if other is not None and other.suspect_until <= now:
+            other.asked_at = float("inf")
+            other.suspect_until = now + min(SUSPECT_SECONDS * 2.0**other.losses, MAX_SUSPECT_SECONDS)
+            other.losses += 1
+
+    def hear(self, peer: str, now: float) -> None:
+        """Note that the peer is alive."""
+        other = self._others.get(peer)
+        if other is None:
+            # Its record may be on the way: by that it will have been met.
+            self._early[peer] = now
+            if len(self._early) > MAX_PEERS:
+                del self._early[next(iter(self._early))]
+            return
+        first, other.heard_at = not other.met, now
+        other.suspect_until, other.losses, other.doubted_at = float("-inf"), 0, float("-inf")
+        other.asked_at = float("inf")
+        if first:
+            self._change(now)
+
+    def ask(self, peer: str, now: float) -> None:
+        """Note that the peer is asked whether it is there."""
+        other = self._others.get(peer)
+        if other is not None:
+            dial = 0.0 if now - other.heard_at <= WARM_SECONDS else DIAL_SECONDS
+            other.asked_at = min(other.asked_at, now + dial)
+
+    def lose_silent(self, now: float) -> None:
+        """Lose those who were asked and have said nothing for too long."""
+        for peer, other in self._others.items():
+            if now >= other.asked_at + SILENT_SECONDS:
+                other.asked_at = float("inf")
+                self.lose(peer, now)
+
+    @property
+    def silent_at(self) -> float:
+        """When someone who was asked will have been silent for too long; infinity if nobody was."""
+        return min((one.asked_at for one in self._others.values()), default=float("inf")) + SILENT_SECONDS
+
+    def shun(self, peer: str, now: float, *, excused: bool = False) -> None:
+        """Ask others before this peer for a while, alive or not; `excused` if it may call once in that time."""
+        before = self._shunned.pop(peer, None)
+        may_call = before.may_call if before is not None and now < before.until else excused
+        self._shunned[peer] = _Shun(now + SHUN_SECONDS, may_call)
+        if len(self._shunned) > MAX_SHUNNED:
+            del self._shunned[next(iter(self._shunned))]
+
+    def shuns(self, peer: str, now: float) -> bool:
+        """Whether others are asked before the peer for now."""
+        return peer in self._shunned and now < self._shunned[peer].until
+
+    def heeds(self, peer: str, now: float) -> bool:
+        """Whether to go to the peer when it calls; that uses up the one call of a shunned."""
+        if not self.shuns(peer, now):
+            return True
+        may_call, self._shunned[peer].may_call = self._shunned[peer].may_call, False
+        return may_call
+
+    def welcome(self, peer: str, round: int) -> None:
+        """Note that the peer takes part, and that its next round is no earlier than `round`."""
+        other = self._others.get(peer)
+        if other is not None:
+            other.misses = 0
+            self.advance(peer, round)
+
+    def shared(self, peers: Iterable[str]) -> None:
+        """Note that this peer has been in a round with these: their word on its number comes before that of others."""
+        for peer in peers:
+            if peer in self._others:
+                self._others[peer].mate = True
+
+    def advance(self, peer: str, round: int) -> None:
+        """Note that the peer's next round is no earlier than `round`."""
+        other = self._others.get(peer)
+        if other is not None and round > other.round:
+            if round > other.round + LEAP:
+                self._forget_plans()
+            other.round = round
+
+    def note_ready(self, peer: str, ready: bool) -> None:
+        """Note what a peer shows before its next record does: that it wants a group, or has found one."""
+        if peer in self._others:
+            self._others[peer].ready = ready
+
+    def miss(self, peers: Iterable[str]) -> None:
+        """Note that these were waited for in vain."""
+        for peer in peers:
+            if peer == self.peer:
+                self.own_misses += 1
+            elif peer in self._others:
+                self._others[peer].misses += 1
+
+    def alive(self, peer: str, now: float) -> bool:
+        """Whether the peer is in the run, was met, and is not suspected dead."""
+        other = self._others.get(peer)
+        return peer == self.peer or (other is not None and self._is_met(other) and other.suspect_until <= now)
+
+    def suspects(self, peer: str, now: float) -> bool:
+        """Whether the peer could not be reached, a short time ago."""
+        return peer in self._others and self._others[peer].suspect_until > now
+
+    def others(self, now: float) -> list[str]:
+        """The live peers but this one."""
+        return [peer for peer in self._others if self.alive(peer, now)]
+
+    def plan(self, round: int) -> Groups:
+        """All groups of the round, of the peers that were met and are not further than `LEAP` from it: those cannot
+        come. The dead keep their places until their records expire, as others see them."""
+        if round not in self._plans:
+            if len(self._plans) >= MAX_PLANS:
+                self._forget_plans()
+            near = [peer for peer in self.met if abs(self._others[peer].round - round) <= LEAP]
+            self._plans[round] = plan([self.peer, *near], round, self._group_size)
+        return self._plans[round]
+
+    def group(self, peer: str, round: int) -> tuple[str, ...]:
+        """The planned group of a peer; it alone if it is not known."""
+        return next((group for group in self.plan(round) if peer in group), (peer,))
+
+    def expected(self, round: int, now: float) -> set[str]:
+        """Members of this peer's planned group that are worth waiting for."""
+        return {
+            peer
+            for peer in self.group(self.peer, round)
+            if self.alive(peer, now) and self._may_come(peer, round)
+        }
+
+    def coordinator(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:
+        """Who coordinates the peer's group: the first live, dialable one, in an order that changes from round to round.
+
+        Args:
+            peer: Whose group.
+            round: The round's number.
+            now: The time.
+            anywhere: Take the first of the whole run, where those meet whose own group did not come about.
+
+        Returns:
+            A PeerID, maybe this peer's or `peer` itself; None if nobody that is alive can be dialled. One that is
+            shunned only if there is nobody else.
+        """
+        group = self.group(peer, round)
+        everyone = tuple(one for each in self.plan(round) for one in each)
+        alone = not any(self.alive(one, now) for one in group if one != peer)
+        if not anywhere and not alone:
+            coordinator = self._first(round, group, now)
+            if coordinator is not None:
+                return coordinator
+        # Without a live mate, or one that can be dialled, it is rather a guest of another group, which may have room.
+        guest = self._first(round, everyone, now, barred=None if anywhere else peer)
+        return guest or self._first(round, group, now)
+
+    def dialable_others(self, peers: Iterable[str], now: float) -> list[str]:
+        """Those of `peers`, but this one, that are alive and can be dialled."""
+        return [peer for peer in peers if peer != self.peer and self._able(peer, now)]
+
+    def mate_ready(self, round: int, now: float, but: str | None = None) -> bool:
+        """Whether a live other of this peer's planned group, `but` left out, says that it is ready."""
+        mates = (one for one in self.group(self.peer, round) if one not in (self.peer, but))
+        return any(self.alive(one, now) and self._others[one].ready for one in mates)
+
+    def believed_round(self, now: float) -> int | None:
+        """The median of the rounds that peers which answer say they are in; None if nobody does.
+
+        Peers that this one has shared a round with count alone, where there are any: they have been where it is, and
+        of two of them the one that is behind is believed. A newcomer believes the one that is ahead: who has just
+        restarted, as it has, says 0.
+        """
+        mates = [one.round for one in self._others.values() if one.mate]
+        if mates:  # Even silent ones: a moment without them is not the moment to believe strangers.
+            return statistics.median_low(mates)
+        there = [self._others[peer].round for peer in self.others(now) if self._others[peer].answers]
+        return statistics.median_high(there) if there else None
+
+    def highest_round(self, limit: int, now: float) -> int | None:
+        """The highest round up to `limit` that any live peer is in."""
+        return max(
+            (self._others[peer].round for peer in self.others(now) if self._others[peer].round <= limit),
+            default=None,
+        )
+
+    def left_behind(self, round: int, now: float) -> bool:
+        """Whether all live others of this peer's planned group have gone beyond the round."""
+        group = [one for one in self.group(self.peer, round) if one != self.peer and self.alive(one, now)]
+        return bool(group) and all(self._others[one].round > round for one in group)
+
+    def _is_met(self, other: _Other) -> bool:
+        return other.met or self._out_of_reach(other)
+
+    def _out_of_reach(self, other: _Other) -> bool:
+        """Of two peers that cannot be dialled neither can ask the other: there the record has to do."""
+        return self._client_mode and not other.dialable and not other.met
+
+    def _able(self, peer: str, now: float) -> bool:
+        dialable = (
+            self.dialable if peer == self.peer else peer in self._others and self._others[peer].dialable
+        )
+        return dialable and self.alive(peer, now)
+
+    def _first(self, round: int, pool: tuple[str, ...], now: float, barred: str | None = None) -> str | None:
+        order = self._order(round, pool)
+        shunned = None
+        for one in order:
+            if one != barred and self._able(one, now):
+                if not self.shuns(one, now):
+                    return one
+                shunned = shunned or one
+        return shunned
+
+    def _may_come(self, peer: str, round: int) -> bool:
+        if peer == self.peer:
+            return self.own_misses < MISSES
+        other = self._others[peer]
+        return other.misses < MISSES and other.round <= round
+
+    def _order(self, round: int, pool: tuple[str, ...]) -> list[str]:
+        key = (round, pool)
+        if key not in self._orders:
+            if len(self._orders) >= MAX_PLANS:
+                self._orders.clear()
+            self._orders[key] = sorted(pool, key=lambda one: rank(str(round), one))
+        return self._orders[key]
+
+    def _change(self, now: float) -> None:
+        """Those who were met are others than before."""
+        self._forget_plans()
+        self.changed_at = now
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._orders.clear()
+
+
+def _merge(known: _Other | None, seen: Candidate, heard_at: float) -> _Other:
+    if known is None:
+        return _Other(seen.ready, seen.round, seen.dialable, heard_at=heard_at)
+    return msgspec.structs.replace(
+        known,
+        ready=seen.ready,
+        round=max(seen.round, known.round),
+        dialable=seen.dialable,
+    )

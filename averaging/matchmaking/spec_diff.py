@@ -1,0 +1,191 @@
+"""Comparing specs: the machine that finds out how those of the same run's name differ whom this peer never meets.
+
+Peers of one name and different specs see each other's hashes in the directory. Each asks some of the others what their
+spec is, and can then tell its user which thing is not the same. Answers are weather: who does not answer is dead, of an
+older version, or unwilling, and counts for nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from equipoise.averaging.description import describe, differences, first_difference, regarding
+from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
+from equipoise.averaging.matchmaking.messages import MAX_PRESENCE, SpecAnswer, SpecQuestion
+from equipoise.averaging.matchmaking.topology import rank
+from equipoise.averaging.ports import Candidate
+from equipoise.averaging.spec import RunSpec
+
+MAX_STRANGERS = 16
+"""Peers of other specs that are asked: one would do for the line, the others tell how many live peers think so."""
+
+ANSWER_SECONDS = 2.0
+"""An answer that takes longer does not come, as elsewhere in matchmaking."""
+
+ASK_AGAIN_SECONDS = 10.0
+MAX_QUESTIONS = 4
+"""Questions put to one peer: two if its tensors differ, and as many more in case something was lost."""
+
+MAX_ANSWERS = 32
+ANSWERS_SECONDS = 1.0
+"""So many answers in so long a time: each may take 40 KB, and is sent to whoever asks."""
+
+
+class _Stranger(msgspec.Struct):
+    """A peer of another spec; `came_first` if this peer's first look at the directory has shown it."""
+
+    spec: str
+    reachable: bool
+    came_first: bool
+    asked: int = 0
+    tensor: int = 0
+    ask_at: float = float("-inf")
+    overdue: float = float("inf")
+    there_since: float | None = None
+    difference: str = ""
+
+
+class SpecDiff:
+    """One peer's view of those who have another spec of its run. Times are the seconds of one monotonic clock."""
+
+    def __init__(self, spec: RunSpec, peer: str, now: float) -> None:
+        self._spec = spec
+        self._peer = peer
+        self._began = now
+        self._own = describe(spec)
+        self._strangers: dict[str, _Stranger] = {}
+        self._alike = 0
+        self._seen = False
+        self._answers = 0
+        self._answers_since = now
+        self._out: list[Send] = []
+
+    @property
+    def deadline(self) -> float:
+        """When an event is due at the latest; infinity if none is."""
+        return min((self._next(one) for one in self._strangers.values()), default=float("inf"))
+
+    @property
+    def settled(self) -> bool:
+        """Whether all who can be asked have answered, or not answered in time."""
+        return not any(one.overdue < float("inf") for one in self._strangers.values())
+
+    @property
+    def reason(self) -> str:
+        """How the most common other spec differs, one line; empty if no other is known."""
+        counts = Counter(one.spec for one in self._strangers.values())
+        if not counts:
+            return ""
+        spec, count = max(counts.items(), key=lambda each: (each[1], each[0]))
+        said = next(
+            (one.difference for one in self._strangers.values() if one.spec == spec and one.difference), ""
+        )
+        have = "peer of this name has" if count == 1 else "peers of this name have"
+        return f"{count} {have} another spec: {said or 'how it differs has not been said'}"
+
+    def difference(self, peer: str) -> str:
+        """How the spec of a peer differs, one line; empty if it does not, or that is not known."""
+        found = self._strangers.get(peer)
+        return found.difference if found is not None else ""
+
+    def objection(self) -> str:
+        """Why this peer should rather not take part with its spec; empty if it may.
+
+        It should not where the live peers that agree on something else are more than those that agree with it, itself
+        counted; of one against one the later should not. So the first is never turned away by those who come with a
+        mistake, nor the many by one that is hostile; and the dead, who do not answer, have no say.
+
+        How long it has been there a peer can but claim. Of one alone it counts only if this peer has seen it there at
+        its first look, before anybody knew of this peer: a name is his who was first, which nobody can become later.
+        """
+        live = [one for one in self._strangers.values() if one.there_since is not None]
+        for spec, count in Counter(one.spec for one in live).most_common():
+            same = [one for one in live if one.spec == spec]
+            earlier = any(one.came_first and (one.there_since or 0.0) < self._began for one in same)
+            if count > 1 + self._alike or (count == 1 and not self._alike and earlier):
+                who = "a peer that is there has" if count == 1 else f"{count} peers that are there have"
+                return f"{who} another spec: {same[0].difference}"
+        return ""
+
+    def handle(self, event: Event, now: float) -> Sequence[Send]:
+        """Take in what has happened, and say what to send."""
+        match event:
+            case CandidatesSeen(candidates):
+                self._see(candidates)
+            case MessageReceived(peer, SpecQuestion() as question):
+                self._answer(peer, question, now)
+            case MessageReceived(peer, SpecAnswer() as answer):
+                self._learn(peer, answer, now)
+            case PeerLost(peer):
+                self._give_up(peer, now)
+        self._ask(now)
+        out, self._out = self._out, []
+        return out
+
+    def _see(self, candidates: Sequence[Candidate]) -> None:
+        others = [one for one in candidates if one.peer != self._peer]
+        strangers = {one.peer: one for one in others if one.spec != self._spec.hash}
+        self._alike = len(others) - len(strangers)
+        known, self._strangers = self._strangers, {}
+        kept = [peer for peer in known if peer in strangers]
+        if room := MAX_STRANGERS - len(kept):
+            # Each asks others first, so that not all of a large run ask the same few.
+            new = strangers.keys() - known.keys()
+            kept += heapq.nsmallest(room, new, key=lambda peer: rank(self._peer, peer))
+        for peer in kept:
+            before, seen = known.get(peer), strangers[peer]
+            if before is None or before.spec != seen.spec:
+                before = _Stranger(seen.spec, seen.dialable, came_first=not self._seen)
+            before.reachable = before.reachable or seen.dialable
+            self._strangers[peer] = before
+        self._seen = True
+
+    def _answer(self, peer: str, question: SpecQuestion, now: float) -> None:
+        if now - self._answers_since >= ANSWERS_SECONDS:
+            self._answers, self._answers_since = 0, now
+        if question.spec == self._spec.hash or self._answers >= MAX_ANSWERS:
+            return
+        self._answers += 1
+        here = min(now - self._began, MAX_PRESENCE)
+        description = regarding(self._own, self._spec, question.tensor)
+        self._out.append(Send(peer, SpecAnswer(self._spec.name, self._spec.hash, here, description)))
+        if peer in self._strangers:
+            self._strangers[peer].reachable = True  # By the channel that it has opened.
+
+    def _learn(self, peer: str, answer: SpecAnswer, now: float) -> None:
+        stranger = self._strangers.get(peer)
+        if stranger is None or stranger.overdue == float("inf") or answer.spec != stranger.spec:
+            return
+        place = first_difference(self._own, answer.description)
+        own = regarding(self._own, self._spec, place or 0)
+        stranger.overdue = float("inf")
+        stranger.there_since = now - answer.seconds
+        stranger.difference = differences(own, answer.description) or "what it tells of it is the same"
+        if place is None or place == answer.description.index:
+            stranger.asked = MAX_QUESTIONS
+        else:
+            stranger.tensor, stranger.ask_at = place, now
+
+    def _give_up(self, peer: str, now: float) -> None:
+        stranger = self._strangers.get(peer)
+        if stranger is not None and stranger.overdue < float("inf"):
+            stranger.overdue, stranger.ask_at = float("inf"), now + ASK_AGAIN_SECONDS
+
+    def _ask(self, now: float) -> None:
+        for peer, one in self._strangers.items():
+            if now >= one.overdue:
+                self._give_up(peer, now)
+            if self._may_ask(one) and now >= one.ask_at:
+                one.asked += 1
+                one.overdue = now + ANSWER_SECONDS
+                self._out.append(Send(peer, SpecQuestion(self._spec.name, self._spec.hash, one.tensor)))
+
+    def _may_ask(self, one: _Stranger) -> bool:
+        return one.reachable and one.overdue == float("inf") and one.asked < MAX_QUESTIONS
+
+    def _next(self, one: _Stranger) -> float:
+        return one.ask_at if self._may_ask(one) else one.overdue

@@ -1,0 +1,112 @@
+"""What the peers of a run have answered to one question, and whose answers are still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from equipoise.averaging.statesync.messages import Answer, Offer
+
+ANSWER_SECONDS = 1.0
+"""A peer that has not answered by then is not waited for; most answer within a round trip."""
+
+LONE_SECONDS = 3.0
+"""How long the others are waited for where only one has answered: a channel to them may have to be opened first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What is to be downloaded.
+
+    Attributes:
+        offer: The snapshot, or mean.
+        donors: PeerIDs of those who offer it.
+        reason: Why it is taken, in one line.
+        voters: Of a snapshot: PeerIDs of all who had a say in that, whether they offer it or not, or would have.
+    """
+
+    offer: Offer
+    donors: tuple[str, ...]
+    reason: str
+    voters: frozenset[str] = frozenset()
+
+
+class Answers:
+    """The answers of a run's peers.
+
+    Attributes:
+        peers: Whom to ask.
+        barred: PeerID -> why nothing more is taken from it.
+        wanted: The epochs that donors are asked for a snapshot of.
+    """
+
+    def __init__(self) -> None:
+        self.peers: dict[str, float] = {}
+        self.barred: dict[str, str] = {}
+        self.wanted: tuple[int, ...] = ()
+        self._answers: dict[str, Answer] = {}
+        self._silent: set[str] = set()
+
+    def see(self, peers: tuple[str, ...], now: float) -> list[str]:
+        """Take note of the peers there are; return those that are new, which are asked now."""
+        self.peers = {peer: self.peers.get(peer, now) for peer in peers if peer not in self.barred}
+        self._answers = {peer: answer for peer, answer in self._answers.items() if peer in self.peers}
+        self._silent &= self.peers.keys()
+        return [peer for peer, since in self.peers.items() if since == now]
+
+    def hear(self, peer: str, answer: Answer, now: float) -> None:
+        """Take note of an answer."""
+        if peer in self.peers:
+            self._answers[peer] = answer
+            self._silent.discard(peer)
+
+    def forget(self, peer: str) -> None:
+        """What it had answered holds no longer, and it is not waited for: it cannot be reached, or will not answer."""
+        self._answers.pop(peer, None)
+        self._silent.add(peer)
+
+    def bar(self, peer: str, reason: str) -> None:
+        """Take nothing from it any more."""
+        self.barred[peer] = reason
+        self.peers.pop(peer, None)
+        self._answers.pop(peer, None)
+
+    def offers(self, peer: str, offer: Offer) -> bool:
+        """Whether `peer` offers it."""
+        return peer in self._answers and offer in self._answers[peer].offers
+
+    def deadline(self, now: float) -> float:
+        """When it may come to another result without an answer."""
+        waits = [since for peer, since in self.peers.items() if peer not in self._answers]
+        times = [since + seconds for since in waits for seconds in (ANSWER_SECONDS, LONE_SECONDS)]
+        return min((time for time in times if time > now), default=float("inf"))
+
+    def _settled(self, now: float, seconds: float = ANSWER_SECONDS) -> bool:
+        """Whether all that are waited for have answered, or cannot, or have had so much time to."""
+        return all(
+            peer in self._answers or peer in self._silent or now >= self.peers[peer] + seconds
+            for peer in self._awaited
+        )
+
+    @property
+    def _awaited(self) -> Set[str]:
+        """The peers whose answers are worth some time."""
+        return self.peers.keys()
+
+    def _agreed(self, offer: Offer, reason: str) -> Agreement:
+        return Agreement(offer, tuple(peer for peer in self.peers if self.offers(peer, offer)), reason)
+
+    @property
+    def _nobody(self) -> str:
+        """Why nobody has answered, one line; empty if somebody has."""
+        if not self.peers:
+            barred = "; ".join(f"{peer[-8:]}: {why}" for peer, why in self.barred.items())
+            return (
+                f"no other peer can be asked ({barred})" if barred else "no other peer of this run is known"
+            )
+        return "" if self._answers else f"none of {counted(len(self.peers))} has answered"
+
+
+def counted(peers: int) -> str:
+    """So many peers."""
+    return f"{peers} peer" if peers == 1 else f"{peers} peers"

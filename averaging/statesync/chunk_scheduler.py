@@ -1,0 +1,172 @@
+"""Which donor is asked for which chunks: as many at once as it has shown to deliver, and others where it stalls."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+FIRST_WINDOW = 2
+"""Chunks that a donor is asked for at once before it has delivered any: one on its way while it reads the next."""
+
+MAX_WINDOW = 8
+"""8 MiB on their way keep a link of 80 MB/s with a tenth of a second's delay full; more would only queue there."""
+
+QUICK_SECONDS, LONG_SECONDS = 0.25, 1.0
+"""A chunk that takes less widens the window, one that takes more halves it: a slow donor must not hold many."""
+
+STALL_SECONDS = 2.0
+"""A donor of which no chunk has come for so long loses those that it was asked for to the others."""
+
+MAX_REST_SECONDS = 8.0
+"""How long a donor that stalls again and again is left in peace at most, before it is asked for one chunk."""
+
+
+class Source:
+    """One donor.
+
+    Attributes:
+        delivered: Chunks that came from it.
+        asked: Chunk -> when it was asked for it.
+        late: Chunks that it was asked for and has lost to others; still welcome.
+    """
+
+    def __init__(self) -> None:
+        self.delivered = 0
+        self.asked: dict[int, float] = {}
+        self.late: set[int] = set()
+        self._window = FIRST_WINDOW
+        self._rest = STALL_SECONDS
+        self._resting_until = 0.0
+        self._heard_at = 0.0
+
+    def room(self, now: float) -> int:
+        """How many more chunks it may be asked for."""
+        return max(self._window - len(self.asked), 0) if now >= self._resting_until else 0
+
+    def ask(self, chunk: int, now: float) -> None:
+        """It is asked for a chunk."""
+        if not self.asked:
+            self._heard_at = now
+        self.late.discard(chunk)
+        self.asked[chunk] = now
+
+    def deliver(self, chunk: int, now: float) -> None:
+        """A chunk has come from it."""
+        took = now - self.asked.pop(chunk, now - LONG_SECONDS)
+        self.late.discard(chunk)
+        self.delivered += 1
+        self._heard_at, self._rest, self._resting_until = now, STALL_SECONDS, 0.0
+        if took < QUICK_SECONDS:
+            self._window = min(self._window + 1, MAX_WINDOW)
+        elif took > LONG_SECONDS:
+            self._window = max(self._window // 2, 1)
+
+    @property
+    def stalls_at(self) -> float:
+        """When it will have stalled if nothing comes."""
+        return self._heard_at + STALL_SECONDS if self.asked else float("inf")
+
+    @property
+    def rests_until(self) -> float:
+        """Until when it is not asked for anything."""
+        return self._resting_until
+
+    def stall(self, now: float) -> list[int]:
+        """It has stalled: return what others are to be asked for."""
+        self._resting_until = now + self._rest
+        self._rest = min(2 * self._rest, MAX_REST_SECONDS)
+        self._window = 1
+        return self.give_up()
+
+    def give_up(self) -> list[int]:
+        """Expect nothing more of it; return what others are to be asked for."""
+        chunks = list(self.asked)
+        self.late.update(chunks)
+        self.asked.clear()
+        return chunks
+
+
+class ChunkScheduler:
+    """The donors of one image, and what of it is missing.
+
+    Attributes:
+        donors: By PeerID.
+        delivered: PeerID -> chunks, of donors that are gone too.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        self.donors: dict[str, Source] = {}
+        self.delivered: dict[str, int] = {}
+        self._missing = set(range(chunks))
+        self._waiting = deque(range(chunks))
+
+    @property
+    def left(self) -> int:
+        """Chunks that are missing."""
+        return len(self._missing)
+
+    def add(self, peer: str) -> None:
+        """`peer` offers the image; nothing happens if that is known."""
+        self.donors.setdefault(peer, Source())
+
+    def remove(self, peer: str) -> None:
+        """Ask `peer` for nothing more."""
+        if source := self.donors.pop(peer, None):
+            self._return(source.give_up())
+
+    def interrupt(self, peer: str) -> None:
+        """What `peer` was asked for may be lost; it may be asked again."""
+        if source := self.donors.get(peer):
+            self._return(source.give_up())
+
+    def expects(self, peer: str, chunk: int) -> bool:
+        """Whether `peer` was asked for a chunk that is still missing."""
+        source = self.donors.get(peer)
+        return (
+            source is not None and chunk in self._missing and (chunk in source.asked or chunk in source.late)
+        )
+
+    def receive(self, peer: str, chunk: int, now: float) -> None:
+        """A chunk is in its place."""
+        if chunk in self._missing:
+            self._missing.discard(chunk)
+            self.donors[peer].deliver(chunk, now)
+            self.delivered[peer] = self.delivered.get(peer, 0) + 1
+            for source in self.donors.values():
+                source.asked.pop(chunk, None)
+                source.late.discard(chunk)
+
+    def stalled(self, now: float) -> list[str]:
+        """Take from those who have stalled what they were asked for; return who they are."""
+        found = [peer for peer, source in self.donors.items() if now >= source.stalls_at]
+        for peer in found:
+            self._return(self.donors[peer].stall(now))
+        return found
+
+    def requests(self, now: float) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Whom to ask for what now."""
+        for peer, source in self.donors.items():
+            chunks = []
+            for _ in range(source.room(now)):
+                chunk = self._next()
+                if chunk is None:
+                    break
+                source.ask(chunk, now)
+                chunks.append(chunk)
+            if chunks:
+                yield peer, tuple(chunks)
+
+    def deadline(self, now: float) -> float:
+        """When a donor will have stalled, or has rested."""
+        resting = [source.rests_until for source in self.donors.values() if source.rests_until > now]
+        return min([source.stalls_at for source in self.donors.values()] + resting, default=float("inf"))
+
+    def _next(self) -> int | None:
+        while self._waiting:
+            chunk = self._waiting.popleft()
+            if chunk in self._missing:
+                return chunk
+        return None
+
+    def _return(self, chunks: list[int]) -> None:
+        self._waiting.extendleft(reversed(chunks))

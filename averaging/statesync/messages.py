@@ -1,0 +1,180 @@
+"""What a newcomer and its donors say to each other: msgpack structs, each one frame's header.
+
+A newcomer sends `Ask` to every peer of its run and gets an `Answer` from each: now, and again whenever that peer would
+answer otherwise. When enough of them offer the same image it asks one for `AskDigests`, and all of them for
+`AskChunks`. Its ticket is in everything, so that what belongs to an earlier download, or answers nothing, is told
+apart. Who has missed a mean, or a few, asks for each of those in the same way; with it come the votes that prove it,
+beside the image and not in it: each donor knows of others, and the image must be the same at all.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from equipoise.averaging.allreduce.messages import Commit
+from equipoise.averaging.manifest import SpecHash, Ticket
+from equipoise.averaging.matchmaking.messages import Detail, RunName
+from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.statesync.chunks import MAX_CHUNKS, Digest, ImageId
+
+MAX_WISHES = 2
+"""Epochs asked for at once: the one that donors hold, for as long as their step lasts, and the next."""
+
+MAX_OFFERS = 2
+"""A donor holds the last image and one that is being downloaded."""
+
+MAX_CHUNKS_ASKED = 16
+"""Of one message; a newcomer has at most 8 chunks on their way from one donor."""
+
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+Epochs = Annotated[tuple[Epoch, ...], msgspec.Meta(max_length=MAX_WISHES)]
+ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
+
+
+class MessageError(ValueError):
+    """These bytes are no message of a transfer; the message says why."""
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True):
+    """A snapshot that a donor holds, or a mean.
+
+    Attributes:
+        state: What it is a snapshot of, or what the mean leads on from.
+        image: Its bytes.
+    """
+
+    state: StateId
+    image: ImageId
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """What have you of this run's state? Or, with `after`: what came next?
+
+    Attributes:
+        run: Name of the run.
+        ticket: Of this download; a new one of the same peer takes the place of the one before.
+        spec: Hash of the newcomer's RunSpec; only peers of the same spec are answered.
+        at_least: The first epoch that is of use.
+        wanted: Epochs of which the donor should take a snapshot, when it is there; empty only to hear what it has.
+        after: A state: what is wanted is no snapshot, but the mean that the group applied to it.
+    """
+
+    run: RunName
+    ticket: Ticket
+    spec: SpecHash
+    at_least: Epoch
+    wanted: Epochs = ()
+    after: StateId | None = None
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """This is what I have.
+
+    Attributes:
+        run: Name of the run.
+        ticket: Of the ask.
+        epoch: Where this donor stands; None if it holds no state.
+        noted: Those of the wanted epochs that it will take a snapshot of, or is just taking.
+        offers: The snapshots it holds, of epochs that are of use; or the mean that was asked for.
+        proof: Of that mean: votes of its round's majority, up to 64 signatures of up to 128 bytes.
+        left: Whether its trainer has left the run: it comes no further, and takes no snapshot.
+    """
+
+    run: RunName
+    ticket: Ticket
+    epoch: Epoch | None
+    noted: Epochs = ()
+    offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_OFFERS)] = ()
+    proof: Commit | None = None
+    left: bool = False
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """I do not serve you."""
+
+    run: RunName
+    ticket: Ticket
+    reason: Detail
+
+
+class AskDigests(msgspec.Struct, frozen=True, tag=True):
+    """Send me the digests of that image's chunks."""
+
+    run: RunName
+    ticket: Ticket
+    digest: Digest
+
+
+class Digests(msgspec.Struct, frozen=True, tag=True):
+    """The body holds the digests of all chunks, 32 bytes each."""
+
+    run: RunName
+    ticket: Ticket
+    digest: Digest
+
+
+class AskChunks(msgspec.Struct, frozen=True, tag=True):
+    """Send me those chunks of that image."""
+
+    run: RunName
+    ticket: Ticket
+    digest: Digest
+    chunks: Annotated[tuple[ChunkIndex, ...], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_ASKED)]
+
+
+class Chunk(msgspec.Struct, frozen=True, tag=True):
+    """The body is that chunk of that image."""
+
+    run: RunName
+    ticket: Ticket
+    digest: Digest
+    chunk: ChunkIndex
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """I do not hold that image, or not any more."""
+
+    run: RunName
+    ticket: Ticket
+    digest: Digest
+    reason: Detail
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """I need nothing more of you; whatever I had wished for is off."""
+
+    run: RunName
+    ticket: Ticket
+
+
+ToDonor = Ask | AskDigests | AskChunks | Finished
+ToNewcomer = Answer | Refusal | Digests | Chunk | Gone
+Bulk = Digests | Chunk
+"""Those that have a body."""
+
+TransferMessage = ToDonor | ToNewcomer
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(TransferMessage)
+
+
+def encode(message: TransferMessage) -> bytes:
+    """The message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview) -> TransferMessage:
+    """Parse and check a message that a peer sent.
+
+    Raises:
+        MessageError: It is none, or a value is out of its bounds.
+    """
+    try:
+        message: TransferMessage = _decoder.decode(data)
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise MessageError(
+            f"expected a message of a transfer, got {len(data)} bytes that are none: {error}"
+        ) from error
+    return message

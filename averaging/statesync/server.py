@@ -1,0 +1,296 @@
+"""The donor's machine: tells newcomers what it has, asks its trainer for what they wish, and serves it.
+
+Theory of operation. A newcomer's `Ask` is kept and answered, and answered again whenever the answer changes, until it
+has finished or has not been heard of for a while. What it wishes for shows in `wanted`; the trainer takes a snapshot
+when it stands at that epoch, and nobody waits for it. A snapshot is held until the next takes its place, and longer
+while someone downloads it. The last means are kept too (`kept`); an image is made of one when somebody asks for it, and
+whoever sends the answer puts to it what proves the mean by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equipoise.averaging.state import StateId
+from equipoise.averaging.statesync import events
+from equipoise.averaging.statesync.cache import Cache
+from equipoise.averaging.statesync.kept import Kept
+from equipoise.averaging.statesync.messages import (
+    Answer,
+    Ask,
+    AskChunks,
+    AskDigests,
+    Bulk,
+    Chunk,
+    Digests,
+    Finished,
+    Gone,
+    Offer,
+    Refusal,
+    ToDonor,
+)
+from equipoise.averaging.statesync.quota import MAX_SERVINGS, Quota
+from equipoise.averaging.statesync.upload_queue import Serving
+
+MAX_ASKERS = 64
+"""Newcomers served at once; as many as a group has members."""
+
+ASKER_SECONDS = 15.0
+"""A newcomer says something every three seconds; one that is silent for five times as long has gone."""
+
+HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 8.0
+"""An image is held for those who download it for so long, which a quarter of a link of 4 Mbit/s is enough for: two who
+never finish would keep both places, and nobody else would get a state."""
+
+
+@dataclass
+class _Asker:
+    """One newcomer.
+
+    Attributes:
+        ask: What it said last.
+        expires: When it is forgotten.
+        reading: Digest of the image that it downloads; empty if none yet.
+        told: Digest of the oldest image that it was offered, and may yet agree on with others.
+    """
+
+    ask: Ask
+    expires: float
+    reading: bytes = b""
+    told: bytes = b""
+
+
+class Server:
+    """One peer's part in one run as a donor."""
+
+    def __init__(self) -> None:
+        self._askers: dict[str, _Asker] = {}
+        self._shelf = Cache()
+        self._kept = Kept()
+        self._serving = Serving()
+        self._epoch: int | None = None
+        self._exchanging: StateId | None = None
+        self._taking: int | None = None
+        self._fetching = self._left = False
+        self._held_until: dict[bytes, float] = {}
+        self._wear = Quota()
+        self._now = 0.0
+
+    @property
+    def wanted(self) -> int | None:
+        """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
+        return min((epoch for peer in self._askers for epoch in self._wishes(peer)), default=None)
+
+    def serves(self, peer: str) -> bool:
+        """Whether `peer` is a newcomer that may ask for more."""
+        return peer in self._askers
+
+    @property
+    def deadline(self) -> float:
+        """When to wake it."""
+        expiries = [asker.expires for asker in self._askers.values()]
+        return min([self._serving.deadline(self._now), *expiries])
+
+    @property
+    def standing(self) -> str:
+        """What it does for others, in one line; empty if nothing."""
+        if readers := self._serving.readers:
+            epochs = " and ".join(str(offer.state.epoch) for offer in self._shelf.offers)
+            return f"serving the state of epoch {epochs} to {readers} peers"
+        if (wanted := self.wanted) is not None:
+            return f"{len(self._askers)} peers want the state of epoch {wanted}: waiting for the trainer's snapshot"
+        return ""
+
+    def handle(self, event: events.DonorEvent, now: float) -> list[events.DonorAction]:
+        """Take note of an event; return what to do."""
+        self._now = now
+        actions: list[events.DonorAction] = []
+        match event:
+            case events.AskReceived(peer, message):
+                actions += self._on_ask(peer, message, now)
+            case events.PeerLost(peer):
+                self._serving.drop(peer)
+            case events.EpochReached(epoch):
+                actions += self._on_epoch(epoch)
+            case events.TrainerLeft():
+                self._left = True
+            case events.FetchBegan():
+                self._fetching = True
+            case events.FetchEnded():
+                self._fetching = False
+            case events.SnapshotTaken(state):
+                self._taking = state.epoch
+                wished = [peer for peer, one in self._askers.items() if state.epoch in one.ask.wanted]
+                self._wear.took(wished, now)
+            case events.SnapshotReady(state, image):
+                actions += self._on_snapshot(Offer(state, image))
+            case events.RoundBegan(before):
+                self._exchanging = before
+            case events.RoundOver():
+                actions += self._on_round_over()
+            case events.MeanKept(before, size, most):
+                actions += map(events.Drop, self._kept.keep(before, size, most, self._reading))
+                if any(one.ask.after == before for one in self._askers.values()):
+                    actions += self._make_image(before)
+            case events.MeanReady():
+                actions += self._on_mean(event)
+            case events.BodySent(peer, busy):
+                self._serving.sent(peer, busy, now)
+            case events.RoundsSeen(busy):
+                self._serving.see_rounds(busy)
+        for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
+            self._forget(peer)
+        actions += [events.Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
+        while (body := self._serving.next(now)) is not None:
+            actions.append(events.SendBody(*body))
+        return actions
+
+    # ---- events ----
+
+    def _on_ask(self, peer: str, message: ToDonor, now: float) -> list[events.DonorAction]:
+        if isinstance(message, Ask):
+            return self._on_new_ask(peer, message, now)
+        asker = self._askers.get(peer)
+        if asker is None or asker.ask.ticket != message.ticket:
+            if isinstance(message, Finished):
+                return []
+            return [
+                events.Send(
+                    peer, Gone(message.run, message.ticket, message.digest, "that download is not known here")
+                )
+            ]
+        if isinstance(message, Finished):
+            self._forget(peer)
+            return []
+        asker.expires = now + ASKER_SECONDS
+        return self._on_reading(peer, asker, message)
+
+    def _on_new_ask(self, peer: str, ask: Ask, now: float) -> list[events.DonorAction]:
+        asker = self._askers.get(peer)
+        if asker is None and len(self._askers) >= MAX_ASKERS:
+            reason = f"{MAX_ASKERS} peers are being served already"
+            return [events.Send(peer, Refusal(ask.run, ask.ticket, reason))]
+        if asker is None or asker.ask.ticket != ask.ticket:
+            self._serving.drop(peer)
+            asker = self._askers[peer] = _Asker(ask, now)
+        asker.ask, asker.expires = ask, now + ASKER_SECONDS
+        if ask.after is not None and self._kept.lacks_image(ask.after):
+            return self._make_image(ask.after)  # The answer is an offer, when there is one.
+        if ask.after is not None and not self._has_ended(ask.after):
+            return []  # The answer is what comes of that round.
+        return [self._answer(peer, asker)]
+
+    def _on_reading(
+        self, peer: str, asker: _Asker, message: AskDigests | AskChunks
+    ) -> list[events.DonorAction]:
+        offer = self._shelf.find(message.digest) or self._kept.find(message.digest)
+        if offer is None:
+            gone = Gone(message.run, message.ticket, message.digest, "it holds that image no longer")
+            return [events.Send(peer, gone)]
+        asker.reading = message.digest
+        bodies: list[Bulk] = []
+        if isinstance(message, AskDigests):
+            bodies = [Digests(message.run, message.ticket, message.digest)]
+        else:
+            chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
+            bodies = [Chunk(message.run, message.ticket, message.digest, chunk) for chunk in chunks]
+        room = self._wear.room(peer, message.digest, offer.image.chunks, self._now)
+        if room <= 0:
+            reason = f"it was sent {MAX_SERVINGS} times already"
+            return [events.Send(peer, Gone(message.run, message.ticket, message.digest, reason))]
+        self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]), self._now)
+        return []
+
+    def _on_epoch(self, epoch: int) -> list[events.DonorAction]:
+        before, self._epoch = self._epoch, epoch
+        if before == epoch:
+            return []
+        return [
+            self._answer(peer, one)
+            for peer, one in self._askers.items()
+            if not one.reading
+            and (self._has_ended(one.ask.after) or any(wish < epoch for wish in one.ask.wanted))
+        ]
+
+    def _on_snapshot(self, offer: Offer) -> list[events.DonorAction]:
+        if self._taking == offer.state.epoch:
+            self._taking = None
+        self._epoch = max(self._epoch or 0, offer.state.epoch)
+        released = self._shelf.put(offer, self._read)
+        until = self._now + HOLD_SECONDS + HOLD_SECONDS_PER_CHUNK * offer.image.chunks
+        held = (one.image.digest for one in self._shelf.offers)
+        self._held_until = {digest: self._held_until.get(digest, until) for digest in held}
+        answers = [
+            self._answer(peer, one)
+            for peer, one in self._askers.items()
+            if one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
+        ]
+        return [*(events.Release(one.image) for one in released), *answers]
+
+    def _has_ended(self, after: StateId | None) -> bool:
+        """Whether no round from this state goes on here, and no image is made of what it came to."""
+        return after is not None and after != self._exchanging and not self._kept.lacks_image(after)
+
+    def _on_round_over(self) -> list[events.DonorAction]:
+        before, self._exchanging = self._exchanging, None
+        if not self._has_ended(before):
+            return []
+        return [self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before]
+
+    def _make_image(self, before: StateId) -> list[events.DonorAction]:
+        return [events.MakeImage(before)] if self._kept.begins_image(before) else []
+
+    def _on_mean(self, mean: events.MeanReady) -> list[events.DonorAction]:
+        gone = [] if self._kept.ready(mean.before, mean.image) else [events.Drop(mean.before)]
+        return gone + [
+            self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == mean.before
+        ]
+
+    def _forget(self, peer: str) -> None:
+        del self._askers[peer]
+        self._serving.drop(peer)
+
+    # ---- answers ----
+
+    def _answer(self, peer: str, asker: _Asker) -> events.DonorAction:
+        ask = asker.ask
+        if ask.after is not None:
+            mean = self._kept.offer(ask.after)
+            offered = (mean,) if mean else ()
+            return events.Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), offered, left=self._left))
+        offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
+        wishes = self._wishes(peer)
+        noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)
+        if offers:
+            asker.told = offers[-1].image.digest
+        epoch = None if self._fetching else self._epoch
+        return events.Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers, left=self._left))
+
+    def _wishes(self, peer: str) -> list[int]:
+        """The epochs of which the trainer is asked for a snapshot for this newcomer."""
+        read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
+        full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
+        worn = self._wear.worn(self._now) or not self._wear.may_wish(peer, self._now)
+        if full or worn or self._fetching or self._left:
+            return []
+        ask = self._askers[peer].ask
+        return [epoch for epoch in ask.wanted if self._awaits(ask, epoch)]
+
+    def _awaits(self, ask: Ask, epoch: int) -> bool:
+        """Whether the trainer may still take a snapshot of `epoch`, and that is of use to who asks."""
+        held = any(one.state.epoch == epoch for one in self._shelf.offers)
+        return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
+
+    @property
+    def _reading(self) -> set[bytes]:
+        """Digests of the images that someone downloads."""
+        return {asker.reading for asker in self._askers.values() if asker.reading}
+
+    @property
+    def _read(self) -> set[bytes]:
+        """Digests of the images that someone downloads, or was just offered and may."""
+        return {digest for one in self._askers.values() if self._holds(digest := one.reading or one.told)}
+
+    def _holds(self, digest: bytes) -> bool:
+        """Whether an image is held for whoever downloads it."""
+        return self._now < self._held_until.get(digest, float("-inf"))

@@ -1,0 +1,220 @@
+"""Which image a newcomer takes, and which epoch it asks its donors for: decided from their answers alone.
+
+An image is taken if most of those who hold a state offer it, which the only peer there is does; and, after some
+patience, if two do, no others deny it, and most have come as far. One liar among three changes nothing, and of two who
+differ neither is right.
+
+Donors that stand in different epochs take different snapshots. So all are asked for one that none of them has reached:
+the next after the one where most stand. Where steps are so fast that it is over when the wish arrives, the margin
+doubles; where they are so slow that it would be long in coming, donors are asked for the present one too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from equipoise.averaging.state import MAX_EPOCH
+from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers, counted
+from equipoise.averaging.statesync.messages import Answer, Offer
+
+PATIENCE_SECONDS = 5.0
+"""How long those who have noted a wish may take longer than the first who fulfils it: to copy and digest an image."""
+
+STUCK_SECONDS = 30.0
+"""A peer whose epoch has not changed for so long, while another is ahead of it by `STUCK_EPOCHS`, has no say: its
+trainer hangs. (Whose daemon has died is not in the directory any more by then.) But only while no more are stuck than
+are ahead: where most stand still, steps take longer than that."""
+
+STUCK_EPOCHS = 2
+"""Who steps slowly is behind a liar by one at once, and may be honest."""
+
+LAG_EPOCHS = 8
+"""Who steps with the group is behind what a newcomer asks for by an epoch or a few; who is further, is one itself."""
+
+SLOW_SECONDS = 2.0
+"""A step that takes longer than that is worth asking for the epoch before it."""
+
+FIRST_REST_SECONDS, MAX_REST_SECONDS = 1.0, 30.0
+"""Between two wishes where donors took snapshots and did not agree: twice as long each time, for each costs them."""
+
+MAX_MARGIN = 64
+"""Epochs between where donors stand and what they are asked for; at 10 ms a step that is more than half a second."""
+
+
+class SnapshotQuorum(Answers):
+    """What is known of the snapshots of epoch `at_least` and later; `among` these peers alone, if any is there."""
+
+    def __init__(self, at_least: int, among: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._at_least = at_least
+        self._among = among
+        self._left: set[str] = set()
+        self._moved: dict[str, tuple[int | None, float]] = {}
+        self._since: dict[Offer, float] = {}
+        self._margin = 1
+        self._rest = FIRST_REST_SECONDS
+        self._wished_at = 0.0
+
+    def see(self, peers: tuple[str, ...], now: float) -> list[str]:
+        """See `Answers`."""
+        trusted = tuple(peer for peer in peers if peer in self._among and peer not in self.barred)
+        new = super().see(trusted or peers, now)
+        self._left &= self.peers.keys()
+        self._moved = {peer: moved for peer, moved in self._moved.items() if peer in self.peers}
+        return new
+
+    def hear(self, peer: str, answer: Answer, now: float) -> None:
+        """See `Answers`. A donor whose trainer has left has a say only in the snapshots that it holds."""
+        if answer.left and not any(offer.state.epoch >= self._at_least for offer in answer.offers):
+            self._left.add(peer)
+            self.forget(peer)
+            return
+        self._left.discard(peer)
+        super().hear(peer, answer, now)
+        if peer in self.peers:
+            if peer not in self._moved or self._moved[peer][0] != answer.epoch:
+                self._moved[peer] = (answer.epoch, now)
+            for offer in answer.offers:
+                self._since.setdefault(offer, now)
+            offered = {offer for one in self._answers.values() for offer in one.offers}
+            self._since = {offer: since for offer, since in self._since.items() if offer in offered}
+
+    def deadline(self, now: float) -> float:
+        """See `Answers`."""
+        times = [since + PATIENCE_SECONDS for since in self._since.values()]
+        times += [since + STUCK_SECONDS for _, since in self._moved.values()]
+        times += [self._wished_at + SLOW_SECONDS, self._wished_at + self._rest]
+        return min([super().deadline(now), *(time for time in times if time > now)])
+
+    def hopeless(self, now: float) -> str:
+        """Why no snapshot can be had, one line: no peer is known that holds or may take one."""
+        if not self.peers:
+            return self._nobody
+        return (
+            "all who are known have left the run, and hold no snapshot"
+            if self.peers.keys() <= self._left
+            else ""
+        )
+
+    def agreement(self, now: float) -> Agreement | None:
+        """What to download; None if that is not clear yet."""
+        tally = Counter(
+            offer for peer in self._voters for offer in self._answers[peer].offers if self._useful(offer)
+        )
+        if not tally:
+            return None
+        offer, count = max(
+            tally.items(), key=lambda item: (item[1], item[0].state.epoch, item[0].image.digest)
+        )
+        if 2 * count <= len(self.peers) and not self._settled(
+            now, ANSWER_SECONDS if count > 1 else LONE_SECONDS
+        ):
+            return None
+        voters = self._voters
+        moving = [peer for peer in voters if not self._stuck(peer, offer.state.epoch, now)]
+        # Where most stand still, steps take long, and the few may lie about how far one can be.
+        if len(voters) - len(moving) <= count:
+            voters = moving
+        if 2 * count > len(voters):
+            return self._agreed(offer, f"{count} of {counted(len(voters))} with a state offer it")
+        denied = max(
+            (n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer),
+            default=0,
+        )
+        if count < 2 or count <= denied or now < self._since[offer] + PATIENCE_SECONDS:
+            return None
+        # Who has not come so far may yet offer another: two who make up an epoch to come are not to be believed.
+        if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
+            return None
+        why = f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
+        return self._agreed(offer, why)
+
+    def wish(self, now: float) -> bool:
+        """Choose the epochs to ask for; returns whether they are others than before."""
+        if not self._answers or not self._settled(now):
+            return False
+        epochs = sorted(e for peer in self._voters if (e := self._answers[peer].epoch) is not None)
+        # Of most: one liar must not make all the others wait for an epoch that never comes.
+        present = epochs[len(epochs) // 2] if epochs else 0
+        before = self.wanted
+        if not before:
+            self._wish_for(present + 1 if epochs else self._at_least, now)
+        elif self._missed(before[0]):
+            # Who stood in different epochs may agree on the next; who differ in one and the same will hardly.
+            if self._differ(before[0]) or self._margin == MAX_MARGIN:
+                if now < self._wished_at + self._rest:
+                    return False
+                self._rest = min(2 * self._rest, MAX_REST_SECONDS)
+            self._margin = min(2 * self._margin, MAX_MARGIN)
+            self._wish_for(present + self._margin, now)
+        elif epochs and now >= self._wished_at + SLOW_SECONDS and self._at_least <= present < before[0]:
+            self.wanted = (before[0], present)
+        return self.wanted != before
+
+    def _wish_for(self, epoch: int, now: float) -> None:
+        self.wanted = (min(max(self._at_least, epoch), MAX_EPOCH),)
+        self._wished_at = now
+
+    @property
+    def standing(self) -> str:
+        """What is waited for, in one line."""
+        if self._nobody:
+            return self._nobody
+        if not self._voters:
+            return (
+                f"{len(self._answers)} of {counted(len(self.peers))} answered, and none holds a state of use"
+            )
+        offering = f"{self._offering} of {counted(len(self._voters))} with a state"
+        if self._offering:
+            return f"{offering} offer one, and they do not agree"
+        wanted = f" of epoch {self.wanted[0]}" if self.wanted else f" of epoch {self._at_least} or later"
+        return f"{offering} offer a snapshot{wanted}"
+
+    @property
+    def _voters(self) -> list[str]:
+        """Those who hold a state that is of use, or soon will be: newcomers at their first epoch have no say."""
+        return [peer for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)]
+
+    @property
+    def _offering(self) -> int:
+        return sum(any(map(self._useful, self._answers[peer].offers)) for peer in self._voters)
+
+    def _agreed(self, offer: Offer, reason: str) -> Agreement:
+        # Whoever answered first must not be all who count. Liars who are most of those who have not answered could as
+        # well have done so, and outvoted the others.
+        late = self.peers.keys() - self._answers.keys() - self._silent
+        return replace(super()._agreed(offer, reason), voters=frozenset({*self._voters, *late}))
+
+    def _keeps_up(self, epoch: int | None) -> bool:
+        return epoch is not None and epoch + LAG_EPOCHS >= self._at_least
+
+    def _useful(self, offer: Offer) -> bool:
+        return offer.state.epoch >= self._at_least
+
+    def _missed(self, epoch: int) -> bool:
+        """Whether too few will ever offer that epoch to be most, or those who do have shown that they differ."""
+        coming = 0
+        tally: Counter[Offer] = Counter()
+        for peer in self._voters:
+            answer = self._answers[peer]
+            own = [offer for offer in answer.offers if offer.state.epoch == epoch]
+            tally.update(own)
+            coming += not own and (epoch in answer.noted or answer.epoch is None or answer.epoch <= epoch)
+        voters = len(self._voters)
+        return voters > 0 and coming + max(tally.values(), default=0) <= voters // 2
+
+    def _stuck(self, peer: str, epoch: int, now: float) -> bool:
+        """Whether a peer has stood still while others went on to `epoch`."""
+        stands, since = self._moved[peer]
+        behind = stands is not None and stands + STUCK_EPOCHS <= epoch
+        return behind and now >= since + STUCK_SECONDS
+
+    def _has_reached(self, peer: str, offer: Offer) -> bool:
+        """Whether a peer offers it, or has come to its epoch and does not."""
+        epoch = self._answers[peer].epoch
+        return self.offers(peer, offer) or (epoch is not None and epoch >= offer.state.epoch)
+
+    def _differ(self, epoch: int) -> bool:
+        offers = {offer for peer in self._voters for offer in self._answers[peer].offers}
+        return sum(offer.state.epoch == epoch for offer in offers) > 1

@@ -1,0 +1,136 @@
+"""Which mean one that missed it takes: decided from what the peers answer, and in no more time than that takes.
+
+Whoever holds the state after is asked for what led there. How many offer it proves nothing, for the votes that come
+with a mean do (`quorum_proof`), so that one honest donor is enough. What most offer is tried first, of those by whom
+one knows the state, so that strangers who make something up do not cost their betters the time; what nobody gives,
+though some offer it, comes last. That changes as answers come: a peer at which that very round goes on answers when it
+has ended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Set
+
+from equipoise.averaging.allreduce.messages import Commit
+from equipoise.averaging.state import StateId
+from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answers, counted
+from equipoise.averaging.statesync.messages import Answer, Offer
+
+FEWEST_VOTES = 2
+"""More than half of the smallest round; what comes with fewer is not worth a download."""
+
+MAX_PROOFS = 256
+"""Held at once, of those that are asked and of some that have gone: four times as many as are asked."""
+
+
+class UpdateQuery(Answers):
+    """What is known of the mean that leads on from `after`.
+
+    Args:
+        after: The state.
+        circle: PeerIDs of those by whom it is known.
+        patient: Whether it may yet come to be, as long as some are not as far.
+        proved: Whether the asking peer can tell it by its digest, from any donor.
+    """
+
+    def __init__(
+        self,
+        after: StateId,
+        circle: frozenset[str] = frozenset(),
+        patient: bool = False,
+        proved: bool = False,
+    ) -> None:
+        super().__init__()
+        self._proved = proved
+        self._after = after
+        self._circle = circle
+        self._patient = patient
+        self._proofs: dict[str, tuple[Offer, Commit]] = {}
+        self._offered: set[str] = set()
+        self._doubted: set[Offer] = set()
+
+    def hear(self, peer: str, answer: Answer, now: float) -> None:
+        """See `Answers`. What proves a mean is kept when its donor has gone, or is not believed any more."""
+        super().hear(peer, answer, now)
+        if peer not in self.peers or not any(offer.state == self._after for offer in answer.offers):
+            return
+        if len(self._offered) >= MAX_PROOFS:
+            self._offered &= self.peers.keys()
+            self._proofs = {one: proof for one, proof in self._proofs.items() if one in self.peers}
+        self._offered.add(peer)
+        if answer.proof is not None and (offer := self._offer_in(answer)) is not None:
+            self._proofs[peer] = (offer, answer.proof)
+
+    def proofs(self, offer: Offer) -> tuple[Commit, ...]:
+        """What was given to prove it, each once."""
+        return tuple({proof: None for one, proof in self._proofs.values() if one == offer})
+
+    def doubt(self, offer: Offer) -> None:
+        """None of those who offered it has given anything of it when it was asked for it."""
+        self._doubted.add(offer)
+
+    def rank(self, offer: Offer) -> tuple[bool, int]:
+        """Of two offers that with the larger one is tried first: of those who are known to have the state, most."""
+        return offer not in self._doubted, sum(self.offers(peer, offer) for peer in self._circle)
+
+    @property
+    def behind(self) -> int:
+        """How many of the peers that answered are not as far as the one that asks, or look for the state themselves."""
+        epochs = [answer.epoch for answer in self._answers.values() if not answer.left]
+        return sum(epoch is None or epoch < self._after.epoch for epoch in epochs)
+
+    @property
+    def unheard(self) -> int:
+        """How many have not answered, or have offered a mean: the right one, perhaps."""
+        return len((self.peers.keys() - self._answers.keys()) | self._offered)
+
+    def agreement(self, now: float) -> Agreement | None:
+        """What to try next; None if that is not clear yet, or nobody keeps it."""
+        tally = self._tally
+        if not tally:
+            return None
+        offer = max(tally, key=lambda one: (*self.rank(one), tally[one], one.image.digest))
+        count, (_, near) = tally[offer], self.rank(offer)
+        most = 2 * near > len(self._circle) if self._circle else 2 * count > len(self.peers)
+        if not most and not self._settled(now):
+            return None
+        return self._agreed(offer, f"{count} of {counted(len(self.peers))} offer it")
+
+    def hopeless(self, now: float) -> str:
+        """Why it cannot be had, one line; empty as long as it may."""
+        waits = not self._settled(now, LONE_SECONDS) or (self._patient and self.behind)
+        return "" if waits else self.standing
+
+    def wish(self, now: float) -> bool:
+        """Nothing is wished for: a mean is kept, or it is not."""
+        return False
+
+    @property
+    def _awaited(self) -> Set[str]:
+        """Those by whom the state is known, where all of them are there: only what most of them signed is taken.
+        Others are asked as well, but records of peers that never answer, which anybody can write, must not hold up
+        every question."""
+        enough = bool(self._circle) and self._circle <= self.peers.keys() and not self._proved
+        return self._circle if enough else self.peers.keys()
+
+    @property
+    def standing(self) -> str:
+        """What is waited for, in one line."""
+        if self._nobody:
+            return self._nobody
+        offering = self._tally.total()
+        if not offering:
+            return f"none of {counted(len(self._answers))} that answered keeps the mean after epoch {self._after.epoch}"
+        return f"{offering} of {counted(len(self.peers))} offer the mean after epoch {self._after.epoch}"
+
+    def _offer_in(self, answer: Answer) -> Offer | None:
+        """The mean that an answer offers, with as many votes as any needs."""
+        votes = answer.proof.signatures if answer.proof is not None else ()
+        known = answer.offers[:1] if len(dict(votes)) >= FEWEST_VOTES else ()
+        return next((offer for offer in known if offer.state == self._after), None)
+
+    @property
+    def _tally(self) -> Counter[Offer]:
+        found = map(self._offer_in, self._answers.values())
+        return Counter(offer for offer in found if offer is not None)

@@ -1,0 +1,539 @@
+"""Runs and rounds through the asyncio drivers, over a network in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+import torch
+
+from equipoise.averaging.aio import bandwidth
+from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
+from equipoise.averaging.aio.router import Router
+from equipoise.averaging.aio.run_driver import RunDriver
+from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.options import RunOptions
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome
+from equipoise.averaging.schema import Schema
+from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.state import StateId
+from fakes.cluster import company
+from fakes.memory import FakeIdentity, Net
+
+
+def spec_of(size: int, name: str = "run", terms: dict[str, str] | None = None, **options: object) -> RunSpec:
+    schema = Schema.of({"w": torch.zeros(size)})
+    return RunSpec.create(name, schema, RunOptions(**{"codec": "fp32", "part_values": 256, **options}), terms)
+
+
+class Cluster:
+    """Hubs on one network in memory."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.routers: dict[str, Router] = {}
+
+    def add(self, name: str, dialable: bool = True, bandwidth: float = 0.0) -> Router:
+        transport, directory = self.net.peer(name, dialable)
+        self.routers[name] = Router(transport, directory, FakeIdentity(name), bandwidth)
+        return self.routers[name]
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(router.stop() for router in self.routers.values()))
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.stop()
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Router, RoundDriver, Manifest]]:
+    """What begins: one of each member of each round."""
+    begun, begin = [], Router._begin
+
+    def watched(router: Router, task: Task) -> RoundDriver:
+        begun.append((router, begin(router, task), task.manifest))
+        return begun[-1][1]
+
+    monkeypatch.setattr(Router, "_begin", watched)
+    return begun
+
+
+async def joined(cluster: Cluster, spec: RunSpec, names: Sequence[str]) -> list[RunDriver]:
+    runs = [await cluster.routers[name].join(spec) for name in names]
+    await company(runs)
+    return runs
+
+
+async def together(runs: Sequence[RunDriver]) -> list[Outcome]:
+    """One round, the contents of which do not matter."""
+    size = runs[0].spec.layout.size
+    return await asyncio.gather(
+        *(run.average(torch.ones(size), torch.zeros(size), 1.0, 20.0) for run in runs)
+    )
+
+
+async def average(cluster: Cluster, spec: RunSpec, weights: dict[str, float], timeout: float = 20.0):
+    """One round of all named peers; returns (contributions, results, outcomes) by name."""
+    size = spec.layout.size
+    values = {
+        name: torch.randn(size, generator=torch.Generator().manual_seed(i)) for i, name in enumerate(weights)
+    }
+    results = {name: torch.zeros(size) for name in weights}
+    runs = {name: await cluster.routers[name].join(spec) for name in weights}
+    await company(runs.values())
+    outcomes = await asyncio.gather(
+        *(runs[name].average(values[name], results[name], weights[name], timeout) for name in weights)
+    )
+    return values, results, dict(zip(weights, outcomes, strict=True))
+
+
+def expected_mean(values: dict[str, torch.Tensor], outcome: Outcome) -> torch.Tensor:
+    total = sum(outcome.contributors.values())
+    shares = [values[name].double() * weight / total for name, weight in outcome.contributors.items()]
+    return torch.stack(shares).sum(0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+async def test_every_member_ends_with_the_same_weighted_mean(cluster: Cluster, size: int, codec: str) -> None:
+    weights = {f"peer{index}": 1.0 + index for index in range(size)}
+    for name in weights:
+        cluster.add(name)
+    values, results, outcomes = await average(cluster, spec_of(5000, codec=codec), weights)
+    first = outcomes["peer0"]
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors == weights
+        assert outcome.digest == first.digest
+        assert torch.equal(results[name], results["peer0"])
+    error = (results["peer0"].double() - expected_mean(values, first)).norm() / expected_mean(
+        values, first
+    ).norm()
+    assert error <= (1e-6 if codec == "fp32" else 0.010)
+
+
+@pytest.mark.parametrize(("rule", "counts"), [("capped:10", 10.0), ("any", 1e12)])
+async def test_a_weight_of_a_million_millions_counts_as_ten_beside_three_of_one(
+    cluster: Cluster, rule: str, counts: float
+) -> None:
+    weights = {"boast": 1e12, "peer1": 1.0, "peer2": 1.0, "peer3": 1.0}
+    for name in weights:
+        cluster.add(name)
+    values, results, outcomes = await average(cluster, spec_of(5000, weights=rule), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors == {**weights, "boast": counts}
+        assert outcome.capped == ({"boast": 1e12} if rule != "any" else {})
+        assert outcome.digest == outcomes["boast"].digest
+        torch.testing.assert_close(results[name].double(), expected_mean(values, outcome))
+
+
+async def test_a_group_comes_about_once_one_of_those_who_wait_can_be_dialled(cluster: Cluster) -> None:
+    for name in ("one", "two"):
+        cluster.add(name, dialable=False)
+    spec = spec_of(1000)
+    rounds = asyncio.create_task(average(cluster, spec, {"one": 1.0, "two": 1.0}))
+    await cluster.net.ready(spec.name, ["one", "two"])
+    cluster.net.transports["one"]._dialable = True
+    values, results, outcomes = await rounds
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), atol=1e-5, rtol=1e-5
+        )
+
+
+async def compare(cluster: Cluster, specs: dict[str, RunSpec]) -> dict[str, RunDriver]:
+    """Peers that join one after the other and have heard of each other what they need."""
+    runs = {}
+    for number, (name, spec) in enumerate(specs.items()):
+        cluster.add(name)
+        runs[name] = await cluster.routers[name].join(spec)
+        # As if a second apart: a busy machine may hold an answer up for longer than a join takes.
+        runs[name]._spec_diff._began -= len(specs) - number
+        await cluster.net.acquainted(spec.name, list(runs))
+    return runs
+
+
+async def test_those_who_differ_say_how_and_the_later_one_objects(cluster: Cluster) -> None:
+    small, large = (spec_of(1000, terms={"target batch size": size}) for size in ("2048", "4096"))
+    runs = await compare(cluster, {"first": large, "second": small})
+    objection = await runs["second"].objection(10.0)
+    assert objection == "a peer that is there has another spec: target batch size: here 2048, there 4096"
+    assert await runs["first"].objection(10.0) == ""
+    assert runs["first"].difference("second") == "target batch size: here 4096, there 2048"
+    for run in runs.values():
+        assert isinstance(run.state, NoPeers)
+        assert "target batch size" in run.state.reason
+        assert run.reason == run.state.reason
+    outcome = await runs["first"].average(torch.zeros(1000), torch.zeros(1000), 1.0, 0.05)
+    assert "1 peer of this name has another spec: target batch size: here 4096" in outcome.reason
+
+
+async def test_a_tensor_that_differs_is_named_to_both(cluster: Cluster) -> None:
+    runs = await compare(cluster, {"one": spec_of(1000), "two": spec_of(1001)})
+    for run in runs.values():
+        await run.objection(10.0)
+    assert "'w' float32 [1000] here, 'w' float32 [1001] there" in runs["one"].reason
+    assert "'w' float32 [1001] here, 'w' float32 [1000] there" in runs["two"].reason
+
+
+async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:
+    await compare(cluster, {"dead": spec_of(1000)})
+    cluster.net.kill("dead")
+    cluster.add("late")
+    late = await cluster.routers["late"].join(spec_of(1001))
+    assert await late.objection(10.0) == ""
+    assert late.reason == "1 peer of this name has another spec: how it differs has not been said"
+
+
+async def test_states_are_told_to_the_group_and_signed(cluster: Cluster) -> None:
+    held = {"one": StateId(3, "a" * 64), "two": StateId(3, "a" * 64), "new": None}
+    spec = spec_of(1000)
+    runs = {}
+    for name in held:
+        cluster.add(name)
+        runs[name] = await cluster.routers[name].join(spec)
+    await company(runs.values())
+    outcomes = await asyncio.gather(
+        *(
+            runs[name].average(torch.ones(1000), torch.zeros(1000), 1.0 if state else 0.0, 20.0, state)
+            for name, state in held.items()
+        )
+    )
+    for outcome in outcomes:
+        assert outcome.ok, outcome.reason
+        assert outcome.states == {name: state for name, state in held.items() if state is not None}
+        assert outcome.state == StateId(3, "a" * 64)
+
+
+async def test_a_cut_channel_keeps_nobody_out_of_the_next_round(cluster: Cluster) -> None:
+    weights = {"one": 1.0, "two": 1.0, "three": 1.0}
+    for name in weights:
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(1000), list(weights))
+    for cut in itertools.combinations(weights, 2):
+        assert all(outcome.ok for outcome in await together(runs))
+        for channel in list(cluster.net.transports[cut[0]].channels):
+            if channel.peer == cut[1]:
+                channel.close()
+        outcomes = await together(runs)
+        assert [len(outcome.group) for outcome in outcomes] == [3, 3, 3], cut
+
+
+async def test_channels_are_kept_from_round_to_round(cluster: Cluster) -> None:
+    for name in "abc":
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(1000), "abc")
+    opened = []
+    for _ in range(5):
+        assert all(outcome.ok for outcome in await together(runs))
+        opened.append([list(cluster.net.transports[name].channels) for name in "abc"])
+    assert opened == opened[:1] * 5
+    assert not any(channel.closed for channels in opened[0] for channel in channels)
+
+
+@pytest.mark.parametrize("told", [0.0, 5e6], ids=["measured", "told"])
+async def test_joins_and_records_say_what_a_peer_can_send(
+    cluster: Cluster,
+    rounds: list[tuple[Router, RoundDriver, Manifest]],
+    monkeypatch: pytest.MonkeyPatch,
+    told: float,
+) -> None:
+    monkeypatch.setattr(bandwidth, "METER_SECONDS", 0.0)
+    for name in "ab":
+        cluster.add(name, bandwidth=told)
+    spec = spec_of(400_000, part_values=4096)
+    runs = await joined(cluster, spec, "ab")
+    for _ in range(3):
+        for run in runs:
+            run.report_accumulated(1.0)  # Is announced at once.
+        assert all(outcome.ok for outcome in await together(runs))
+    said = [[join.bandwidth for join in manifest.members] for _, _, manifest in rounds[::2]]
+    said.append([record.bandwidth for record in cluster.net.records[spec.name].values()])
+    assert said[0] == [told, told], "nothing has been measured yet"
+    for last in said[-2:]:
+        assert last == [told, told] if told else min(last) > 0, said
+
+
+async def test_only_a_members_values_take_memory_of_a_round(
+    cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
+) -> None:
+    for name in "ab":
+        cluster.add(name)
+    await together(await joined(cluster, spec_of(1000), "ab"))
+    for router, round, manifest in rounds:
+        header = ROUND_FRAME + round.id + wire.encode(wire.Contribution(0))
+        size = 4 * (round.group.parts[0].stop - round.group.parts[0].start)
+        (other,) = set(manifest.peers) - {router._mesh.peer}
+        assert not router._mesh.is_scratch(router.place(other, header, size))
+        assert router._mesh.is_scratch(router.place("stranger", header, size))
+
+
+async def test_observers_and_undialable_peers_take_part(cluster: Cluster) -> None:
+    weights = {"client": 2.0, "observer": 0.0, "public": 1.0, "second": 1.0}
+    for name in weights:
+        cluster.add(name, dialable=name != "client")
+    values, results, outcomes = await average(cluster, spec_of(3000), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert set(outcome.contributors) == {"client", "public", "second"}
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_undialable_members_hear_nothing_of_each_other(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """What one says to another nevertheless, over a channel that was open before, disturbs nobody."""
+    spec = spec_of(5000)
+    for name in ("a", "b", "client", "other"):
+        cluster.add(name, dialable=name in "ab")
+    begin = Router._begin
+
+    def overheard(router: Router, task: Task) -> RoundDriver:
+        heartbeat = ROUND_FRAME + task.manifest.id + wire.encode(wire.Heartbeat())
+        if router is not cluster.routers["client"]:
+            return begin(router, task)
+        if early:
+            router.frame("other", heartbeat, memoryview(b""))
+        round = begin(router, task)
+        router.frame("other", heartbeat, memoryview(b""))
+        return round
+
+    monkeypatch.setattr(Router, "_begin", overheard)
+    values, results, outcomes = await average(cluster, spec, dict.fromkeys(cluster.routers, 1.0))
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert outcome.contributors.keys() == values.keys()
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+async def test_one_run_is_averaged_round_after_round(cluster: Cluster) -> None:
+    names = ["a", "b", "c"]
+    for name in names:
+        cluster.add(name)
+    spec = spec_of(1000)
+    runs = [await cluster.routers[name].join(spec) for name in names]
+    await company(runs)
+    for number in range(5):
+        vectors = [torch.full((1000,), float(index + number)) for index in range(3)]
+        results = [torch.zeros(1000) for _ in names]
+        outcomes = await asyncio.gather(
+            *(run.average(v, r, 1.0, 20.0) for run, v, r in zip(runs, vectors, results, strict=True))
+        )
+        assert all(outcome.ok and len(outcome.contributors) == 3 for outcome in outcomes), outcomes
+        assert all(torch.equal(result, torch.full((1000,), 1.0 + number)) for result in results)
+    assert [outcome.round for outcome in runs[0].history] == sorted({o.round for o in runs[0].history})
+
+
+async def test_rounds_of_two_runs_go_on_at_once(cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        cluster.add(name)
+    (_, left, first), (_, right, second) = await asyncio.gather(
+        average(cluster, spec_of(20_000, "one"), {"a": 1.0, "b": 1.0}),
+        average(cluster, spec_of(30_000, "two"), {"a": 1.0, "b": 3.0}),
+    )
+    assert all(outcome.ok for outcome in [*first.values(), *second.values()])
+    assert torch.equal(left["a"], left["b"])
+    assert torch.equal(right["a"], right["b"])
+
+
+async def test_alone_a_round_fails_with_its_reason_and_the_run_goes_on(cluster: Cluster) -> None:
+    cluster.add("a")
+    spec = spec_of(100)
+    run = await cluster.routers["a"].join(spec)
+    result = torch.full((100,), 7.0)
+    outcome = await run.average(torch.ones(100), result, 1.0, 0.2)
+    assert not outcome.ok
+    assert "no group within 0.2 s" in outcome.reason
+    assert torch.equal(result, torch.full((100,), 7.0))
+    assert isinstance(run.state, NoPeers)
+
+
+async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run_goes_on(
+    cluster: Cluster,
+) -> None:
+    cluster.add("a")
+    cluster.add("b")
+    spec = spec_of(100)
+    runs = [await cluster.routers[name].join(spec) for name in "ab"]
+    result = torch.full((100,), 7.0)
+    search = asyncio.create_task(runs[0].average(torch.ones(100), result, 1.0, 600.0))
+    await cluster.net.ready(spec.name, ["a"])
+    runs[0].stop_search("nobody is left")
+    outcome = await search
+    assert (outcome.ok, outcome.reason, outcome.group) == (False, "nobody is left", ())
+    assert torch.equal(result, torch.full((100,), 7.0))
+    runs[0].stop_search("there is none")
+    both = await asyncio.gather(*(run.average(torch.ones(100), torch.empty(100), 1.0, 20.0) for run in runs))
+    assert all(outcome.ok for outcome in both), both
+
+
+async def test_state_follows_the_round(cluster: Cluster) -> None:
+    for name in ("a", "b"):
+        cluster.add(name)
+    spec = spec_of(200_000, part_values=256)
+    runs = [await cluster.routers[name].join(spec) for name in ("a", "b")]
+    await company(runs)
+    seen = set()
+    work = []
+    for run in runs:
+        values, result = torch.ones(200_000), torch.zeros(200_000)
+        work.append(asyncio.create_task(run.average(values, result, 1.0, 30.0)))
+        await asyncio.sleep(0)
+        seen.add(type(runs[0].state))
+    while not all(task.done() for task in work):
+        seen.add(type(runs[0].state))
+        await asyncio.sleep(0)
+    assert {Gathering, Exchanging} <= seen
+    assert all(task.result().ok for task in work)
+    assert isinstance(runs[0].state, Idle)
+
+
+async def test_survivors_of_a_kill_in_mid_round_end_with_an_exact_mean(cluster: Cluster) -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+    for name in weights:
+        cluster.add(name)
+    spec = spec_of(400_000, part_values=1024)
+    work = asyncio.create_task(average(cluster, spec, weights))
+    await cluster.net.transports["c"].received(40)
+    cluster.net.kill("c")
+    values, results, outcomes = await work
+    survivors = ["a", "b", "d"]
+    for name in survivors:
+        outcome = outcomes[name]
+        assert outcome.ok, outcome
+        assert outcome.contributors == outcomes["a"].contributors
+        assert torch.equal(results[name], results["a"])
+        torch.testing.assert_close(
+            results[name].double(), expected_mean(values, outcome), rtol=1e-6, atol=1e-6
+        )
+
+
+async def test_values_that_are_not_finite_fail_the_round_of_who_has_them_only(cluster: Cluster) -> None:
+    names = ["a", "b", "poisoned"]
+    for name in names:
+        cluster.add(name)
+    spec = spec_of(2000)
+    runs = {name: await cluster.routers[name].join(spec) for name in names}
+    await company(runs.values())
+    values = {name: torch.ones(2000) for name in names}
+    values["poisoned"][1300] = float("nan")
+    outcomes = dict(
+        zip(
+            names,
+            await asyncio.gather(
+                *(runs[name].average(values[name], torch.zeros(2000), 1.0, 20.0) for name in names)
+            ),
+            strict=True,
+        )
+    )
+    assert not outcomes["poisoned"].ok
+    assert "our own tensor 'w' is not finite at flat index 1300: nan" in outcomes["poisoned"].reason
+    for name in ("a", "b"):
+        assert outcomes[name].ok, outcomes[name].reason
+        assert set(outcomes[name].contributors) == {"a", "b"}
+
+
+async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
+    cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
+) -> None:
+    for name in "abc":
+        cluster.add(name)
+    runs = await joined(cluster, spec_of(3000), "abc")
+    await together(runs)
+    router, round, manifest = next(begun for begun in rounds if begun[0] is cluster.routers["a"])
+    size = round._task.contribution.shape
+    again = RoundDriver(
+        dataclasses.replace(round._task, result=torch.zeros(size)), router._mesh, lambda _: None
+    )
+    again.start()
+    for other in set(manifest.peers) - {"a"}:
+        before = len(again._endpoint._unheard[again._members[other]])
+        assert before
+        for _ in range(3):
+            again.lost(other, "one of its channels broke", connected=True)
+        assert len(again._endpoint._unheard[again._members[other]]) == before
+    again.withdraw("the test is over")
+    again.close()
+
+
+@pytest.mark.parametrize("size", [1, 255])
+async def test_small_tensors_alone_are_averaged_exactly_under_int8(cluster: Cluster, size: int) -> None:
+    weights = dict.fromkeys("abc", 1.0)
+    for name in weights:
+        cluster.add(name, bandwidth=1e6 if name == "a" else 1e9)
+    values, results, outcomes = await average(cluster, spec_of(size, codec="int8"), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert torch.equal(results[name], results["a"])
+    torch.testing.assert_close(results["a"].double(), expected_mean(values, outcomes["a"]))
+
+
+async def test_our_own_small_tensor_that_is_not_finite_is_named(cluster: Cluster) -> None:
+    schema = Schema.of({"t": torch.zeros(3), "w": torch.zeros(300)})
+    for name in "ab":
+        cluster.add(name)
+    runs = await joined(cluster, RunSpec.create("run", schema), "ab")
+    poisoned = torch.zeros(303)
+    poisoned[301] = float("nan")
+    outcomes = await asyncio.gather(
+        *(
+            run.average(values, torch.zeros(303), 1.0, 20.0)
+            for run, values in zip(runs, (torch.zeros(303), poisoned), strict=True)
+        )
+    )
+    assert not any(outcomes)
+    assert "our own tensor 't' is not finite at flat index 1: nan" in outcomes[1].reason
+
+
+async def test_bad_input_is_refused_before_anything_happens(cluster: Cluster) -> None:
+    cluster.add("a")
+    run = await cluster.routers["a"].join(spec_of(10))
+    with pytest.raises(ValueError, match="weight"):
+        await run.average(torch.ones(10), torch.zeros(10), float("nan"), 1.0)
+    with pytest.raises(ValueError, match="contribution as float32"):
+        await run.average(torch.ones(9), torch.zeros(10), 1.0, 1.0)
+    with pytest.raises(ValueError, match="already"):
+        await cluster.routers["a"].join(spec_of(10))
+
+
+async def test_a_claim_counts_if_its_peer_answers_and_up_to_what_it_gives(cluster: Cluster) -> None:
+    for name in ("a", "b", "liar"):
+        cluster.add(name)
+    spec = spec_of(1000)
+    runs = await joined(cluster, spec, ("a", "b", "liar"))
+    runs[1].report_accumulated(100.0)
+    runs[2].report_accumulated(1e12)
+    records = cluster.net.records[spec.name]
+    while records["liar"].accumulated < 1e12 or records["b"].accumulated < 100.0:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    records["ghost"] = dataclasses.replace(records["liar"], peer="ghost")
+    assert await runs[0].others_accumulated() == 100.0 + 1e12, "whoever has no target takes it as it is"
+    assert await runs[0].others_accumulated(300.0) == 100.0 + 300.0 / 3
+    size = spec.schema.size
+    outcomes = await asyncio.gather(
+        *(
+            run.average(torch.ones(size), torch.zeros(size), weight, 20.0)
+            for run, weight in zip(runs, (100.0, 100.0, 1.0), strict=True)
+        )
+    )
+    assert outcomes[0].events[-1] == "201 of 300 came together: liar gave 1 where 100 was counted on"
+    assert not outcomes[1].events, "it had counted on nobody"
+    runs[2].report_accumulated(2e12)
+    while records["liar"].accumulated < 2e12 or records["liar"].round != runs[0].round:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert await runs[0].others_accumulated(300.0) <= 2.0 + 100.0
