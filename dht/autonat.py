@@ -20,11 +20,11 @@ import msgspec
 from equipoise.dht import messages
 from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
 from equipoise.dht.dialer import GREETING, Unreached, probe, told
-from equipoise.dht.direct import mirror
+from equipoise.dht.direct import stun
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.interfaces import network_of
 from equipoise.dht.limits import RateLimit
-from equipoise.dht.link import Link
+from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.records import Addresses
 from equipoise.dht.sanitize import printable
 
@@ -158,7 +158,7 @@ def _peers(count: int) -> str:
 class DialBack:
     """Dials back for others, and asks them to; `direct` tells the port of this peer's direct listener, 0 for none."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: P2pdClient) -> None:
         self.direct: Callable[[], int] = lambda: 0
         self._link = link
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
@@ -227,7 +227,7 @@ async def answered(host: str, port: int) -> None:
     async with told(host, port):
         connection = await connect(host, port)
         try:
-            await mirror.ask(connection)
+            await stun.ask(connection)
         finally:
             connection.close()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from equipoise.dht.address import Address
 from equipoise.dht.dialer import Unreached
-from equipoise.dht.link import LinkError
+from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.protocol import CallError, OtherVersion, RecordProtocol
 from equipoise.dht.state import AddressState, BootstrapStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
@@ -266,7 +266,7 @@ class Bootstrap:
             return error.state, str(error)
         except OtherVersion as error:
             return "other version", str(error)
-        except (LinkError, CallError) as error:
+        except (P2pdClientError, CallError) as error:
             cause = error.__cause__
             return (cause.state, str(cause)) if isinstance(cause, Unreached) else ("failed", str(error))
         return "connected", "connected"

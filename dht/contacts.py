@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from equipoise.dht.link import Link, LinkError
+from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.tasks import TaskSet
 
@@ -85,7 +85,7 @@ class Pulse:
 class Contacts:
     """Asks connected peers that have fallen silent, hangs up on those that do not answer, and tells `on_lost`."""
 
-    def __init__(self, link: Link, protocol: RecordProtocol) -> None:
+    def __init__(self, link: P2pdClient, protocol: RecordProtocol) -> None:
         self.on_lost: Callable[[str], None] = lambda peer: None
         self._link = link
         self._dialer = protocol.dialer
@@ -136,5 +136,5 @@ class Contacts:
         try:
             await self._link.disconnect(peer)
             await self._dialer.refresh()
-        except LinkError as error:
+        except P2pdClientError as error:
             _log.debug("%s", error)

@@ -18,7 +18,7 @@ from dataclasses import replace
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.limits import LruDict
-from equipoise.dht.link import Link, LinkError
+from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import AddressState
 from equipoise.dht.tasks import end
@@ -53,7 +53,7 @@ class Dialer:
         failures: Why peers could not be reached when last tried, by PeerID.
     """
 
-    def __init__(self, link: Link, own: str, policy: DialPolicy) -> None:
+    def __init__(self, link: P2pdClient, own: str, policy: DialPolicy) -> None:
         self._link = link
         self._own = own
         self._policy = policy
@@ -86,7 +86,7 @@ class Dialer:
         return tuple(address.text for address in self._known.get(peer, ()))
 
     async def refresh(self) -> frozenset[str]:
-        """Ask p2pd which peers are connected; raises LinkError if p2pd does not answer."""
+        """Ask p2pd which peers are connected; raises P2pdClientError if p2pd does not answer."""
         self.paths = await self._link.connections()
         self.connected = frozenset(self.paths) - {self._own}
         self._asked = now = self._now()
@@ -101,7 +101,7 @@ class Dialer:
 
         Raises:
             Unreached: No address of it is known, or none leads to it.
-            LinkError: p2pd does not answer.
+            P2pdClientError: p2pd does not answer.
         """
         async with self._asking:
             if self._now() - self._asked > FRESH_SECONDS:
@@ -196,7 +196,7 @@ class Dialer:
             await probe(address.host, address.port, greeting)
         try:
             await self._link.connect(address.peer, address.encode_transport(), CONNECT_SECONDS)
-        except LinkError as error:
+        except P2pdClientError as error:
             raise self._cause(address, str(error)) from error
         self._causes.pop(address.text, None)
         self.connected |= {address.peer}

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 
 from equipoise.dht.identity import Identity
-from equipoise.dht.ledger import Entry
 from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.reach import Reach
+from equipoise.dht.record_store import Entry
 from equipoise.dht.records import (
     MAX_REASON_CHARACTERS,
     MAX_WHY_CHARACTERS,
@@ -196,7 +196,7 @@ class RunDirectory:
         """Return the verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""
         if run not in self._own and time.monotonic() - self._searched.get(run, float("-inf")) > STALE_SECONDS:
             await self._search(run)
-        return [entry.record for entry in self._protocol.ledger.current(run, time.monotonic())]
+        return [entry.record for entry in self._protocol.record_store.current(run, time.monotonic())]
 
     def renew(self) -> None:
         """Publish what has changed of this peer itself in every run."""
@@ -259,7 +259,9 @@ class RunDirectory:
         return Kept(key_of(run, shard_of(self._identity.peer)), self._identity.peer, data, TTL_SECONDS)
 
     def _targets(self, own: _Own) -> list[str]:
-        mates = [entry.record.peer for entry in self._protocol.ledger.current(own.run, time.monotonic())]
+        mates = [
+            entry.record.peer for entry in self._protocol.record_store.current(own.run, time.monotonic())
+        ]
         return [peer for peer in dict.fromkeys((*mates, *own.replicas)) if peer != self._identity.peer]
 
     async def _keep_published(self, own: _Own) -> None:

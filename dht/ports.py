@@ -1,6 +1,6 @@
 """The TCP ports that libp2p listens on: the usual ones first, then any free one, held against other daemons.
 
-Other peers remember addresses, so a port is kept in the home (`memory`) and taken again at the next start.
+Other peers remember addresses, so a port is kept in the home (`peer_cache`) and taken again at the next start.
 """
 
 from __future__ import annotations

@@ -21,13 +21,13 @@ from typing import Any, TypeVar
 from equipoise.dht import messages
 from equipoise.dht.clock import SwarmClock
 from equipoise.dht.dialer import Dialer
+from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, PeerID, RoutingTable
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.ledger import Entry, Ledger
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
-from equipoise.dht.link import CallHandler, Link
+from equipoise.dht.p2pd_client import CallHandler, P2pdClient
+from equipoise.dht.record_store import Entry, RecordStore
 from equipoise.dht.records import Forged, Kept, RecordError
 from equipoise.dht.sanitize import printable
-from equipoise.dht.substrate import DHTID, Blacklist, DHTNode, PeerID, RoutingTable
 from equipoise.dht.tasks import TaskSet
 
 MAX_PEERS = 1024
@@ -125,13 +125,15 @@ class RecordProtocol:
 
     bucket_size = messages.MAX_NEAREST
 
-    def __init__(self, peer: str, serves: bool, link: Link, dialer: Dialer, ledger: Ledger) -> None:
+    def __init__(
+        self, peer: str, serves: bool, link: P2pdClient, dialer: Dialer, record_store: RecordStore
+    ) -> None:
         self.peer = peer
         self.node_id = node_id_of(peer)
         self.routing_table = RoutingTable(self.node_id, self.bucket_size, BUCKET_DEPTH_MODULO)
         self.blacklist = Blacklist(BLACKLIST_SECONDS, BLACKLIST_GROWTH)
         self.clock = SwarmClock()
-        self.ledger = ledger
+        self.record_store = record_store
         self.acquainted: set[str] = set()
         self.addresses: tuple[str, ...] = ()
         self.on_heard: Callable[[str], None] = lambda peer: None
@@ -194,7 +196,7 @@ class RecordProtocol:
         await self.look_up([self.node_id.to_bytes()])
 
     async def look_up(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        """Fetch what is kept under `keys` (20 bytes each) into the ledger; return the nearest peers of each.
+        """Fetch what is kept under `keys` (20 bytes each) into the record store; return the nearest peers of each.
 
         This peer is left out. Weather is not an error: nobody found means nobody returned.
         """
@@ -223,7 +225,7 @@ class RecordProtocol:
     ) -> dict[Any, tuple[None, dict[Any, Any]]] | None:
         """Ask `peer` (a hivemind `PeerID`) for the records and neighbours of `keys`; called by `DHTNode`.
 
-        The records go to the ledger, not to hivemind. None if there is no usable answer.
+        The records go to the record store, not to hivemind. None if there is no usable answer.
         """
         keys = tuple(keys)
         request = messages.Find(hello=self._hello(str(peer)), keys=tuple(key.to_bytes() for key in keys))
@@ -239,14 +241,14 @@ class RecordProtocol:
         }
 
     def take(self, records: Iterable[Kept], sender: str) -> int:
-        """Put valid records that `sender` has sent into the ledger; return how many are valid."""
+        """Put valid records that `sender` has sent into the record store; return how many are valid."""
         accepted, now = 0, time.monotonic()
         for kept in records:
-            known = sender == self.peer or self.ledger.knows(kept, now)
+            known = sender == self.peer or self.record_store.knows(kept, now)
             if not known and not self._scrutiny.admits(sender, kept.subkey, now):
                 continue
             try:
-                entry = self.ledger.accept(kept, now, self.clock.now())
+                entry = self.record_store.accept(kept, now, self.clock.now())
             except Forged as error:
                 self._scrutiny.distrust(sender, now)
                 self._lose(sender)
@@ -319,7 +321,7 @@ class RecordProtocol:
     def _on_find(self, peer: str, request: messages.Find) -> messages.Found:
         self._meet(peer, request.hello)
         now = time.monotonic()
-        records = [kept for key in dict.fromkeys(request.keys) for kept in self.ledger.under(key, now)]
+        records = [kept for key in dict.fromkeys(request.keys) for kept in self.record_store.under(key, now)]
         nearest = tuple(self._nearest(key, peer) for key in request.keys)
         return messages.Found(hello=self._hello(peer), records=_page(records), nearest=nearest)
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from equipoise.dht import messages
 from equipoise.dht.autonat import DIALBACK, DialBack, Reachability, direct_hosts
 from equipoise.dht.limits import LruDict
-from equipoise.dht.link import CallHandler, Inbound, Link
+from equipoise.dht.p2pd_client import CallHandler, Inbound, P2pdClient
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import MAX_ADDRESSES, Readiness
-from equipoise.dht.relay.keeper import MAX_CANDIDATES, RelayKeeper
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayKeeper
 from equipoise.dht.relay.messages import HOP_PROTOCOL
+from equipoise.dht.relay.probe import TRIAL_PROTOCOL, Trials
 from equipoise.dht.relay.service import RelayRules, RelayService
-from equipoise.dht.relay.trial import TRIAL_PROTOCOL, Trials
 from equipoise.dht.state import ReachStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
 
@@ -47,7 +47,7 @@ class Reach:
 
     def __init__(
         self,
-        link: Link,
+        link: P2pdClient,
         protocol: RecordProtocol,
         folder: Path,
         hidden: str = "",

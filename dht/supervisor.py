@@ -7,8 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.link import CallHandler, Link, LinkError
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from equipoise.dht.p2pd_client import CallHandler, P2pdClient, P2pdClientError
 
 FIRST_RESTART_SECONDS = 0.1
 MAX_RESTART_SECONDS = 5.0
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """One p2pd after the other under one `Link`.
+    """One p2pd after the other under one `P2pdClient`.
 
     Attributes:
         reason: Why there is no p2pd just now; empty while it runs.
@@ -39,7 +39,7 @@ class Supervisor:
 
     def __init__(
         self,
-        link: Link,
+        link: P2pdClient,
         dialer: Dialer,
         calls: dict[str, CallHandler],
         launched: Callable[[], Awaitable[None]],
@@ -93,7 +93,7 @@ class Supervisor:
         try:
             await self._attach()
             await self._launched()
-        except LinkError as error:
+        except P2pdClientError as error:
             await self._link.detach()
             await self._p2pd.stop()
             raise P2pdError(f"p2pd started but does not answer: {error}") from error
@@ -122,7 +122,7 @@ class Supervisor:
             if self._p2pd is not None:
                 await self._p2pd.stop()
             await self._launch()
-        except (P2pdError, LinkError) as error:
+        except (P2pdError, P2pdClientError) as error:
             self.reason = str(error)
             _log.warning("%s", error)
             return False
@@ -154,7 +154,7 @@ class Supervisor:
             await self._link.detach(for_good=False)
             try:
                 await self._attach()
-            except LinkError as error:
+            except P2pdClientError as error:
                 _log.warning("%s", error)
                 await asyncio.sleep(REATTACH_SECONDS)
             else:
@@ -169,7 +169,7 @@ class Supervisor:
                 await self._dialer.refresh()
                 addresses = await self._link.identify()
                 missed = 0
-            except LinkError:
+            except P2pdClientError:
                 missed += 1
             else:
                 if set(addresses) != set(self.addresses):

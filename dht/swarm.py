@@ -22,19 +22,19 @@ from equipoise.dht.bootstrap import Bootstrap
 from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
-from equipoise.dht.direct.preface import Layer
+from equipoise.dht.direct.hello import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import behind_router, private_networks
-from equipoise.dht.ledger import Ledger
-from equipoise.dht.link import Link
-from equipoise.dht.memory import Memory
 from equipoise.dht.p2pd import P2pdOptions, make_runtime_dir, remove_runtime_dir
+from equipoise.dht.p2pd_client import P2pdClient
+from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.reach import Reach
+from equipoise.dht.record_store import RecordStore
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.sanitize import printable
@@ -106,7 +106,7 @@ class Swarm:
             parse_announce(text)
         self.identity = load_or_create(home)
         self.peer = self.identity.peer
-        self._memory = Memory(home)
+        self._memory = PeerCache(home)
         self._runtime = make_runtime_dir()
         self._build(bool(listen))
         self._build_direct(self._listen)
@@ -124,10 +124,10 @@ class Swarm:
 
     def _build(self, dialable: bool) -> None:
         peer = self.identity.peer
-        self._link = Link(self._runtime / "p2pd.sock")
+        self._link = P2pdClient(self._runtime / "p2pd.sock")
         self._policy = DialPolicy(private_networks)
         self._dialer = Dialer(self._link, peer, self._policy)
-        self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, Ledger())
+        self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, RecordStore())
         self._build_reach("" if dialable else "it was started in client mode")
         self.transport = Libp2pTransport(
             peer, lambda: self._reach.dialable, self._link, self._dialer, self._runtime
@@ -136,7 +136,7 @@ class Swarm:
         self.directory.name = self._options.name[:MAX_NAME_CHARACTERS]
         self._protocol.on_peer = self._on_peer
         self._contacts = Contacts(self._link, self._protocol)
-        self._contacts.on_lost = lambda lost: self._protocol.ledger.bury(lost, time.monotonic())
+        self._contacts.on_lost = lambda lost: self._protocol.record_store.bury(lost, time.monotonic())
         others = [address for address in self._join if address.peer != peer]
         self._bootstrap = Bootstrap(others, self._protocol)
         self._bootstrap.alive = lambda: self._contacts.alive if self._link.attached else None
@@ -184,7 +184,7 @@ class Swarm:
         """Return what people call `peer`, by its own word, fit for a terminal; empty if it has not said."""
         if peer == self.peer:
             return self._options.name
-        said = self._protocol.ledger.newest(peer)
+        said = self._protocol.record_store.newest(peer)
         return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
     def reach(self, peer: str) -> ReachStatus:
@@ -195,7 +195,7 @@ class Swarm:
             return ReachStatus("direct", "hole punched through both NATs")
         if self.direct.linked(peer):
             return ReachStatus("direct", "a direct channel is open")
-        said = self._protocol.ledger.newest(peer)
+        said = self._protocol.record_store.newest(peer)
         connected = peer in self._dialer.connected
         failure = self._dialer.failures.get(peer)
         if failure is not None and not connected:
@@ -338,7 +338,9 @@ class Swarm:
 
     def _mates(self) -> list[Readiness]:
         now = time.monotonic()
-        entries = (entry for run in self.directory.runs for entry in self._protocol.ledger.current(run, now))
+        entries = (
+            entry for run in self.directory.runs for entry in self._protocol.record_store.current(run, now)
+        )
         return [record for record in (entry.record for entry in entries) if record.peer != self.peer]
 
     def _on_reach(self) -> None:
@@ -389,7 +391,7 @@ class Swarm:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            self._protocol.ledger.forget(time.monotonic())
+            self._protocol.record_store.forget(time.monotonic())
             self._warn()
             for peer in sorted(self._contacts.alive.intersection(self._protocol.peers)):
                 self._memory.remember(peer, self._dialer.addresses_of(peer))

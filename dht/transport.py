@@ -15,7 +15,7 @@ from pathlib import Path
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Tally
-from equipoise.dht.link import Inbound, Link
+from equipoise.dht.p2pd_client import Inbound, P2pdClient
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
 
@@ -216,7 +216,7 @@ class Libp2pTransport:
     """
 
     def __init__(
-        self, peer: str, dialable: Callable[[], bool], link: Link, dialer: Dialer, runtime: Path
+        self, peer: str, dialable: Callable[[], bool], link: P2pdClient, dialer: Dialer, runtime: Path
     ) -> None:
         self.peer = peer
         self._dialable = dialable

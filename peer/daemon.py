@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 async def assemble(config: Config) -> Parts:
     """Start the real swarm and router."""
-    from equipoise.peer.assembly import start_parts
+    from equipoise.peer.wiring import start_parts
 
     return await start_parts(config)
 

@@ -20,8 +20,8 @@ import msgspec
 
 from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
 from equipoise.peer.errors import EquipoiseError
-from equipoise.peer.foreground import exit_at_once, load_daemon, on_signals, run_loop, start_daemon
 from equipoise.peer.home import Home
+from equipoise.peer.run_daemon import exit_at_once, load_daemon, on_signals, run_loop, start_daemon
 
 if TYPE_CHECKING:
     from equipoise.peer.daemon import Daemon

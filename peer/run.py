@@ -45,9 +45,9 @@ from equipoise.peer.shared_memory import VALUE_BYTES, Region, shared_copy
 from equipoise.peer.tensors import Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
+    from equipoise.peer.training.checkpoint_writer import Checkpoints
     from equipoise.peer.training.optimizer import SwarmOptimizer
     from equipoise.peer.training.options import OptionKeywords
-    from equipoise.peer.training.recording import Checkpoints
 
 STATE_SECONDS = 0.25
 """A daemon that is busy encoding may take so long to answer; `state` then says what it said last."""
@@ -467,9 +467,9 @@ class Run:
             Refused: Its parameters are not the optimizer's.
         """
         # Who only averages need not load it.
+        from equipoise.peer.training.checkpoint_writer import Keeper
         from equipoise.peer.training.optimizer import SwarmOptimizer
         from equipoise.peer.training.options import Options, from_keywords
-        from equipoise.peer.training.recording import Keeper
 
         optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
         if checkpoints is not None:

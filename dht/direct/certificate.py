@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.errors import Refused
 
 LIFE_SECONDS = 30 * 86400.0
 """Of a certificate; a daemon that runs longer makes a new one at half of it."""

@@ -16,7 +16,7 @@ import msgspec
 from equipoise.dht.address import is_host
 from equipoise.dht.direct import certificate as certificates
 from equipoise.dht.direct.certificate import OwnCertificate, check_certificate, make_certificate
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.errors import Refused
 from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode
 

@@ -14,7 +14,8 @@ import socket
 from OpenSSL import SSL
 
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.preface import (
+from equipoise.dht.direct.errors import Refused
+from equipoise.dht.direct.hello import (
     GREETING_BYTES,
     PREFACE_BYTES,
     SECRET_BYTES,
@@ -22,7 +23,6 @@ from equipoise.dht.direct.preface import (
     encode_greeting,
     parse_greeting,
 )
-from equipoise.dht.direct.refusals import Refused
 from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
 from equipoise.dht.direct.tls import TlsFault, TlsSession
 from equipoise.dht.streams import HEAD_BYTES, StreamClosed

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from OpenSSL import SSL, crypto
 
 from equipoise.dht.direct.certificate import OwnCertificate
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.errors import Refused
 
 _PARTIAL_WRITE = 1
 """SSL_MODE_ENABLE_PARTIAL_WRITE of OpenSSL's ssl.h, which pyOpenSSL sets: a call of Python for every record."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy
-from equipoise.dht.direct import handshake, mirror
-from equipoise.dht.direct.admitted import Admitted, AdmittedPeers
+from equipoise.dht.direct import handshake, stun
+from equipoise.dht.direct.allowlist import Admitted, Allowlist
 from equipoise.dht.direct.credential import Presence
+from equipoise.dht.direct.errors import Refusals, Refused, Why
+from equipoise.dht.direct.hello import Layer, Preface, fingerprint_of, parse_preface
 from equipoise.dht.direct.listener import Gate, Listener, endpoints
-from equipoise.dht.direct.parking import Parking
-from equipoise.dht.direct.preface import Layer, Preface, fingerprint_of, parse_preface
-from equipoise.dht.direct.refusals import Refusals, Refused, Why
+from equipoise.dht.direct.punched_channels import PunchedChannels
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
@@ -73,14 +73,14 @@ class DirectTransport:
         self._layer = layer
         self._policy = policy or DialPolicy(private_networks)
         self._presence = Presence(identity, clock)
-        self._admitted = AdmittedPeers(clock)
+        self._allowlist = Allowlist(clock)
         self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
         self._gate: Gate[asyncio.Task[None]] = Gate()
         self._handler: Handler | None = None
         self._channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
-        self._parking = Parking(lambda channel: run_handler(self._handler, channel))
+        self._punched = PunchedChannels(lambda channel: run_handler(self._handler, channel))
         self.on_meet: Callable[[str], None] = lambda peer: None
         self._tasks = TaskSet()
 
@@ -106,20 +106,20 @@ class DirectTransport:
             ValueError: The credential is not genuine, has expired, or is another peer's; says which.
         """
         try:
-            self._admitted.admit(peer, credential)
+            self._allowlist.admit(peer, credential)
         except Refused as error:
             self._refuse(error.why, str(error))
             raise ValueError(str(error)) from None
 
     def meet(self, peer: str) -> None:
         """A round with `peer` begins, if it was admitted: a channel with it is worth some effort."""
-        if self._admitted.get(peer) is not None:
+        if self._allowlist.get(peer) is not None:
             self.on_meet(peer)
 
     def reaches(self, peer: str) -> bool:
         """Whether `peer` was admitted and says where it listens, or a channel to it is there already."""
-        admitted = self._admitted.get(peer)
-        return admitted is not None and (bool(admitted.credential.addresses) or self._parking.keeps(peer))
+        admitted = self._allowlist.get(peer)
+        return admitted is not None and (bool(admitted.credential.addresses) or self._punched.keeps(peer))
 
     def linked(self, peer: str) -> bool:
         """Whether a channel with `peer` is open."""
@@ -127,7 +127,7 @@ class DirectTransport:
 
     def punched(self, peer: str) -> bool:
         """Whether one that was opened from both ends at once is."""
-        return self._parking.open(peer)
+        return self._punched.open(peer)
 
     def failure(self, peer: str) -> str:
         """Why the last dial of `peer` opened no channel; empty if one was opened since, or it is not to be dialled."""
@@ -164,7 +164,7 @@ class DirectTransport:
         """Stop listening, close every channel, end every handler; idempotent."""
         self._handler = None
         self._listener.stop()
-        await self._parking.stop()
+        await self._punched.stop()
         self._channels.close()
         await self._tasks.stop()
 
@@ -174,13 +174,13 @@ class DirectTransport:
         Raises:
             ConnectionError: The peer cannot be reached or is not admitted; names it and says why.
         """
-        kept = await self._parking.take(peer)
+        kept = await self._punched.take(peer)
         if kept is not None:
             return kept
         self._channels.check_room(peer)
         failures = []
         try:
-            admitted = self._admitted.current(peer)
+            admitted = self._allowlist.current(peer)
             async with asyncio.timeout(OPEN_SECONDS):
                 for host, port in admitted.credential.addresses:
                     try:
@@ -236,7 +236,7 @@ class DirectTransport:
         """
         try:
             keep_alive(connection)
-            admitted = self._admitted.current(peer)
+            admitted = self._allowlist.current(peer)
             if dialled:
                 self._channels.check_room(peer)
                 return self._enter(peer, await self._claim(connection, admitted, address))
@@ -249,7 +249,7 @@ class DirectTransport:
 
     def park(self, channel: FramedChannel, *, dialled: bool) -> None:
         """Keep a punched channel for the next round; with `dialled` as in `punch`."""
-        self._parking.park(channel, dialled=dialled)
+        self._punched.park(channel, dialled=dialled)
 
     async def _claim(
         self, connection: socket.socket, admitted: Admitted, address: tuple[str, int]
@@ -293,8 +293,8 @@ class DirectTransport:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 opening = await handshake.receive_opening(connection)
-                if mirror.is_question(opening):
-                    await asyncio.get_running_loop().sock_sendall(connection, mirror.encode_answer(*address))
+                if stun.is_question(opening):
+                    await asyncio.get_running_loop().sock_sendall(connection, stun.encode_answer(*address))
                     return
                 if self._handler is None:
                     return
@@ -320,7 +320,7 @@ class DirectTransport:
             self._layer == "plain" and not is_loopback(host)
         ):
             raise Refused("plain", f"{preface.dialler} wants channels as {preface.layer}, not {self._layer}")
-        admitted = await self._admitted.expect(preface.dialler, preface.fingerprint, ADMIT_SECONDS)
+        admitted = await self._allowlist.expect(preface.dialler, preface.fingerprint, ADMIT_SECONDS)
         stream = await self._secure(connection, admitted, preface, dialler=False)
         try:
             self._channels.check_room(preface.dialler)

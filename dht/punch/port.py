@@ -12,7 +12,7 @@ import logging
 import socket
 from collections.abc import Sequence
 
-from equipoise.dht.direct import mirror
+from equipoise.dht.direct import stun
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.punch.messages import Place, Places, judge
 from equipoise.dht.streams import Acceptor
@@ -102,7 +102,7 @@ class SharedPort:
         try:
             async with asyncio.timeout(MIRROR_SECONDS):
                 await asyncio.get_running_loop().sock_connect(connection, place)
-                return await mirror.ask(connection), connection.getsockname()[:2]
+                return await stun.ask(connection), connection.getsockname()[:2]
         except OSError as error:
             _log.debug("%s does not tell where connections come from: %s", shown(place), said(error))
             return None

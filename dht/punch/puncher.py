@@ -15,7 +15,7 @@ from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit
-from equipoise.dht.link import Inbound, Link
+from equipoise.dht.p2pd_client import Inbound, P2pdClient
 from equipoise.dht.punch import machine
 from equipoise.dht.punch.messages import (
     MAX_MESSAGE_BYTES,
@@ -245,7 +245,7 @@ class Puncher:
     """
 
     def __init__(
-        self, link: Link, dialer: Dialer, direct: DirectTransport, reach: Reach, folder: Path
+        self, link: P2pdClient, dialer: Dialer, direct: DirectTransport, reach: Reach, folder: Path
     ) -> None:
         self._link = link
         self._reach = reach

@@ -11,7 +11,7 @@ import base58
 
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Allowance, Tally
-from equipoise.dht.link import Link, LinkError
+from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.relay.messages import (
     HOP_PROTOCOL,
     STOP_PROTOCOL,
@@ -66,7 +66,7 @@ class RelayService:
     """Answers `HOP_PROTOCOL` in p2pd's place; without rules it refuses everybody."""
 
     def __init__(
-        self, link: Link, connected: Callable[[], Awaitable[frozenset[str]]], rules: RelayRules | None
+        self, link: P2pdClient, connected: Callable[[], Awaitable[frozenset[str]]], rules: RelayRules | None
     ) -> None:
         """`connected` asks p2pd which peers it has connections to."""
         self._link = link
@@ -190,7 +190,7 @@ class RelayService:
                 await send_message(other, encode(call, STOP_PROTOCOL))
                 answer = decode(await receive_message(other), STOP_PROTOCOL)
             if answer.status != Status.OK:
-                raise LinkError(f"{target} answers: {describe(answer.status)}")
+                raise P2pdClientError(f"{target} answers: {describe(answer.status)}")
         except BaseException:
             other.close()
             raise

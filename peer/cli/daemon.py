@@ -34,6 +34,6 @@ def daemon(show_config: bool, as_json: bool, **flags: Any) -> None:
     if show_config:
         print_json(loaded.settings) if as_json else print_settings(loaded.settings)
         return
-    from equipoise.peer.foreground import run_daemon
+    from equipoise.peer.run_daemon import run_daemon
 
     sys.exit(run_daemon(loaded))

@@ -6,14 +6,14 @@
 from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.checkpoint import CheckpointError
+from equipoise.peer.training.checkpoint_writer import Checkpoints
+from equipoise.peer.training.dcp import SwarmState
 from equipoise.peer.training.gossip import Gossip
 from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.local import DiLoCo, LocalSGD
 from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.options import GossipOptions, LocalOptions, Options
-from equipoise.peer.training.recording import Checkpoints
-from equipoise.peer.training.stateful import SwarmState
-from equipoise.peer.training.tensorfile import ImageError
+from equipoise.peer.training.safetensors_io import ImageError
 
 __all__ = [
     "Average",

@@ -10,7 +10,7 @@ from equipoise.peer.futures import PendingFetch, PendingMean, Recovered
 from equipoise.peer.run import Run
 from equipoise.peer.training import events
 from equipoise.peer.training.image import Image, TrainingState
-from equipoise.peer.training.tensorfile import ImageError
+from equipoise.peer.training.safetensors_io import ImageError
 
 FETCH_SECONDS = 600.0
 """For one snapshot; a gigabyte at 16 Mbit/s. It resumes from other donors within that."""

@@ -18,7 +18,7 @@ import torch
 from blake3 import blake3
 
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.tensorfile import ImageError, pack, unpack
+from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 FORMAT = 1
 """Raised when an older reader would misread an image."""

@@ -24,6 +24,7 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import stepped_tensors
+from equipoise.peer.training.checkpoint_writer import Checkpoints, Keeper
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
 from equipoise.peer.training.member import (
     CATCH_UP_SECONDS,
@@ -34,7 +35,6 @@ from equipoise.peer.training.member import (
     wait_for,
 )
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
-from equipoise.peer.training.recording import Checkpoints, Keeper
 from equipoise.peer.training.replica import ATTENDANCE
 from equipoise.peer.training.step_hook import StepHook
 

@@ -26,7 +26,7 @@ from equipoise.peer.training.image import Image, ModelPart, TrainingState, diges
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.options import CommonOptions
 from equipoise.peer.training.replica import HELD_MEANS, Replica
-from equipoise.peer.training.tensorfile import ImageError
+from equipoise.peer.training.safetensors_io import ImageError
 
 CATCH_UP_SECONDS = 5.0
 """Longest time that a step of the training loop waits to find the group's state; then the loop has its turn."""

@@ -26,6 +26,7 @@ from equipoise.peer.tensors import (
     sparse_gradients,
     stepped_tensors,
 )
+from equipoise.peer.training.batch_quota import Pace
 from equipoise.peer.training.image import (
     EXTRA,
     ModelPart,
@@ -38,7 +39,6 @@ from equipoise.peer.training.image import (
 )
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import Options, number
-from equipoise.peer.training.pace import Pace
 
 CLIP_BITS = 20
 """Bits kept of the factor that clips. Peers with other hardware, or another number of threads, add a norm up in

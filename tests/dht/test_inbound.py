@@ -12,9 +12,9 @@ from typing import cast
 
 import pytest
 
-from equipoise.dht import link
+from equipoise.dht import p2pd_client
 from equipoise.dht.identity import peer_of
-from equipoise.dht.link import PEERS_SHARE, Inbound, LinkError
+from equipoise.dht.p2pd_client import PEERS_SHARE, Inbound, P2pdClientError
 from equipoise.dht.streams import Stream, StreamClosed, connect_unix, receive_message, send_message
 
 PEER, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2))
@@ -46,7 +46,7 @@ class Door:
 
 @pytest.fixture
 async def door(tmp_path: Path, monkeypatch) -> AsyncIterator[Door]:
-    monkeypatch.setattr(link, "inbound_stream", lambda message: (message.decode(), False))
+    monkeypatch.setattr(p2pd_client, "inbound_stream", lambda message: (message.decode(), False))
     door = Door(tmp_path / "s", 2 * PEERS_SHARE)
     door.inbound.listen()
     yield door
@@ -72,7 +72,7 @@ async def test_no_peer_takes_more_than_its_share(door: Door, until) -> None:
     await until(lambda: not door.inbound._per_peer)
 
 
-@pytest.mark.parametrize("error", [LinkError("p2pd is gone"), TimeoutError(), ValueError("x")])
+@pytest.mark.parametrize("error", [P2pdClientError("p2pd is gone"), TimeoutError(), ValueError("x")])
 async def test_weather_in_a_handler_is_no_error(door: Door, caplog, error: Exception) -> None:
     door.error = error
     assert await closed(await door.knock(PEER))

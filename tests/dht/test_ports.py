@@ -10,8 +10,8 @@ import pytest
 
 from equipoise.dht import interfaces
 from equipoise.dht.address import AddressError, parse_announce, parse_listen
-from equipoise.dht.memory import Memory
 from equipoise.dht.p2pd import ListenError
+from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.ports import claim
 from equipoise.dht.swarm import Swarm, SwarmOptions
 
@@ -46,14 +46,14 @@ def test_a_port_that_is_named_is_taken_or_refused() -> None:
 
 
 def test_ports_survive_in_the_home(tmp_path: Path) -> None:
-    memory = Memory(tmp_path)
+    memory = PeerCache(tmp_path)
     assert memory.ports == (0, 0)
     memory.keep_ports(31337, 40000)
     memory.keep_ports(0, 31338)
     memory.save()
-    assert Memory(tmp_path).ports == (31337, 31338)
+    assert PeerCache(tmp_path).ports == (31337, 31338)
     (tmp_path / "swarm.json").write_text('{"port": 70000}')
-    assert Memory(tmp_path).ports == (0, 0)
+    assert PeerCache(tmp_path).ports == (0, 0)
 
 
 async def test_a_member_listens_where_it_did_before(members) -> None:

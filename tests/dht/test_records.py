@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.dht import ledger as ledgers
+from equipoise.dht import record_store as ledgers
 from equipoise.dht.identity import Identity, load_or_create, peer_of
-from equipoise.dht.ledger import CLOCK_TOLERANCE_SECONDS, REMEMBER_SECONDS, Ledger
+from equipoise.dht.record_store import CLOCK_TOLERANCE_SECONDS, REMEMBER_SECONDS, RecordStore
 from equipoise.dht.records import (
     MAX_RECORD_BYTES,
     MAX_RUNS_PER_PEER,
@@ -53,8 +53,8 @@ def forged(identity: Identity, payload: bytes, run: str = "digits") -> bytes:
     return msgspec.msgpack.encode({"payload": payload, "signature": signature})
 
 
-def states(ledger: Ledger, now: float = NOW) -> dict[str, tuple[int, str]]:
-    found = [entry.record for entry in ledger.current("digits", now)]
+def states(record_store: RecordStore, now: float = NOW) -> dict[str, tuple[int, str]]:
+    found = [entry.record for entry in record_store.current("digits", now)]
     return {one.peer: (one.sequence, one.state) for one in found}
 
 
@@ -196,107 +196,109 @@ def test_what_is_cut_off_or_goes_on_is_malformed(identity: Identity) -> None:
 
 
 def test_ledger_keeps_the_newest(identity: Identity, stranger: Identity) -> None:
-    ledger = Ledger()
-    assert ledger.accept(kept(identity, sequence=5), NOW, SWARM_TIME)
-    assert ledger.accept(kept(stranger, sequence=1), NOW, SWARM_TIME)
-    assert ledger.accept(kept(identity, sequence=6, state="joined"), NOW, SWARM_TIME)
-    assert states(ledger) == {identity.peer: (6, "joined"), stranger.peer: (1, "ready")}
-    assert [entry.record.peer for entry in ledger.current("digits", NOW)] == sorted(states(ledger))
+    record_store = RecordStore()
+    assert record_store.accept(kept(identity, sequence=5), NOW, SWARM_TIME)
+    assert record_store.accept(kept(stranger, sequence=1), NOW, SWARM_TIME)
+    assert record_store.accept(kept(identity, sequence=6, state="joined"), NOW, SWARM_TIME)
+    assert states(record_store) == {identity.peer: (6, "joined"), stranger.peer: (1, "ready")}
+    assert [entry.record.peer for entry in record_store.current("digits", NOW)] == sorted(
+        states(record_store)
+    )
 
 
 def test_replays_and_equivocation_are_refused(identity: Identity) -> None:
-    ledger = Ledger()
+    record_store = RecordStore()
     old, new = kept(identity, sequence=1), kept(identity, sequence=2)
-    ledger.accept(old, NOW, SWARM_TIME)
-    ledger.accept(new, NOW, SWARM_TIME)
-    assert ledger.accept(new, NOW, SWARM_TIME) is None
+    record_store.accept(old, NOW, SWARM_TIME)
+    record_store.accept(new, NOW, SWARM_TIME)
+    assert record_store.accept(new, NOW, SWARM_TIME) is None
     for replayed in (old, kept(identity, sequence=2, round=7)):
         with pytest.raises(RecordError, match="is not after"):
-            ledger.accept(replayed, NOW, SWARM_TIME)
-    assert states(ledger) == {identity.peer: (2, "ready")}
+            record_store.accept(replayed, NOW, SWARM_TIME)
+    assert states(record_store) == {identity.peer: (2, "ready")}
 
 
 def test_life_counts_from_the_first_arrival(identity: Identity) -> None:
-    ledger = Ledger()
+    record_store = RecordStore()
     one = kept(identity)
-    ledger.accept(one, NOW, SWARM_TIME)
-    ledger.accept(one, NOW + 14, SWARM_TIME)
-    assert states(ledger, NOW + 14.9)
-    assert not states(ledger, NOW + 15.1)
-    ledger.accept(one, NOW + 16, SWARM_TIME)
-    assert not states(ledger, NOW + 16)
+    record_store.accept(one, NOW, SWARM_TIME)
+    record_store.accept(one, NOW + 14, SWARM_TIME)
+    assert states(record_store, NOW + 14.9)
+    assert not states(record_store, NOW + 15.1)
+    record_store.accept(one, NOW + 16, SWARM_TIME)
+    assert not states(record_store, NOW + 16)
 
 
 def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Identity) -> None:
-    ledger = Ledger()
-    ledger.accept(kept(identity, remaining=2.0), NOW, SWARM_TIME)
-    assert not states(ledger, NOW + 3)
-    ledger.accept(kept(identity, remaining=15.0), NOW, SWARM_TIME)
-    assert states(ledger, NOW + 14)
-    assert not states(ledger, NOW + 16)
+    record_store = RecordStore()
+    record_store.accept(kept(identity, remaining=2.0), NOW, SWARM_TIME)
+    assert not states(record_store, NOW + 3)
+    record_store.accept(kept(identity, remaining=15.0), NOW, SWARM_TIME)
+    assert states(record_store, NOW + 14)
+    assert not states(record_store, NOW + 16)
 
 
 @pytest.mark.parametrize("remaining", [0.0, -1.0, 61.0, math.nan, math.inf])
 def test_absurd_lives_are_refused(identity: Identity, remaining: float) -> None:
     with pytest.raises(RecordError, match="left to live"):
-        Ledger().accept(kept(identity, remaining=remaining), NOW, SWARM_TIME)
+        RecordStore().accept(kept(identity, remaining=remaining), NOW, SWARM_TIME)
 
 
 def test_foreign_subkey_and_wrong_key_are_refused(identity: Identity, stranger: Identity) -> None:
     good = kept(identity)
     with pytest.raises(RecordError, match="subkey"):
-        Ledger().accept(Kept(good.key, stranger.peer, good.data, 15.0), NOW, SWARM_TIME)
+        RecordStore().accept(Kept(good.key, stranger.peer, good.data, 15.0), NOW, SWARM_TIME)
     with pytest.raises(RecordError, match="another key"):
-        Ledger().accept(Kept(key_of("other", 0), identity.peer, good.data, 15.0), NOW, SWARM_TIME)
+        RecordStore().accept(Kept(key_of("other", 0), identity.peer, good.data, 15.0), NOW, SWARM_TIME)
 
 
 def test_clocks_a_day_off_take_part_and_old_replays_do_not(identity: Identity) -> None:
-    assert Ledger().accept(kept(identity), NOW, SWARM_TIME - 2 * 86_400)
-    assert Ledger().accept(kept(identity), NOW, SWARM_TIME + 2 * 86_400)
+    assert RecordStore().accept(kept(identity), NOW, SWARM_TIME - 2 * 86_400)
+    assert RecordStore().accept(kept(identity), NOW, SWARM_TIME + 2 * 86_400)
     with pytest.raises(RecordError, match="swarm's clock"):
-        Ledger().accept(kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
+        RecordStore().accept(kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
 
 
 def test_nothing_can_be_revived_by_forgetting(identity: Identity) -> None:
-    ledger = Ledger()
-    ledger.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
-    ledger.accept(kept(identity, sequence=2), NOW, SWARM_TIME)
-    ledger.forget(NOW + REMEMBER_SECONDS - 1)
-    assert len(ledger) == 1
-    ledger.forget(NOW + REMEMBER_SECONDS + 1)
-    assert len(ledger) == 0
+    record_store = RecordStore()
+    record_store.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
+    record_store.accept(kept(identity, sequence=2), NOW, SWARM_TIME)
+    record_store.forget(NOW + REMEMBER_SECONDS - 1)
+    assert len(record_store) == 1
+    record_store.forget(NOW + REMEMBER_SECONDS + 1)
+    assert len(record_store) == 0
     with pytest.raises(RecordError, match="swarm's clock"):
-        ledger.accept(
+        record_store.accept(
             kept(identity, sequence=1), NOW + REMEMBER_SECONDS + 1, SWARM_TIME + REMEMBER_SECONDS + 1
         )
 
 
 def test_the_departed_are_gone_at_once_but_their_farewell_is_passed_on(identity: Identity) -> None:
-    ledger = Ledger()
-    ledger.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
+    record_store = RecordStore()
+    record_store.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
     farewell = kept(identity, sequence=2, state="offline")
-    ledger.accept(farewell, NOW, SWARM_TIME)
-    assert not states(ledger)
-    assert [one.data for one in ledger.under(farewell.key, NOW)] == [farewell.data]
+    record_store.accept(farewell, NOW, SWARM_TIME)
+    assert not states(record_store)
+    assert [one.data for one in record_store.under(farewell.key, NOW)] == [farewell.data]
 
 
 def test_runs_per_author_are_bounded(identity: Identity) -> None:
-    ledger = Ledger()
+    record_store = RecordStore()
     for number in range(MAX_RUNS_PER_PEER):
-        ledger.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
+        record_store.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
     with pytest.raises(RecordError, match="maximum"):
-        ledger.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
-    ledger.accept(kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)
+        record_store.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
+    record_store.accept(kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)
 
 
 def test_a_run_that_was_left_makes_room_for_another(identity: Identity) -> None:
-    ledger = Ledger()
+    record_store = RecordStore()
     for number in range(MAX_RUNS_PER_PEER):
-        ledger.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
-    ledger.accept(kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
-    assert ledger.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
-    assert ledger.accept(kept(identity, run="and another"), NOW + 16, SWARM_TIME)
-    assert len(ledger) == MAX_RUNS_PER_PEER
+        record_store.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
+    record_store.accept(kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
+    assert record_store.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
+    assert record_store.accept(kept(identity, run="and another"), NOW + 16, SWARM_TIME)
+    assert len(record_store) == MAX_RUNS_PER_PEER
 
 
 @pytest.mark.parametrize(
@@ -316,7 +318,7 @@ def test_the_memory_of_records_is_bounded(
     monkeypatch.setattr("equipoise.dht.records.verify", lambda *_: True)
     monkeypatch.setattr(author, "sign", lambda *_: bytes(64), raising=False)
     monkeypatch.setattr(ledgers, "MAX_BYTES", ledgers.MAX_BYTES // 8)
-    ledger, limit = Ledger(), ledgers.MAX_BYTES
+    record_store, limit = RecordStore(), ledgers.MAX_BYTES
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -324,7 +326,7 @@ def test_the_memory_of_records_is_bounded(
             peer = peer_of(number.to_bytes(32, "big"))
             run = f"run {number}, " + "x" * 100
             sent = msgspec.msgpack.encode(kept(author, peer=peer, run=run, **contents))
-            ledger.accept(msgspec.msgpack.decode(sent, type=Kept), NOW, SWARM_TIME)
+            record_store.accept(msgspec.msgpack.decode(sent, type=Kept), NOW, SWARM_TIME)
         taken = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -332,22 +334,22 @@ def test_the_memory_of_records_is_bounded(
 
 
 def test_records_of_a_peer_that_is_gone_are_void_until_it_says_more(identity: Identity) -> None:
-    ledger = Ledger()
+    record_store = RecordStore()
     first = kept(identity)
-    ledger.accept(first, NOW, SWARM_TIME)
-    ledger.bury(identity.peer, NOW + 1)
-    assert not states(ledger, NOW + 1)
-    assert ledger.accept(first, NOW + 2, SWARM_TIME) is None, "others still pass it on"
-    assert not states(ledger, NOW + 2)
-    again = ledger.accept(kept(identity, sequence=2), NOW + 3, SWARM_TIME)
+    record_store.accept(first, NOW, SWARM_TIME)
+    record_store.bury(identity.peer, NOW + 1)
+    assert not states(record_store, NOW + 1)
+    assert record_store.accept(first, NOW + 2, SWARM_TIME) is None, "others still pass it on"
+    assert not states(record_store, NOW + 2)
+    again = record_store.accept(kept(identity, sequence=2), NOW + 3, SWARM_TIME)
     assert again is not None
     assert again.newcomer
-    assert states(ledger, NOW + 3)
+    assert states(record_store, NOW + 3)
 
 
 def test_one_that_has_left_and_still_serves_is_found_and_says_so(identity: Identity) -> None:
-    ledger = Ledger()
-    ledger.accept(kept(identity, state="left"), NOW, SWARM_TIME)
-    (entry,) = ledger.current("digits", NOW)
+    record_store = RecordStore()
+    record_store.accept(kept(identity, state="left"), NOW, SWARM_TIME)
+    (entry,) = record_store.current("digits", NOW)
     assert entry.record.left
     assert not entry.record.ready

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from equipoise.dht.address import parse_address
 from equipoise.dht.limits import BURST_SECONDS, Allowance
-from equipoise.dht.link import Inbound, Link
+from equipoise.dht.p2pd_client import Inbound, P2pdClient
 from equipoise.dht.reach import stands_in
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
@@ -30,8 +30,8 @@ from equipoise.dht.relay.messages import (
     describe,
     encode,
 )
+from equipoise.dht.relay.probe import RelayError
 from equipoise.dht.relay.service import RelayRules
-from equipoise.dht.relay.trial import RelayError
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.streams import StreamClosed, receive_message, send_message
 from equipoise.dht.swarm import Swarm
@@ -187,7 +187,7 @@ async def test_a_relay_that_cuts_is_not_used(members, until, monkeypatch, honest
 async def test_p2pds_own_relay_is_not_used(members, until, monkeypatch) -> None:
     attach = Inbound.attach
 
-    async def leave_relaying_to_p2pd(self: Inbound, link: Link) -> None:
+    async def leave_relaying_to_p2pd(self: Inbound, link: P2pdClient) -> None:
         if self._protocol != HOP_PROTOCOL:
             await attach(self, link)
 

@@ -13,13 +13,13 @@ import pytest
 
 from equipoise.dht.address import Address
 from equipoise.dht.identity import peer_of
-from equipoise.dht.link import LinkError
 from equipoise.dht.p2pd import P2pdError
+from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.reach import Reach
-from equipoise.dht.relay import keeper, trial
-from equipoise.dht.relay.keeper import MAX_CANDIDATES, RelayKeeper
+from equipoise.dht.relay import client, probe
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayKeeper
 from equipoise.dht.relay.messages import HOP_PROTOCOL, Kind, Limit, Message, Status, encode
-from equipoise.dht.relay.trial import RelayError, Trials, _Transfer
+from equipoise.dht.relay.probe import RelayError, Trials, _Transfer
 from equipoise.dht.streams import Stream, send_message
 
 RELAY, OWN, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2, 3))
@@ -51,7 +51,7 @@ class World:
     async def open_stream(self, peer: str, protocol: str, seconds: float) -> Stream:
         self.meanwhile()
         if self.broken:
-            raise LinkError("p2pd is gone")
+            raise P2pdClientError("p2pd is gone")
         near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
         await send_message(far, encode(self.answer, HOP_PROTOCOL))
         self.ends.append(far)
@@ -70,7 +70,7 @@ async def hold(world: World) -> None:
 
 @pytest.fixture
 async def world(monkeypatch) -> AsyncIterator[World]:
-    monkeypatch.setattr(keeper, "GAP_SECONDS", 0.0)
+    monkeypatch.setattr(client, "GAP_SECONDS", 0.0)
     world = World()
     yield world
     for end in world.ends:
@@ -82,8 +82,8 @@ async def test_a_p2pd_that_dies_while_a_place_is_renewed_takes_it_along(
     world: World, monkeypatch, broken: bool
 ) -> None:
     await hold(world)
-    monkeypatch.setattr(keeper, "RENEW_SECONDS", -1.0)
-    monkeypatch.setattr(keeper, "WANTED", 0)
+    monkeypatch.setattr(client, "RENEW_SECONDS", -1.0)
+    monkeypatch.setattr(client, "WANTED", 0)
     world.broken, world.meanwhile = broken, world.keeper.lose_all
     await world.keeper._tend()
     assert not world.keeper.held
@@ -99,7 +99,7 @@ async def test_a_p2pd_that_dies_during_a_trial_takes_the_place_along(world: Worl
 
 async def test_a_place_that_is_not_renewed_is_given_up(world: World, monkeypatch) -> None:
     await hold(world)
-    monkeypatch.setattr(keeper, "RENEW_SECONDS", -1.0)
+    monkeypatch.setattr(client, "RENEW_SECONDS", -1.0)
     world.answer = Message(Kind.STATUS, status=Status.RESERVATION_REFUSED)
     await world.keeper._tend()
     assert not world.keeper.held
@@ -171,7 +171,7 @@ async def test_what_an_earlier_trial_sent_does_not_count_for_a_later_one(trials:
 
 
 async def test_a_trial_that_rests_is_let_go(trials: Trials, monkeypatch) -> None:
-    monkeypatch.setattr(trial, "TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr(probe, "TRIAL_SECONDS", 0.05)
     trials._under_way = _Transfer(OTHER)
     near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
     with pytest.raises(TimeoutError):
@@ -192,7 +192,7 @@ async def fail_to_start(options: object) -> None:
     ],
 )
 async def test_a_trial_that_cannot_begin_is_one_that_fails(trials: Trials, monkeypatch, broken, how) -> None:
-    monkeypatch.setattr(trial, broken, how)
+    monkeypatch.setattr(probe, broken, how)
     with pytest.raises(RelayError, match="it cannot be tried"):
         await trials.conduct(Address("", OWN, "44.0.0.1", 1, True))
     assert not list(trials._folder.iterdir())

@@ -13,7 +13,7 @@ import pytest
 from equipoise.dht import limits
 from equipoise.dht.identity import peer_of
 from equipoise.dht.limits import BURST_SECONDS
-from equipoise.dht.link import LinkError
+from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.relay import service
 from equipoise.dht.relay.messages import (
     HOP_PROTOCOL,
@@ -198,7 +198,7 @@ async def test_one_that_does_not_answer_is_told_of(relay: Relay, monkeypatch) ->
 
 async def test_one_that_cannot_be_called_is_told_of(relay: Relay, monkeypatch) -> None:
     async def fail(peer: str, protocol: str, seconds: float) -> Stream:
-        raise LinkError("p2pd is not running")
+        raise P2pdClientError("p2pd is not running")
 
     monkeypatch.setattr(relay, "open_stream", fail)
     assert await answer(await relay.connect(PEERS[1])) == Status.CONNECTION_FAILED

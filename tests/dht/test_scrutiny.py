@@ -13,7 +13,6 @@ from equipoise.dht import messages, records
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.identity import Identity, peer_of
-from equipoise.dht.ledger import Ledger
 from equipoise.dht.limits import (
     DISTRUST_SECONDS,
     HEARSAY_BURST,
@@ -22,8 +21,9 @@ from equipoise.dht.limits import (
     SIGNATURES_PER_SECOND,
     Scrutiny,
 )
-from equipoise.dht.link import Link
+from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import HELD_SECONDS, MAX_HELD, MAX_HELD_OF_ONE, RecordProtocol
+from equipoise.dht.record_store import RecordStore
 from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION
 from fakes.hostile import run_at_once
@@ -60,8 +60,8 @@ def test_a_forger_is_not_looked_at_for_a_while() -> None:
 
 @pytest.fixture
 def protocol(tmp_path: Path) -> RecordProtocol:
-    own, link = peer(0), Link(tmp_path / "nowhere")
-    return RecordProtocol(own, True, link, Dialer(link, own, DialPolicy(list)), Ledger())
+    own, link = peer(0), P2pdClient(tmp_path / "nowhere")
+    return RecordProtocol(own, True, link, Dialer(link, own, DialPolicy(list)), RecordStore())
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from equipoise.dht import messages
 from equipoise.dht.address import AddressError
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.memory import MEMORY_FILE, Memory
 from equipoise.dht.p2pd import ListenError
+from equipoise.dht.peer_cache import MEMORY_FILE, PeerCache
 from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import ReachStatus
 from equipoise.dht.swarm import Swarm, SwarmOptions
@@ -198,7 +198,7 @@ async def answers(member: Swarm, other: Swarm) -> bool:
 
 async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.supervisor.WATCH_SECONDS", 0.1)
-    monkeypatch.setattr("equipoise.dht.link.REQUEST_SECONDS", 0.5)
+    monkeypatch.setattr("equipoise.dht.p2pd_client.REQUEST_SECONDS", 0.5)
     first = await members.start("first")
     os.kill(first.status().p2pd_pid, signal.SIGSTOP)
     await until(lambda: first.status().p2pd_restarts == 1)
@@ -368,14 +368,14 @@ async def test_start_and_stop_leave_nothing(members, until) -> None:
 def test_memory_survives_and_distrusts_its_file(tmp_path: Path) -> None:
     peer = load_or_create(tmp_path / "other").peer
     good = {peer: (f"/ip4/127.0.0.1/tcp/1/p2p/{peer}",)}
-    memory = Memory(tmp_path)
+    memory = PeerCache(tmp_path)
     first = memory.first_sequence
     memory.remember(peer, good[peer])
     memory.save()
-    again = Memory(tmp_path)
+    again = PeerCache(tmp_path)
     assert again.peers == good
     assert again.first_sequence > first
     (tmp_path / MEMORY_FILE).write_text('{"starts": 9, "peers": {"x": ["/ip4/nonsense"]}}')
-    assert Memory(tmp_path).peers == {}
+    assert PeerCache(tmp_path).peers == {}
     (tmp_path / MEMORY_FILE).write_text("[" * 100_000)
-    assert Memory(tmp_path).peers == {}
+    assert PeerCache(tmp_path).peers == {}

@@ -38,14 +38,14 @@ from equipoise.averaging.outcome import Idle
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfers
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.preface import Layer
+from equipoise.dht.direct.hello import Layer
 from equipoise.dht.direct.streams import AeadStream, TlsStream
 from equipoise.dht.swarm import Swarm as Membership
 from equipoise.dht.swarm import SwarmOptions
 from equipoise.dht.transport import FramedChannel
 from equipoise.peer import Run, connect
-from equipoise.peer.assembly import Signer
 from equipoise.peer.tensors import tensor_schema
+from equipoise.peer.wiring import Signer
 from fakes.alterations import ALTERATIONS
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from equipoise.dht import identity
-from equipoise.peer.assembly import start_parts
 from equipoise.peer.config import load
 from equipoise.peer.errors import EquipoiseError, HomeError
+from equipoise.peer.wiring import start_parts
 
 
 async def refusal(home: Path) -> EquipoiseError:

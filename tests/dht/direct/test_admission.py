@@ -16,11 +16,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from equipoise.dht.direct import admitted, certificate, handshake, transport
+from equipoise.dht.direct import allowlist, certificate, handshake, transport
 from equipoise.dht.direct.certificate import OwnCertificate, make_certificate
 from equipoise.dht.direct.credential import issue, parse
-from equipoise.dht.direct.preface import Preface, fingerprint_of, parse_preface
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.errors import Refused
+from equipoise.dht.direct.hello import Preface, fingerprint_of, parse_preface
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.direct.tls import make_context
 from fakes.direct import port_of, refused
@@ -172,7 +172,7 @@ async def test_an_expired_credential_is_refused(peers, monkeypatch) -> None:
     first, second = peers.pair()
     with pytest.raises(ValueError, match="expired"):
         first.admit(second.peer, forge(peers, "second", [], life=-1.0))
-    monkeypatch.setattr(first._admitted, "_clock", lambda: time.time() + 8 * 86400)
+    monkeypatch.setattr(first._allowlist, "_clock", lambda: time.time() + 8 * 86400)
     with pytest.raises(ValueError, match="expired"):
         first.admit(second.peer, second.credential)
     with pytest.raises(ConnectionError, match="expired"):
@@ -188,8 +188,8 @@ async def test_an_expired_certificate_is_refused(peers, dial, layer) -> None:
             member.peer, forge(peers, "first", (), dataclasses.replace(old, expires=time.time() + 60))
         )
     # TLS refuses it as well, should it expire between admission and connection.
-    known = target._admitted._peers[member.peer]
-    target._admitted._peers[member.peer] = admitted.Admitted(
+    known = target._allowlist._peers[member.peer]
+    target._allowlist._peers[member.peer] = allowlist.Admitted(
         dataclasses.replace(known.credential, certificate=old.der), fingerprint_of(old.der)
     )
     await turned_away(dial, member.peer, target, old, layer)
@@ -212,7 +212,7 @@ async def test_who_flips_bits_between_two_members_ends_the_connection_and_no_mor
             with contextlib.suppress(ConnectionError):
                 frame = await peers.accepted.get_nowait().receive(lambda _, size: memoryview(bytearray(size)))
                 assert frame == FRAME
-    assert second.peer in first._admitted._peers
+    assert second.peer in first._allowlist._peers
 
 
 async def test_who_alters_the_layer_asked_for_is_found_out_before_a_frame(peers, layer) -> None:
@@ -268,7 +268,7 @@ def certificate_of(peer) -> bytes:
 async def knock(dial, claimed: str, target, own: OwnCertificate, layer):
     """Dial `target` as an attacker would, with any certificate behind a claim that is as good as can be."""
     connection = await dial(target)
-    preface = Preface(layer, claimed, target.peer, target._admitted.get(claimed).fingerprint)
+    preface = Preface(layer, claimed, target.peer, target._allowlist.get(claimed).fingerprint)
     await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
     trusted = certificate_of(target)
     context = make_context(own, trusted, server=False)

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import transport
+from equipoise.dht.direct.errors import Refusals, Refused
+from equipoise.dht.direct.hello import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import MAX_WAITING, Gate
-from equipoise.dht.direct.preface import PREFACE_BYTES, Preface, parse_preface
-from equipoise.dht.direct.refusals import Refusals, Refused
 from equipoise.dht.identity import peer_of
 from fakes.direct import port_of, refused
 
@@ -139,7 +139,7 @@ async def test_a_member_fed_with_noise_after_its_handshake_is_dropped(peers) -> 
 
 def claim(layer, member, target) -> bytes:
     """The preface that the member itself would send."""
-    return Preface(layer, member.peer, target.peer, target._admitted.get(member.peer).fingerprint).encode()
+    return Preface(layer, member.peer, target.peer, target._allowlist.get(member.peer).fingerprint).encode()
 
 
 def _noise(rng: random.Random, member, target) -> bytes:

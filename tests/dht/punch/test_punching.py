@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from equipoise.dht.direct import mirror, parking
-from equipoise.dht.direct.preface import PREFACE_BYTES
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct import punched_channels, stun
+from equipoise.dht.direct.errors import Refused
+from equipoise.dht.direct.hello import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
 from equipoise.dht.punch.messages import NoPlace, Places, encode
@@ -116,7 +116,7 @@ async def test_a_parked_channel_that_breaks_is_forgotten(hidden: Hidden, until) 
 
 @pytest.mark.parametrize("dialled", [True, False])
 async def test_what_no_round_wants_is_closed(hidden: Hidden, until, monkeypatch, dialled: bool) -> None:
-    monkeypatch.setattr(parking, "PARKED_SECONDS", 0.1)
+    monkeypatch.setattr(punched_channels, "PARKED_SECONDS", 0.1)
     introduce(hidden.first, hidden.second)
     first, second = await hidden.punch()
     own, channel = (hidden.first, first) if dialled else (hidden.second, second)
@@ -179,20 +179,20 @@ async def test_a_stream_that_ends_ends_it(hidden: Hidden) -> None:
 async def test_everybody_is_told_where_it_comes_from(peers: Peers, dial) -> None:
     public = peers.make("public")
     connection = await dial(public, "127.0.0.9")
-    assert await mirror.ask(connection) == connection.getsockname()
+    assert await stun.ask(connection) == connection.getsockname()
     assert refused(public) == {}
 
 
 @pytest.mark.parametrize("place", [("192.0.2.1", 5001), ("2001:db8::1", 1)])
 def test_answers_survive_the_wire(place: tuple[str, int]) -> None:
-    assert mirror.parse_answer(mirror.encode_answer(*place)) == place
-    assert len(mirror.QUESTION) == PREFACE_BYTES > mirror.ANSWER_BYTES
+    assert stun.parse_answer(stun.encode_answer(*place)) == place
+    assert len(stun.QUESTION) == PREFACE_BYTES > stun.ANSWER_BYTES
 
 
-@pytest.mark.parametrize("answer", [b"", b"x" * mirror.ANSWER_BYTES, mirror.encode_answer("192.0.2.1", 0)])
+@pytest.mark.parametrize("answer", [b"", b"x" * stun.ANSWER_BYTES, stun.encode_answer("192.0.2.1", 0)])
 def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
     with pytest.raises(Refused):
-        mirror.parse_answer(answer)
+        stun.parse_answer(answer)
 
 
 async def test_connections_of_one_port_leave_from_one_port(peers: Peers) -> None:

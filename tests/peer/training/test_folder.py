@@ -22,9 +22,9 @@ from equipoise.peer.training.checkpoint import (
     Subject,
     read_manifest,
 )
-from equipoise.peer.training.folder import MAX_FOLDER_CHARS, Folder, folder_name
+from equipoise.peer.training.checkpoint_dir import MAX_FOLDER_CHARS, Folder, folder_name
 from equipoise.peer.training.image import Image
-from equipoise.peer.training.tensorfile import ImageError
+from equipoise.peer.training.safetensors_io import ImageError
 
 OWN = Subject("digits", {"model": "one"})
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.image import ModelPart, OptimizerPart, SchedulerPart, TrainingState, UserPart
-from equipoise.peer.training.tensorfile import DTYPES, MAX_HEADER_BYTES, ImageError, pack, unpack
+from equipoise.peer.training.safetensors_io import DTYPES, MAX_HEADER_BYTES, ImageError, pack, unpack
 from oracles.training import batch_of, loss_of, network
 
 ID = StateId(3, "a" * 64)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.peer.training.pace import FORMING_SECONDS, Pace, deal
+from equipoise.peer.training.batch_quota import FORMING_SECONDS, Pace, deal
 
 weights = st.dictionaries(st.sampled_from("abcdefgh"), st.floats(0.5, 1e4), min_size=1)
 

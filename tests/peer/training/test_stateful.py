@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.stateful import Stateful
 
 from equipoise.peer.training import ImageError, SwarmOptimizer
-from equipoise.peer.training.stateful import SwarmState
+from equipoise.peer.training.dcp import SwarmState
 from fakes.training import FakeSwarm
 from oracles.training import batch_of, loss_of, network
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.dht.address import is_relayed
+from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2
 from equipoise.dht.limits import Tally
 from equipoise.dht.sanitize import printable
 from equipoise.dht.streams import Acceptor, Stream, connect_unix, receive_message, send_message
-from equipoise.dht.substrate import P2P, Multiaddr, PeerID, p2pd_pb2
 from equipoise.dht.tasks import TaskSet
 
 REQUEST_SECONDS = 5.0
@@ -38,11 +38,11 @@ closed when the handler ends."""
 _log = logging.getLogger(__name__)
 
 
-class LinkError(ConnectionError):
+class P2pdClientError(ConnectionError):
     """p2pd did not do what was asked; the message is its, or says that it is gone, in one line."""
 
 
-class Link:
+class P2pdClient:
     """An attachment to a p2pd that listens on the unix socket `control`."""
 
     def __init__(self, control: Path) -> None:
@@ -60,7 +60,7 @@ class Link:
         """Attach to p2pd and register the unary handlers `calls`.
 
         Raises:
-            LinkError: p2pd does not answer; to be followed by `detach`.
+            P2pdClientError: p2pd does not answer; to be followed by `detach`.
         """
         if self._anchor is None:
             self._anchor = await self._ask("attach", type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)
@@ -79,7 +79,7 @@ class Link:
             control = p2p._client.control
             for answer in control._pending_calls.values():
                 if not answer.done():
-                    answer.set_exception(LinkError("p2pd is gone"))
+                    answer.set_exception(P2pdClientError("p2pd is gone"))
             await p2p.shutdown()
             for task in control._handler_tasks.values():
                 task.cancel()  # Nobody is left to answer.
@@ -101,7 +101,7 @@ class Link:
         """Connect to `peer` at `address` (a binary multiaddr without PeerID).
 
         Raises:
-            LinkError: It cannot be reached; the message is libp2p's.
+            P2pdClientError: It cannot be reached; the message is libp2p's.
         """
         target = p2pd_pb2.ConnectRequest(
             peer=PeerID.from_base58(peer).to_bytes(), addrs=[address], timeout=max(1, int(seconds))
@@ -110,7 +110,7 @@ class Link:
         (await self._ask(f"connect to {peer}", seconds, type=kind, connect=target)).close()
 
     async def disconnect(self, peer: str) -> None:
-        """Close every connection to `peer`; raises LinkError if p2pd does not answer."""
+        """Close every connection to `peer`; raises P2pdClientError if p2pd does not answer."""
         target = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
         kind = p2pd_pb2.Request.DISCONNECT
         (await self._ask(f"disconnect {peer}", type=kind, disconnect=target)).close()
@@ -127,7 +127,7 @@ class Link:
         """Call the unary handler `name` of `peer`.
 
         Raises:
-            LinkError: No answer in time, or the answer is an error.
+            P2pdClientError: No answer in time, or the answer is an error.
         """
         call = self._client().call_unary_handler(PeerID.from_base58(peer), name, request)
         answer: bytes = await _bounded(call, f"call {peer}", seconds)
@@ -145,7 +145,7 @@ class Link:
         """Open a stream of `protocol` to `peer`.
 
         Raises:
-            LinkError: The peer cannot be reached, or does not speak the protocol.
+            P2pdClientError: The peer cannot be reached, or does not speak the protocol.
         """
         target = p2pd_pb2.StreamOpenRequest(
             peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(seconds))
@@ -164,7 +164,7 @@ class Link:
             await send_message(stream, request.SerializeToString())
             response = p2pd_pb2.Response.FromString(await receive_message(stream))
             if response.type == p2pd_pb2.Response.ERROR:
-                raise LinkError(printable(response.error.msg, ERROR_CHARACTERS))
+                raise P2pdClientError(printable(response.error.msg, ERROR_CHARACTERS))
         except BaseException:
             stream.close()
             raise
@@ -172,7 +172,7 @@ class Link:
 
     def _client(self) -> Any:
         if self._p2p is None:
-            raise LinkError("p2pd is not running")
+            raise P2pdClientError("p2pd is not running")
         return self._p2p._client
 
 
@@ -195,14 +195,14 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float | None = N
         async with asyncio.timeout(seconds):
             return await request
     except TimeoutError:
-        raise LinkError(f"{what}: no answer within {seconds:.0f} s") from None
-    except LinkError:
+        raise P2pdClientError(f"{what}: no answer within {seconds:.0f} s") from None
+    except P2pdClientError:
         raise
     except (OSError, EOFError) as error:
-        raise LinkError(f"{what}: p2pd is gone ({printable(str(error))})") from error
+        raise P2pdClientError(f"{what}: p2pd is gone ({printable(str(error))})") from error
     except Exception as error:
         # hivemind's P2PDaemonError, P2PHandlerError and whatever protobuf raises on a torn answer.
-        raise LinkError(f"{what}: {printable(_message(error), ERROR_CHARACTERS)}") from error
+        raise P2pdClientError(f"{what}: {printable(_message(error), ERROR_CHARACTERS)}") from error
 
 
 def _message(error: Exception) -> str:
@@ -229,8 +229,8 @@ class Inbound:
         listening.bind(str(self._path))
         self._acceptor = Acceptor(listening, self._most, self._take)
 
-    async def attach(self, link: Link) -> None:
-        """Have a (new) p2pd send streams here; raises LinkError if p2pd does not answer."""
+    async def attach(self, link: P2pdClient) -> None:
+        """Have a (new) p2pd send streams here; raises P2pdClientError if p2pd does not answer."""
         await link.listen_streams(self._protocol, self._path)
 
     async def stop(self) -> None:

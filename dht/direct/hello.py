@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.errors import Refused
 from equipoise.dht.identity import peer_of, public_key_of
 
 Layer = Literal["tls", "aead", "plain"]

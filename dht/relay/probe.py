@@ -15,8 +15,8 @@ from pathlib import Path
 
 from equipoise.dht.address import Address
 from equipoise.dht.identity import IdentityError, load_or_create
-from equipoise.dht.link import Link
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
+from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Stream, StreamClosed
 
@@ -102,11 +102,11 @@ class Trials:
 
 
 @contextlib.asynccontextmanager
-async def _attached(options: P2pdOptions) -> AsyncIterator[Link]:
+async def _attached(options: P2pdOptions) -> AsyncIterator[P2pdClient]:
     """A p2pd of its own for the while; raises P2pdError if it does not start, LinkError if it does not answer."""
     p2pd = await P2pd.start(options)
     try:
-        link = Link(options.control)
+        link = P2pdClient(options.control)
         try:
             await link.attach({})
             yield link

@@ -52,7 +52,7 @@ def load_daemon(loaded: Loaded, stream: TextIO, home: Home) -> Daemon:
     """Import what the daemon of this process is made of, which takes a second, and make it."""
     import torch
 
-    from equipoise.dht.lean import bare_packages
+    from equipoise.dht.hivemind_stub import bare_packages
     from equipoise.peer.daemon import Daemon
 
     # Parts fit in cache, where one thread is fastest; more of them would wait for cores that training needs.

@@ -1,7 +1,7 @@
 """hivemind without what nobody here uses: its averager, optimisers and mixture of experts take 50 MB and half a second.
 
 They are imported by the `__init__` of hivemind and of hivemind.dht. In a process that is ours alone, those two are
-replaced by packages without content, under which the modules that `substrate` wants are imported by themselves.
+replaced by packages without content, under which the modules that `hivemind_imports` wants are imported by themselves.
 """
 
 from __future__ import annotations

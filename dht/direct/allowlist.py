@@ -15,8 +15,8 @@ from OpenSSL import SSL
 
 from equipoise.dht.direct.certificate import OwnCertificate
 from equipoise.dht.direct.credential import Credential, parse
-from equipoise.dht.direct.preface import fingerprint_of
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.errors import Refused
+from equipoise.dht.direct.hello import fingerprint_of
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.limits import LruDict
 from equipoise.dht.tasks import sleep_until
@@ -49,7 +49,7 @@ class Admitted:
         return self._contexts[key]
 
 
-class AdmittedPeers:
+class Allowlist:
     """The peers that were admitted, the least recent forgotten."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

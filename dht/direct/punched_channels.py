@@ -17,7 +17,7 @@ PARKED_SECONDS = 600.0
 """A channel that no round has wanted for so long is closed; some rounds are minutes apart."""
 
 
-class Parking:
+class PunchedChannels:
     """Punched channels: those that wait for a round, and which are still open."""
 
     def __init__(self, serve: Callable[[FramedChannel], Awaitable[None]]) -> None:

@@ -66,7 +66,7 @@ class Entry:
         return reread(self.data)
 
 
-class Ledger:
+class RecordStore:
     """The newest record of every author in every run, void ones included for as long as a replay could revive them."""
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class _Content(msgspec.Struct):
     peers: dict[str, tuple[str, ...]] = {}
 
 
-class Memory:
+class PeerCache:
     """A small file in the daemon's home; a lost or broken one costs nothing but a slower return."""
 
     def __init__(self, home: Path) -> None:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
 from equipoise.dht.dialer import Dialer, Unreached
 from equipoise.dht.limits import LruDict
-from equipoise.dht.link import Link, LinkError
+from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.relay.messages import HOP_PROTOCOL, Kind, Limit, Message, Status, decode, describe, encode
-from equipoise.dht.relay.trial import TRIAL_BYTES, RelayError, Trials
+from equipoise.dht.relay.probe import TRIAL_BYTES, RelayError, Trials
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.streams import receive_message, send_message
 from equipoise.dht.tasks import sleep_until
@@ -81,7 +81,7 @@ class RelayKeeper:
     """
 
     def __init__(
-        self, link: Link, dialer: Dialer, own: str, trials: Trials, offers: Callable[[], Iterable[str]]
+        self, link: P2pdClient, dialer: Dialer, own: str, trials: Trials, offers: Callable[[], Iterable[str]]
     ) -> None:
         """`offers` tells the PeerIDs of peers that relay for others."""
         self.held: dict[str, Held] = {}
@@ -182,7 +182,7 @@ class RelayKeeper:
         try:
             await self._dialer.reach(relay)
             await self._dialer.refresh()
-        except (Unreached, LinkError) as error:
+        except (Unreached, P2pdClientError) as error:
             raise RelayError(str(error)) from error
         limit = await self._reserve(relay)
         if 0 < limit.bytes < TRIAL_BYTES:

@@ -12,8 +12,8 @@ import ipaddress
 import socket
 import struct
 
-from equipoise.dht.direct.preface import PREFACE_BYTES
-from equipoise.dht.direct.refusals import Refused
+from equipoise.dht.direct.errors import Refused
+from equipoise.dht.direct.hello import PREFACE_BYTES
 
 _MAGIC = b"EQPM"
 _ANSWER = struct.Struct("!4s16sH")

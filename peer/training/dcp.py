@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from equipoise.peer.training.optimizer import SwarmOptimizer
-from equipoise.peer.training.tensorfile import ImageError, pack, unpack
+from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 ABOUT = "about"
 """Beside the tensors: their image's metadata."""
