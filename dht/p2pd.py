@@ -36,7 +36,7 @@ MAX_UNARY_BYTES = 256 * 1024
 MAX_SOCKET_PATH_BYTES = 103
 """sun_path holds 108 bytes with the final zero on Linux, 104 on macOS."""
 
-_GUARDIAN = Path(__file__).with_name("guardian.py")
+_PARENT_DEATH_SIGNAL = Path(__file__).with_name("parent_death_signal.py")
 _NAME = re.compile(r"eqp-(\d+)-\w+")
 
 
@@ -122,7 +122,7 @@ class P2pd:
                 sys.executable,
                 "-I",
                 "-S",
-                str(_GUARDIAN),
+                str(_PARENT_DEATH_SIGNAL),
                 str(os.getpid()),
                 options.guard,
                 *options.arguments(),
