@@ -39,6 +39,21 @@ class Fleet(contextlib.ExitStack):
             for run, weight in zip(self.runs, weights, strict=True)
         ]
 
+    def start_whole(self, weights: Sequence[float], member: int) -> list[Any]:
+        """Start a round, again until the member is in the midst of one of everyone.
+
+        On busy cores the first group may close before all have begun to seek it.
+        """
+        while True:
+            pending = self.start(weights)
+            eventually(lambda: self.exchanging(member), "the round to begin")
+            state = self.runs[member].state
+            if isinstance(state, Exchanging) and state.members == len(self.runs):
+                return pending
+            for one, tensor, value in zip(pending, self.tensors, self.values, strict=True):
+                one.result()
+                tensor.copy_(value)
+
     def _knows_all(self, run: Run) -> bool:
         state = run.state
         return len(self.runs) == 1 or (isinstance(state, Idle) and state.peers == len(self.runs) - 1)

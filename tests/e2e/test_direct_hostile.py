@@ -64,7 +64,7 @@ UNASKED = 6
 STRAY_BYTES = 200_000
 """The body of one more."""
 
-CLOSES_SECONDS = 5.0
+CLOSES_SECONDS = 30.0
 """Until the daemon has closed a channel: at once, on an idle machine."""
 
 GROWTH_BYTES = 48 * 1024 * 1024

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from e2e.fleet import Fleet, normal
-from e2e.swarm import Swarm, eventually
+from e2e.swarm import Swarm
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,9 +41,8 @@ def test_an_outlier_costs_int8_one_block(swarm: Swarm, members: int) -> None:
 def test_survivors_of_a_fault_in_mid_round_hold_an_exact_mean(swarm: Swarm, fault: str) -> None:
     daemons = swarm.daemons(4, args=LISTEN)
     with Fleet(daemons, normal(4, MEGABYTES_64), codec="int8") as fleet:
-        pending = fleet.start([1.0, 2.0, 3.0, 4.0], timeout=60.0)
         victim = 2
-        eventually(lambda: fleet.exchanging(victim), "the round to begin")
+        pending = fleet.start_whole([1.0, 2.0, 3.0, 4.0], victim)
         getattr(daemons[victim], fault)()
         outcomes = {member: pending[member].result() for member in (0, 1, 3)}
         fleet.check(outcomes, 0.010)
