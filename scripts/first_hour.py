@@ -26,6 +26,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench_load import end_cleanly_when_terminated
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -194,6 +196,7 @@ def main() -> int:
     if asked.inside:
         inside(asked.inside)
         return 0
+    end_cleanly_when_terminated()
     failed = rows = 0
     for kind in asked.cores or ("idle", "busy"):
         for script in asked.script or SCRIPTS:
