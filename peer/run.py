@@ -511,6 +511,13 @@ class Run:
         self._branches.append(branch)
         return branch
 
+    def refuse_if_trained(self) -> None:
+        """Raise `Refused` if something trains with the run already."""
+        if self.trained_by:
+            raise Refused(
+                f"run {self.name!r} is stepped by {self.trained_by} already", "join another run for this one"
+            )
+
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Have `leave` call `finish` first."""
         self._finishing.append(finish)

@@ -34,6 +34,7 @@ from equipoise.averaging.allreduce.events import (
     Send,
     SendContribution,
     SendMean,
+    Withdrew,
     Woke,
 )
 from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
@@ -166,7 +167,7 @@ class RoundDriver:
 
     def withdraw(self, reason: str) -> None:
         """Leave the round; the outcome says why."""
-        self._perform(self._endpoint.withdraw(reason, self._loop.time()))
+        self._perform(self._endpoint.handle(Withdrew(reason), self._loop.time()))
 
     def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
         """Where the body of a frame goes: memory of its own, for whether it is wanted is seen when it is here.

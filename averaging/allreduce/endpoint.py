@@ -1,9 +1,14 @@
-"""One member's end of a round: the machine, who is alive, and what may be sent when. Events in, actions out.
+"""One member's end of a round. It takes events and returns actions.
 
-A member says that it lives every `HEARTBEAT_SECONDS`, for as long as others may need an answer from it, and takes for
-lost who falls silent (`failure_detector`). Values leave only for members that have been heard: whoever says something
-about the round knows it by the same manifest, and has a place for what comes. A member that cannot be dialled is about
-to dial this one: to speak first would only make it look dead, so words wait for it as well.
+The endpoint joins three things: the round machine, the failure detector, and the rule of what may be sent when.
+
+The member sends a heartbeat every `HEARTBEAT_SECONDS`, as long as other members may need its answers. The failure
+detector tells the machine which members have fallen silent.
+
+The endpoint keeps values back until the receiving member has sent a frame of this round. That frame proves that the
+receiver knows the round by the same manifest and has buffers for it. The endpoint also keeps control messages back from
+a member that cannot be dialled, until that member has dialled this one. A message sent earlier would fail, and the
+member would look dead.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ from equipoise.averaging.allreduce.events import (
     Send,
     SendContribution,
     SendMean,
-    Withdrew,
     Woke,
 )
 from equipoise.averaging.allreduce.failure_detector import HEARTBEAT_SECONDS, FailureDetector
@@ -38,8 +42,8 @@ class Endpoint:
         timeout: Seconds until the round fails at the latest.
 
     Attributes:
-        machine: Decides what the round comes to.
-        others: The members that this one talks to: of two that cannot be dialled, neither reaches the other.
+        machine: The round machine (`machine.AllReduce`), which decides the round's result.
+        others: Indices of the members that this member can reach. Two members that cannot be dialled never connect.
     """
 
     def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
@@ -60,11 +64,11 @@ class Endpoint:
         return min(self.machine.deadline, self._beats_at) if self.machine.needed else self.machine.deadline
 
     def start(self, now: float) -> list[Action]:
-        """The first actions: a sign of life for everyone, and what the machine begins with."""
+        """Return the first actions: a heartbeat for every member, then the machine's first actions."""
         return self._beat(now) + self._gate(self.machine.start(now))
 
     def heard(self, member: int, now: float) -> list[Action]:
-        """A frame of the round has come from a member: what waited for that leaves, before anything that follows."""
+        """Note that a member has sent a frame of this round; return the actions that were kept back for it."""
         returned = self._detector.heard(member, now)
         if not returned and member not in self._unheard:
             return []
@@ -73,17 +77,17 @@ class Endpoint:
         return actions + self._unheard.pop(member, [])
 
     def received(self, member: int, count: int) -> None:
-        """Bytes have come in from a member, those of frames under way included; told before `Woke`."""
+        """Count bytes that have come in from a member, partial frames included. The driver calls this before `Woke`."""
         self._received[member] += count
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take in one event, other than what `heard` and `received` tell; return what is to be done, in order."""
+        """Take one event; return the actions in order. `heard` and `received` take frames and byte counts."""
         match event:
             case PeerLost(member, _, connected):
                 if not connected:
                     self._detector.lose(member)
                 if not connected or member in self._unheard:
-                    # Values that waited are asked for again; words are not.
+                    # The other member will ask for the values again, but not for control messages.
                     waiting = self._unheard.get(member, [])
                     self._unheard[member] = [one for one in waiting if isinstance(one, Send)]
             case Woke():
@@ -91,15 +95,11 @@ class Endpoint:
                 return actions + (self._tell(event, now) if now >= self.machine.deadline else [])
         return self._tell(event, now)
 
-    def withdraw(self, reason: str, now: float) -> list[Action]:
-        """Leave the round."""
-        return self._tell(Withdrew(reason), now)
-
     def _tell(self, event: Event, now: float) -> list[Action]:
         return self._gate(self.machine.handle(event, now))
 
     def _beat(self, now: float) -> list[Action]:
-        """See who lives, and say that this member does; again sooner than usual if somebody falls silent sooner."""
+        """Report silent members to the machine and send heartbeats. The next beat comes before anybody falls silent."""
         actions: list[Action] = []
         for member, count in self._received.items():
             if self._detector.received(member, count, now):
@@ -115,7 +115,7 @@ class Endpoint:
         return actions
 
     def _gate(self, actions: list[Action]) -> list[Action]:
-        """What may leave now; the rest is kept until its member is heard."""
+        """Return the actions that may be performed now; keep the others until their member is heard."""
         passed: list[Action] = []
         for action in actions:
             match action:

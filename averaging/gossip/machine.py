@@ -132,7 +132,7 @@ class Pairing(Matchmaker):
                     self._reason = f"exchange {round} is over"
 
     def _lose(self, peer: str, now: float) -> None:
-        """A channel that breaks says little of the peer; one that cannot be opened anew, by a word to it, says more."""
+        """Ask a peer whose channel broke whether it is there; forget the peer if its channel breaks again soon."""
         context = self._context
         if context.membership.doubt(peer, now):
             context.send(peer, context.whereabouts(asks=True))

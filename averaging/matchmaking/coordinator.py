@@ -1,7 +1,7 @@
-"""The coordinator: parking the joins of others, closing groups, handing joins on to whoever should have them.
+"""The coordinator's side of matchmaking: it parks the joins of other peers, closes groups, and redirects joins.
 
-A daemon coordinates whether or not it is ready itself, and sees no tensors. It may die at any moment: whoever asked it
-notices and asks the next.
+Any peer of a run may coordinate, whether or not it is ready itself. A coordinator sees no tensors. If the coordinator
+dies, the peers that asked it notice the silence and ask the next coordinator.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class Coordinator:
         return own
 
     def remember(self, formed: GroupFormed, began: float, awaited: Iterable[str] = ()) -> None:
-        """Keep a group: whoever coordinated it may not live to tell every member."""
+        """Keep a closed group, so that this peer can tell its members even if their coordinator dies first."""
         self._closed[formed.manifest.round] = _Closed(formed, began, set(awaited))
         while len(self._closed) > CLOSED_KEPT:
             del self._closed[min(self._closed)]

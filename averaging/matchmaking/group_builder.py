@@ -21,18 +21,20 @@ INVITE_SECONDS = 0.2
 """Seconds after which a coordinator asks missing peers whether they are there: the dead are found out then."""
 
 INVITE_AGAIN_SECONDS = 5.0
-"""It asks them so often while no group could be: they may have become ready elsewhere, where nobody else is either."""
+"""Seconds between further questions to missing peers, while no group is possible: those peers may be ready and parked
+alone with another coordinator."""
 
 GRACE = 0.25
-"""Seconds that a group whose members are short of time stays open after its latest join, for those close behind; and
-one whose coordinator has stood still, for what was sent meanwhile."""
+"""Seconds that a group stays open for peers close behind: after the latest join if its members are short of time, and
+after a pause of the coordinator itself, so that it reads what peers sent meanwhile."""
 
 MAX_SHIFT = OVERDUE_SECONDS
-"""Seconds of standing still that a gathering makes good in all: on a machine that is always late it would never end."""
+"""Bounds the seconds of its own pauses that a coordinator adds to one group's wait: on a machine that is always late
+the group would never close."""
 
 PATIENCE_SPENT = 0.5
-"""A group closes when half its joins have waited this part of what they are going to wait at all: the round itself
-needs the rest."""
+"""Share of its patience that a join may spend in matchmaking. The group closes when half its joins have spent that
+share, because the round needs the rest."""
 
 MAX_PARKED_GROUPS = 4
 """Parked joins in group sizes: views of the run differ by a group or two, never by this many."""

@@ -23,22 +23,24 @@ from equipoise.averaging.matchmaking.messages import (
 )
 
 REPLY_SECONDS = 1.9
-"""An answer that takes longer does not come: about as long as a coordinator that has answered may be silent."""
+"""Bounds the wait for a coordinator's first answer: about as long as a coordinator may be silent later."""
 
 HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
-"""What one coordinator may cost a search before others are asked first: the longest that an honest one waits once a
-group could be, and an answer that does not come. Refusals count as such answers, or one that refuses and lures could
-go on for ever. One that has cost it already and calls is given only the time of an answer."""
+"""Budget of one coordinator within a search, in seconds, before the joiner asks other coordinators first. An honest
+coordinator needs at most `MAX_WAIT` once a group is possible, and the joiner waits for one missing answer. Refusals
+count against the budget, so that a peer cannot hold a search for ever by refusing and luring. A coordinator that has
+spent its budget and then invites the joiner gets the time of one answer."""
 
 SHORT_SECONDS = 2.0
-"""A join that makes no group for so long was perhaps put where nobody else goes: views differ by a look or two."""
+"""Seconds that a join may stay parked without a possible group. Then the joiner looks again: other peers may have
+joined another coordinator, because views of the run differ by a look or two."""
 
 ASK_AGAIN_SECONDS = 1.0
 """With nobody to ask, look again this often."""
 
 MISSED_SECONDS = 0.1
-"""Who speaks of a round unknown here is asked for its group after so long: mostly the news of it is on its way. Less
-than until a coordinator asks who is missing, or those who were not told would make a group of their own."""
+"""Seconds before the joiner asks a peer about a round that only that peer has mentioned: the manifest is mostly on its
+way. It must be less than `INVITE_SECONDS`, or members that missed the manifest would form a group of their own."""
 
 MAX_MISSED = 64
 """Peers that are asked so, each once for one join; as many as a group has members."""
@@ -237,7 +239,7 @@ class Joiner:
         if believed is not None and believed >= context.round + 2:
             context.round = believed
         elif context.membership.left_behind(context.round, now) and (self._alone or not self._parked):
-            # Whoever is parked with a coordinator hears from it: its mates may be ahead because its group has formed.
+            # A parked peer hears from its coordinator instead: the others may be ahead because its group has formed.
             context.round += 1
         elif self._alone:
             highest = context.membership.highest_round(context.round + LEAP, now)

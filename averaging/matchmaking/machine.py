@@ -154,7 +154,7 @@ class Matchmaking(Matchmaker):
                     self._context.membership.advance(peer, message.round)
 
     def _take_manifest(self, peer: str, message: GroupFormed, now: float) -> None:
-        # A valid group with this peer's own join is one, whoever coordinated it: only what it costs to see is bounded.
+        # This peer accepts a valid group with its own join from any coordinator. Only the cost of checking is bounded.
         if self._context.membership.shuns(peer, now) and not self._doubtful.admits(peer, now):
             return
         try:

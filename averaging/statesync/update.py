@@ -1,4 +1,4 @@
-"""A mean as it travelled: what a round came to, for whoever missed it. The votes that prove it go beside it
+"""A round's encoded mean, kept for peers that missed the round. The votes that prove the mean travel beside it
 (`quorum_proof`).
 
 An image of one is the length of the manifest (u32, big-endian), the manifest in msgpack, the contributors (a bitmask,

@@ -22,14 +22,16 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> object:
-    # `equipoise --help` imports this package first, and must wait for nothing.
-    if name == "__version__":
-        from importlib import metadata
+if not TYPE_CHECKING:  # Type checkers see the names above, and report any other.
 
-        return metadata.version("equipoise")
-    if name in __all__:
-        from equipoise import peer
+    def __getattr__(name: str) -> object:
+        # `equipoise --help` imports this package first, and must not wait for torch.
+        if name == "__version__":
+            from importlib import metadata
 
-        return getattr(peer, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return metadata.version("equipoise")
+        if name in __all__:
+            from equipoise import peer
+
+            return getattr(peer, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

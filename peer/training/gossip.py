@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from types import TracebackType
-from typing import Self, Unpack
+from typing import Unpack
 
 import torch
 
@@ -24,7 +23,7 @@ from equipoise.peer.futures import PendingRound
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import named_tensors
 from equipoise.peer.training.options import GossipKeywords, GossipOptions, from_keywords
-from equipoise.peer.training.step_hook import StepHook
+from equipoise.peer.training.step_hook import LocalTraining, StepHook
 
 FINISH_SECONDS = 10.0
 """How long the end takes at most, by default: an exchange that goes on, and the all-reduce of those that end too."""
@@ -38,7 +37,7 @@ NEWCOMER = ATTENDANCE_LIMIT
 log = logging.getLogger(__name__)
 
 
-class Gossip:
+class Gossip(LocalTraining[Outcome]):
     """Exchanges with some other peer every so many steps; a context manager.
 
     Attributes:
@@ -62,33 +61,21 @@ class Gossip:
             Refused: Something trains with the run already, or its strategy is another.
         """
         self._options = from_keywords(GossipOptions, {"every": every, **options})
-        if run.trained_by:
-            raise Refused(f"run {run.name!r} is trained by {run.trained_by} already", "join another run")
+        super().__init__()
+        run.refuse_if_trained()
         if not run.strategy.pairs:
             raise Refused(
                 f"expected a run whose peers meet in pairs, {run.name!r} has the strategy {run.strategy.spec!r}",
                 'join it with strategy="gossip"',
             )
         run.trained_by = type(self).__name__
-        self.steps = self.exchanged = 0
+        self.exchanged = 0
         self.last: Outcome | None = None
-        self.finished: Outcome | None = None
         self._run = run
         self._pending: PendingRound | None = None
         self._end = run.branch(f"{run.name}/end", run.source, strategy="allreduce:quorum=2")
         self._hook = StepHook(named_tensors(run.source).values(), self._stepped)
         run.wait_for(self._options.wait_for)
-
-    def __enter__(self) -> Self:
-        self._hook.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hook.stop()
-        if error is None and self.finished is None:
-            self.finish()
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Outcome:
         """End with one all-reduce among the peers that end too, so that they have one model. `with` does it at its end.

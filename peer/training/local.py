@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Self, Unpack
+from typing import Unpack
 
 import torch
 
@@ -36,7 +35,7 @@ from equipoise.peer.training.member import (
 )
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
-from equipoise.peer.training.step_hook import StepHook
+from equipoise.peer.training.step_hook import LocalTraining, StepHook
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +44,7 @@ RETRIES = 10
 moment."""
 
 
-class DiLoCo:
+class DiLoCo(LocalTraining[Finished]):
     """Local steps with an outer optimizer (Douillard 2023, 2311.08105), streaming where there are several fragments.
 
     A context manager: it watches the steps of the optimizer that holds the run's parameters, and no longer when it
@@ -84,14 +83,10 @@ class DiLoCo:
         """
         self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
         outer = Nesterov() if outer is None else outer
-        if run.trained_by:
-            raise Refused(
-                f"run {run.name!r} is stepped by {run.trained_by} already", "join another run for this one"
-            )
+        super().__init__()
+        run.refuse_if_trained()
         run.trained_by = type(self).__name__
         parameters = stepped_tensors(run.source)
-        self.steps = 0
-        self.finished: Finished | None = None
         self._hook = StepHook(parameters.values(), self._stepped)
         self._fragments = [
             Fragment(part_run, named, copy.deepcopy(outer), self._options, at)
@@ -140,17 +135,6 @@ class DiLoCo:
     def reason(self) -> str:
         """What this peer does about that, and why, one line: of the first fragment that is not in step."""
         return min(self.members, key=lambda member: member.in_step).reason
-
-    def __enter__(self) -> Self:
-        self._hook.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hook.stop()
-        if error is None and self.finished is None:
-            self.finish()
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
         """End together with the others: apply what an exchange that goes on comes to, catch up with what they have

@@ -360,10 +360,7 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
         )
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}")
-    if run.trained_by:
-        raise Refused(
-            f"run {run.name!r} is stepped by {run.trained_by} already", "join another run for this one"
-        )
+    run.refuse_if_trained()
     parameters = stepped_tensors(run.source)
     held = [parameter for group in inner.param_groups for parameter in group["params"]]
     ours = {id(parameter) for parameter in parameters.values()}

@@ -1,14 +1,19 @@
-"""Who is told of the steps of this process's optimizers: what exchanges now and then what local steps have led to."""
+"""Training by local steps: a `with` block around the user's loop that is called after each step of its optimizer."""
 
 from __future__ import annotations
 
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Generic, Self, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
+
+End = TypeVar("End")
 
 _watching: list[StepHook] = []
 _hook: list[RemovableHandle] = []
@@ -53,6 +58,36 @@ class StepHook:
             self._counted = weakref.ref(optimizer)
         if self._counted() is optimizer:
             self._stepped(optimizer)
+
+
+class LocalTraining(ABC, Generic[End]):
+    """A `with` block in which the steps of the loop's optimizer are followed. It ends with `finish`, unless it fails.
+
+    Attributes:
+        steps: Steps of the loop's optimizer.
+        finished: What `finish` has returned.
+    """
+
+    _hook: StepHook
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.finished: End | None = None
+
+    @abstractmethod
+    def finish(self) -> End:
+        """End together with the others."""
+
+    def __enter__(self) -> Self:
+        self._hook.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hook.stop()
+        if error is None and self.finished is None:
+            self.finish()
 
 
 def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -33,7 +33,7 @@ from simulator.arithmetic import decode as values_of
 from simulator.arithmetic import draw_values
 from simulator.core import Clock, Violation
 from simulator.matchmaking import RUN, Record, Weather
-from simulator.member import Frame, Job, Output, Values, check_agreement
+from simulator.member import Frame, Output, Values, check_agreement
 from simulator.process import Process, Start
 
 PARTS = (Part(0, 1, 0), Part(1, 2, 1))
@@ -103,14 +103,9 @@ class Exchange:
 
     def act(self, process: Process, outputs: list[Output]) -> None:
         """See `process.Surroundings`."""
+        process.perform(outputs, self.send, lambda: self._world.random.random() * REDUCE_SECONDS)
         if process.dead:
             return
-        for output in outputs:
-            if isinstance(output, Job):
-                process.after(self._world.random.random() * REDUCE_SECONDS, process.reduced, output)
-            else:
-                self.send(output)
-        process.arm()
         self._world.processes[self.peers[process.index]].follow(self, process)
 
     def send(self, frame: Frame) -> None:

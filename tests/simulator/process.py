@@ -146,6 +146,25 @@ class Process(core.Process):
         """A reduction is done."""
         self._world.step(self, job, self._noted(self.member.reduced(job, self._time())))
 
+    def perform(
+        self, outputs: list[Output], send: Callable[[Frame], None], reducing: Callable[[], float]
+    ) -> None:
+        """Do what the member asks for, unless it is dead.
+
+        Args:
+            outputs: Frames and reductions.
+            send: Has a frame travel.
+            reducing: Draws the seconds that a reduction takes.
+        """
+        if self.dead:
+            return
+        for output in outputs:
+            if isinstance(output, Job):
+                self.after(reducing(), self.reduced, output)
+            else:
+                send(output)
+        self.arm()
+
     def resume(self, timers_first: bool = False) -> None:
         """It goes on."""
         self._world.tell(self.index, "goes on")

@@ -15,7 +15,7 @@ from equipoise.averaging.allreduce.messages import Decision
 from simulator.arithmetic import encode
 from simulator.core import Clock, Violation
 from simulator.faults import Fault, When
-from simulator.member import Frame, Job, Output, check_agreement
+from simulator.member import Frame, Output, check_agreement
 from simulator.network import Link, Network, Weather
 from simulator.process import ROUNDING_SECONDS, Process, Start
 
@@ -135,14 +135,7 @@ class World(Network[int, Process]):
 
     def act(self, process: Process, outputs: list[Output]) -> None:
         """Do what a process asks for, unless it is dead."""
-        if process.dead:
-            return
-        for output in outputs:
-            if isinstance(output, Job):
-                process.after(self.random.random() * MAX_REDUCE_SECONDS, process.reduced, output)
-            else:
-                self._send(output)
-        process.arm()
+        process.perform(outputs, self._send, lambda: self.random.random() * MAX_REDUCE_SECONDS)
 
     def _send(self, frame: Frame) -> None:
         if isinstance(frame.message, wire.Mean) and self._corrupted[frame.sender] >> frame.to & 1:
