@@ -119,8 +119,8 @@ class Reachability:
     def hear(self, peer: str, finding: Answer, now: float) -> bool:
         """Weigh what `peer` found; return whether the verdict or the addresses are others now.
 
-        Most of those who tried decide. If they are even it is `private`: owning no share costs this peer nothing,
-        being given one that half the group cannot reach costs everybody the round.
+        The majority of the peers that tried decides. A tie counts as `private`: a peer without a share loses nothing,
+        but a share that half the group cannot reach fails the round for everybody.
         """
         self._heard[peer] = now, finding
         said = [one for _, one in self._heard.values()]

@@ -1,4 +1,4 @@
-"""Who is still there: a connected peer that has fallen silent is asked, and given up if it does not answer.
+"""Connected peers that have fallen silent: this peer asks each of them, and gives it up if it does not answer.
 
 A machine that loses its power or its cable closes no connection, and libp2p notices after half a minute at best.
 """

@@ -35,7 +35,8 @@ from equipoise.dht.tasks import TaskSet, end, sleep_until
 MAX_TARGETS = 64
 """Peers told of a change directly; others find it in the DHT."""
 MAX_UNCONNECTED = 16
-"""Of them, those that have to be dialled first: records cost nothing, and must not keep the news from who is there."""
+"""Bounds the targets that this peer must dial first: records of absent peers cost nothing to make, and must not delay
+the news to connected peers."""
 MAX_ATTEMPTS = 4
 """Then the peer is told again at the next renewal, if it is still one to be told."""
 RETRY_SECONDS = 0.5

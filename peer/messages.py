@@ -171,8 +171,8 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
         local: By this peer.
         swarm: By all peers of the run that answer, this one included, as far as their word counts; a little behind for
             the others.
-        wanted: Epoch of which some peer wants a snapshot; None while none does. To be offered by whoever holds that
-            state; a later one serves too, but then donors may differ, and the newcomer must wish again.
+        wanted: Epoch of which some peer wants a snapshot; None while none does. A peer that holds
+            that state offers it. A later state serves too, but donors may then differ and the newcomer must ask again.
     """
 
     local: float

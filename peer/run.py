@@ -53,7 +53,7 @@ STATE_SECONDS = 0.25
 """A daemon that is busy encoding may take so long to answer; `state` then says what it said last."""
 
 LOOK_SECONDS = 0.05
-"""Between two looks who is there."""
+"""Seconds between two looks at how many peers are there."""
 
 SHORTEST_TIMEOUT = 0.001
 """What a round is given at least, where preparing its contribution took all of the caller's timeout."""

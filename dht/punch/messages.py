@@ -16,7 +16,8 @@ from equipoise.dht import sanitize
 from equipoise.dht.state import PROTOCOL_VERSION
 
 MIN_PORT = 1024
-"""Routers give outgoing connections no lower one; whoever names one has somebody else's service in mind."""
+"""The lowest port that a peer may name. Routers give outgoing connections no lower port, so a lower one would be the
+port of another service."""
 
 MAX_INSIDE = 2
 """A member that lies has this peer send so many connections' first packets, and one more, to its neighbours."""
@@ -55,7 +56,7 @@ class NoPlace(Exception):
 def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Places:
     """Return this peer's places by what public peers have said.
 
-    Of several the most must agree on the address: one that lies would have others connect to whom it likes.
+    Most observers must agree on the address: a single lying observer could have peers connect to any host.
 
     Args:
         seen: Where each of them saw a connection come from; all left from one local port.

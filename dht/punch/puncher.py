@@ -49,7 +49,7 @@ MAX_WANTED = 256
 MAX_AT_ONCE = 4
 """Punches under way that began here: each holds a stream and a few sockets."""
 MAX_EVENTS = 8
-"""That wait to be handled; whoever sends faster waits too."""
+"""Bounds the events that wait to be handled; a peer that sends faster waits as well."""
 CHECK_SECONDS = 1.0
 """How often it is looked whether a hole is wanted."""
 OPEN_SECONDS = 5.0

@@ -63,8 +63,8 @@ LOOK_SECONDS = 0.1
 """For one more look, where that time is over."""
 
 FINISH_SECONDS = 10.0
-"""How long one that ends stays at most: a round's stall, and some snapshot of a small model, fit in. Where all are as
-far, it goes at once."""
+"""Bounds how long a peer that ends stays for the others, in seconds: a stalled round, or the snapshot of a small model,
+fits in. The peer leaves at once where all others are as far."""
 
 HELD_MEMORY = 0.25
 """Share of the memory that is available for means that are kept while a snapshot comes: that takes as much again, and
