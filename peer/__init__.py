@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from equipoise.averaging.schema import SchemaError
     from equipoise.averaging.spec import SpecError
     from equipoise.peer.client import Client, connect
+    from equipoise.peer.control.messages import Progress
     from equipoise.peer.embedded import Peer
     from equipoise.peer.errors import ConfigError, DaemonLost, EquipoiseError, NoDaemon, Refused, RoundPending
     from equipoise.peer.futures import PendingRound
-    from equipoise.peer.messages import Progress
     from equipoise.peer.run import Run
     from equipoise.peer.status import Status
 
@@ -33,7 +33,7 @@ _HOMES = {
         "Refused",
         "RoundPending",
     ),
-    "equipoise.peer.messages": ("Progress",),
+    "equipoise.peer.control.messages": ("Progress",),
     "equipoise.peer.futures": ("PendingRound",),
     "equipoise.peer.run": ("Run",),
     "equipoise.peer.status": ("Status",),

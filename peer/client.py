@@ -19,9 +19,8 @@ from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
-from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
-from equipoise.peer.link import CONNECT_SECONDS, START_SECONDS, Link, open_link
-from equipoise.peer.messages import (
+from equipoise.peer.control.client import CONNECT_SECONDS, START_SECONDS, Link, open_link
+from equipoise.peer.control.messages import (
     AgreeRun,
     AskPeers,
     AskRounds,
@@ -32,6 +31,7 @@ from equipoise.peer.messages import (
     RoundsAre,
     StatusIs,
 )
+from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.purposes import AVERAGE, swarm_name
 from equipoise.peer.run import AGREE_SECONDS, Run
 from equipoise.peer.shared_memory import Region

@@ -20,12 +20,12 @@ from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import BootstrapStatus, SwarmStatus
 from equipoise.peer.advice import advised, failure
 from equipoise.peer.config import Config, Loaded
+from equipoise.peer.control.messages import CONTROL_VERSION, Welcome
+from equipoise.peer.control.server import ControlServer
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.history import History
 from equipoise.peer.home import Home
 from equipoise.peer.logs import close_log, open_log
-from equipoise.peer.messages import CONTROL_VERSION, Welcome
-from equipoise.peer.server import ControlServer
 from equipoise.peer.service import Service
 from equipoise.peer.status import Kernels, Status
 

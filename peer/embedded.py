@@ -18,8 +18,8 @@ import uvloop
 
 from equipoise.peer.client import Client
 from equipoise.peer.config import Loaded, load
+from equipoise.peer.control.client import Link
 from equipoise.peer.daemon import Assemble, Daemon, assemble
-from equipoise.peer.link import Link
 
 START_SECONDS = 60.0
 """Starting takes a second; the first import of the libraries on a slow disk takes many more."""

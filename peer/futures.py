@@ -16,9 +16,8 @@ import torch
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
-from equipoise.peer.errors import DaemonLost, EquipoiseError
-from equipoise.peer.link import Link
-from equipoise.peer.messages import (
+from equipoise.peer.control.client import Link
+from equipoise.peer.control.messages import (
     MAX_TIMEOUT,
     Done,
     FetchMean,
@@ -32,6 +31,7 @@ from equipoise.peer.messages import (
     StopFetch,
     StopRound,
 )
+from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.shared_memory import SharedMemory
 
 Ended = TypeVar("Ended")

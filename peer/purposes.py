@@ -9,7 +9,7 @@ from __future__ import annotations
 from equipoise.averaging.options import Terms
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import MAX_NAME_CHARS, RunSpec, SpecError
-from equipoise.peer.messages import JoinRun
+from equipoise.peer.control.messages import JoinRun
 
 AVERAGE, STEP = "average", "step"
 PURPOSES = (AVERAGE, STEP)

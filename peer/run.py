@@ -22,10 +22,8 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.binding import Binding
-from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
-from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, check_timeout
-from equipoise.peer.link import Link
-from equipoise.peer.messages import (
+from equipoise.peer.control.client import Link
+from equipoise.peer.control.messages import (
     AgreeRun,
     AskProgress,
     AskState,
@@ -40,6 +38,8 @@ from equipoise.peer.messages import (
     StateIs,
     TellStatus,
 )
+from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
+from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, check_timeout
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import VALUE_BYTES, Region, shared_copy
 from equipoise.peer.tensors import Gradients, Tensors, named_gradients

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.spec import RunSpec
 from equipoise.dht.records import MAX_RUNS_PER_PEER
+from equipoise.peer.control.messages import JoinRun
 from equipoise.peer.errors import Refused
 from equipoise.peer.history import History
-from equipoise.peer.messages import JoinRun
 from equipoise.peer.purposes import PURPOSES, run_specs
 from equipoise.peer.session import Session
 from equipoise.peer.shared_memory import Region

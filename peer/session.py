@@ -21,8 +21,8 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
+from equipoise.peer.control.messages import MAX_TEXT, TOPICS, FetchMean, FetchState
 from equipoise.peer.errors import Refused
-from equipoise.peer.messages import MAX_TEXT, TOPICS, FetchMean, FetchState
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec
 from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory
 from equipoise.peer.status import Exchanges, RunStatus

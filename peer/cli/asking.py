@@ -12,11 +12,8 @@ import click
 from equipoise.peer.cli.options import home_option, json_option
 from equipoise.peer.cli.output import print_headline, print_json, print_peers, print_rounds, print_status
 from equipoise.peer.config import find_home
-from equipoise.peer.errors import EquipoiseError, NoDaemon
-from equipoise.peer.history import last_of_each_run, read_history
-from equipoise.peer.home import wait_until_free
-from equipoise.peer.link import Link, open_link
-from equipoise.peer.messages import (
+from equipoise.peer.control.client import Link, open_link
+from equipoise.peer.control.messages import (
     AskPeers,
     AskRounds,
     AskStatus,
@@ -28,6 +25,9 @@ from equipoise.peer.messages import (
     StatusIs,
     StopDaemon,
 )
+from equipoise.peer.errors import EquipoiseError, NoDaemon
+from equipoise.peer.history import last_of_each_run, read_history
+from equipoise.peer.home import wait_until_free
 
 ANSWER_SECONDS = 8.0
 """For each of greeting and answer: milliseconds on most machines, seconds on one that swaps. People wait for them."""

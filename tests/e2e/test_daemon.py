@@ -21,7 +21,7 @@ import torch
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import DaemonLost, NoPeers, Refused, connect
-from equipoise.peer.messages import CONTROL_VERSION, Hello, encode
+from equipoise.peer.control.messages import CONTROL_VERSION, Hello, encode
 
 pytestmark = pytest.mark.timeout(120)
 

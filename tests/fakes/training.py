@@ -24,7 +24,7 @@ from equipoise.averaging.statesync.kept import KEPT_MEANS
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
-from equipoise.peer.messages import AgreeRun, LeaveRun, ReportAccumulated
+from equipoise.peer.control.messages import AgreeRun, LeaveRun, ReportAccumulated
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
 from equipoise.peer.tensors import Tensors

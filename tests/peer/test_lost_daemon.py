@@ -19,10 +19,10 @@ from equipoise.peer import Client, DaemonLost, Refused, Run, connect
 from equipoise.peer import client as client_module
 from equipoise.peer.client import WEATHER_LOOKS
 from equipoise.peer.config import load
+from equipoise.peer.control.client import Link
+from equipoise.peer.control.messages import AgreeRun, JoinRun
 from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Unwelcome
-from equipoise.peer.link import Link
-from equipoise.peer.messages import AgreeRun, JoinRun
 from equipoise.peer.shared_memory import Region
 from fakes.daemon import FakeNetwork
 

@@ -407,28 +407,3 @@ def _decode(frame: bytes, message: msgspec.msgpack.Decoder[Body]) -> tuple[int, 
         return number, message.decode(raw)
     except _MALFORMED as error:
         raise NotUnderstood(number, str(error)) from error
-
-
-class FrameDecoder:
-    """Cuts a stream of bytes into frames; holds at most one frame and one read."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes; return the frames that are complete.
-
-        Raises:
-            ControlError: A length exceeds `MAX_FRAME_BYTES`.
-        """
-        self._buffer += data
-        frames = []
-        while len(self._buffer) >= LENGTH.size:
-            (size,) = LENGTH.unpack_from(self._buffer)
-            if size > MAX_FRAME_BYTES:
-                raise ControlError(f"expected a frame of at most {MAX_FRAME_BYTES} bytes, got one of {size}")
-            if len(self._buffer) < LENGTH.size + size:
-                break
-            frames.append(bytes(self._buffer[LENGTH.size : LENGTH.size + size]))
-            del self._buffer[: LENGTH.size + size]
-        return frames

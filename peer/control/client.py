@@ -17,13 +17,9 @@ from typing import TypeVar
 
 import psutil
 
-from equipoise.peer.errors import ControlError, DaemonLost, Refused, Unwelcome
-from equipoise.peer.holder import silence
-from equipoise.peer.home import connect_socket
-from equipoise.peer.messages import (
+from equipoise.peer.control.messages import (
     CONTROL_VERSION,
     Failed,
-    FrameDecoder,
     Hello,
     ReplyBody,
     RequestBody,
@@ -31,6 +27,10 @@ from equipoise.peer.messages import (
     decode_reply,
     encode,
 )
+from equipoise.peer.control.socket import READ_BYTES, FrameDecoder
+from equipoise.peer.errors import ControlError, DaemonLost, Refused, Unwelcome
+from equipoise.peer.holder import silence
+from equipoise.peer.home import connect_socket
 
 SEND_SECONDS = 0.5
 """A daemon that reads nothing for so long while the socket's buffer is full is stopped; calls still end in time."""
@@ -52,8 +52,6 @@ END_SECONDS = 0.5
 
 LOOK_SECONDS = 0.02
 """Between two looks whether it is gone."""
-
-READ_BYTES = 64 * 1024
 
 Reply = TypeVar("Reply", bound=ReplyBody)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from e2e.swarm import eventually
-from equipoise.peer import connect, link
+from equipoise.peer import connect
 from equipoise.peer.cli import program
 from equipoise.peer.config import load
+from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, encode
+from equipoise.peer.control.server import MAX_CONNECTIONS
 from equipoise.peer.embedded import DaemonThread
 from equipoise.peer.errors import Unwelcome
 from equipoise.peer.home import connect_socket
-from equipoise.peer.messages import CONTROL_VERSION, LENGTH, AskStatus, Hello, encode
-from equipoise.peer.server import MAX_CONNECTIONS
 from fakes.daemon import FakeNetwork
 
 
@@ -46,7 +46,7 @@ def test_closing_a_client_does_not_wait_for_the_end_of_the_daemon(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    monkeypatch.setattr(link, "_has_ended", looks.append)
+    monkeypatch.setattr("equipoise.peer.control.client._has_ended", looks.append)
 
     connect(home).close()
 

@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Gathering, Outcome
 from equipoise.averaging.schema import Schema, TensorSpec
-from equipoise.peer.errors import ControlError
-from equipoise.peer.messages import (
+from equipoise.peer.control.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
-    FrameDecoder,
     Hello,
     JoinRun,
     NotUnderstood,
@@ -24,6 +22,8 @@ from equipoise.peer.messages import (
     decode_request,
     encode,
 )
+from equipoise.peer.control.socket import FrameDecoder
+from equipoise.peer.errors import ControlError
 
 REQUESTS = [
     Hello(1, "train.py"),

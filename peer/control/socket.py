@@ -7,8 +7,8 @@ import asyncio
 import os
 import socket
 
+from equipoise.peer.control.messages import LENGTH, MAX_FRAME_BYTES
 from equipoise.peer.errors import ControlError, Refused
-from equipoise.peer.messages import FrameDecoder
 
 MAX_DESCRIPTORS = 16
 """Descriptors that wait for their `JoinRun`; as many as one client may join runs."""
@@ -20,6 +20,31 @@ SEND_SECONDS = 5.0
 
 _RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _ROOM = socket.CMSG_SPACE(array.array("i").itemsize * MAX_DESCRIPTORS)
+
+
+class FrameDecoder:
+    """Cuts a stream of bytes into frames; holds at most one frame and one read."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes; return the frames that are complete.
+
+        Raises:
+            ControlError: A length exceeds `MAX_FRAME_BYTES`.
+        """
+        self._buffer += data
+        frames = []
+        while len(self._buffer) >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(self._buffer)
+            if size > MAX_FRAME_BYTES:
+                raise ControlError(f"expected a frame of at most {MAX_FRAME_BYTES} bytes, got one of {size}")
+            if len(self._buffer) < LENGTH.size + size:
+                break
+            frames.append(bytes(self._buffer[LENGTH.size : LENGTH.size + size]))
+            del self._buffer[: LENGTH.size + size]
+        return frames
 
 
 class FrameSocket:
