@@ -22,7 +22,7 @@ from equipoise.dht.bootstrap import Bootstrap
 from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
-from equipoise.dht.direct.hello import Layer
+from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
@@ -191,9 +191,9 @@ class Swarm:
         """Return how this member reaches `peer`: by what is open, or came of trying, and else by what it says."""
         if peer == self.peer:
             return self._reach.status()
-        if self.direct.punched(peer):
+        if self.direct.punched.open(peer):
             return ReachStatus("direct", "hole punched through both NATs")
-        if self.direct.linked(peer):
+        if self.direct.channels.has(peer):
             return ReachStatus("direct", "a direct channel is open")
         said = self._protocol.record_store.newest(peer)
         connected = peer in self._dialer.connected
@@ -273,7 +273,7 @@ class Swarm:
         await self.directory.stop()
         await self._puncher.stop()
         await self.direct.stop()
-        self.transport.stop()
+        self.transport.channels.close()
         await self._reach.stop()
         for inbound in self._inbounds:
             await inbound.stop()

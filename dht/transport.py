@@ -88,16 +88,14 @@ class FramedChannel:
                 f"expected a header of at most {MAX_HEADER_BYTES} and a body of at most {MAX_BODY_BYTES} bytes, "
                 f"got {header_size} and {body_size}"
             )
-        await self._sending.acquire()
-        try:
-            await self._stream.send(_PREFIX.pack(header_size, body_size) + header, body)
-        except StreamClosed as error:
-            raise self._broken("send to", error) from None
-        except BaseException:
-            self._close("a send was abandoned within a frame")
-            raise
-        finally:
-            self._sending.release()
+        async with self._sending:
+            try:
+                await self._stream.send(_PREFIX.pack(header_size, body_size) + header, body)
+            except StreamClosed as error:
+                raise self._broken("send to", error) from None
+            except BaseException:
+                self._close("a send was abandoned within a frame")
+                raise
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until something comes in; nobody else may wait for it at the same time.
@@ -167,9 +165,14 @@ class FramedChannel:
 
 
 class OpenChannels:
-    """The channels of one transport that are open."""
+    """The channels of one transport that are open.
+
+    Attributes:
+        handler: Has each channel that another peer has opened; None: none is accepted.
+    """
 
     def __init__(self) -> None:
+        self.handler: Handler | None = None
         self._channels: set[FramedChannel] = set()
         self._per_peer = Tally()
 
@@ -196,8 +199,21 @@ class OpenChannels:
         self._per_peer[peer] += 1
         return channel
 
+    async def handle(self, channel: FramedChannel) -> None:
+        """Let the handler, if there is one, have a channel, and close that afterwards."""
+        try:
+            if self.handler is not None:
+                await self.handler(channel)
+        except ConnectionError as error:
+            _log.debug("%s", error)
+        except Exception:
+            _log.exception("the handler of a channel from %s failed", channel.peer)
+        finally:
+            channel.close()
+
     def close(self) -> None:
-        """Close all of them."""
+        """Close all of them, and accept no other."""
+        self.handler = None
         for channel in list(self._channels):
             channel.close()
 
@@ -223,7 +239,6 @@ class Libp2pTransport:
         self._link = link
         self._dialer = dialer
         self.inbound = Inbound(STREAM_PROTOCOL, runtime / "streams.sock", MAX_CHANNELS, self._welcome)
-        self._handler: Handler | None = None
         self.channels = OpenChannels()
 
     @property
@@ -250,27 +265,9 @@ class Libp2pTransport:
 
     def serve(self, handler: Handler | None) -> None:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
-        self._handler = handler
-
-    def stop(self) -> None:
-        """Close every channel, and accept no other."""
-        self._handler = None
-        self.channels.close()
+        self.channels.handler = handler
 
     async def _welcome(self, peer: str, relayed: bool, stream: Stream) -> None:
         public_key_of(peer)
         self.channels.check_room(peer)
-        await run_handler(self._handler, self.channels.enter(peer, stream))
-
-
-async def run_handler(handler: Handler | None, channel: FramedChannel) -> None:
-    """Let `handler`, if there is one, have an accepted channel, and close that afterwards."""
-    try:
-        if handler is not None:
-            await handler(channel)
-    except ConnectionError as error:
-        _log.debug("%s", error)
-    except Exception:
-        _log.exception("the handler of a channel from %s failed", channel.peer)
-    finally:
-        channel.close()
+        await self.channels.handle(self.channels.enter(peer, stream))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import cast
 
 from equipoise.averaging.aio.router import Router
-from equipoise.dht.direct.hello import Layer
+from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.identity import IDENTITY_FILE, Identity, IdentityError, verify
 from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.relay.service import RelayRules

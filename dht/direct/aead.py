@@ -69,7 +69,6 @@ NONCE_BYTES = 12
 
 _PREFIX = struct.Struct("!I")
 _LIMITS = {HEAD: MAX_HEAD_BYTES, BODY: PIECE_BYTES}
-_AFTER_REFUSAL = "a record before was refused"
 _RATCHET = b"equipoise direct aead 1 ratchet"
 
 Buffer = bytes | bytearray | memoryview
@@ -160,24 +159,17 @@ class Opener(_Keyed):
             RecordRefused: It is not authentic.
         """
         if self._failed:
-            raise RecordRefused(_AFTER_REFUSAL)
+            raise RecordRefused("a record before was refused")
         cipher, nonce = self._next()
         try:
             cipher.decrypt_into(nonce, record[PREFIX_BYTES:], record[:PREFIX_BYTES], place)
         except InvalidTag:
-            raise self._refusal() from None
+            self._failed = True
+            why = f"record {self._count - 1} is not authentic: altered, replayed, reordered or cut short"
+            raise RecordRefused(why) from None
 
-    def open(self, record: memoryview) -> bytes:
+    def open(self, record: memoryview) -> bytearray:
         """Decrypt a whole record; raises RecordRefused if it is not authentic."""
-        if self._failed:
-            raise RecordRefused(_AFTER_REFUSAL)
-        cipher, nonce = self._next()
-        try:
-            return cipher.decrypt(nonce, record[PREFIX_BYTES:], record[:PREFIX_BYTES])
-        except InvalidTag:
-            raise self._refusal() from None
-
-    def _refusal(self) -> RecordRefused:
-        self._failed = True
-        number = self._count - 1
-        return RecordRefused(f"record {number} is not authentic: altered, replayed, reordered or cut short")
+        plain = bytearray(len(record) - PREFIX_BYTES - TAG_BYTES)
+        self.open_into(record, memoryview(plain))
+        return plain

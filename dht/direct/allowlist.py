@@ -8,18 +8,16 @@ kept for it. It ends with the credential, or when `MAX_ADMITTED` others have com
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from OpenSSL import SSL
 
-from equipoise.dht.direct.certificate import OwnCertificate
-from equipoise.dht.direct.credential import Credential, parse
+from equipoise.dht.direct.credential import Credential, OwnCertificate, fingerprint_of, parse
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.hello import fingerprint_of
 from equipoise.dht.direct.tls import make_context
 from equipoise.dht.limits import LruDict
-from equipoise.dht.tasks import sleep_until
 
 MAX_ADMITTED = 1024
 """Members of the rounds of some hours; the least recently admitted is forgotten. Contexts take some 30 KB each."""
@@ -97,8 +95,7 @@ class Allowlist:
         found = self._peers.get(peer)
         if found is None:
             raise Refused("not a member", f"{peer} is in no group with this peer")
-        if self._clock() >= found.credential.expires:
-            raise Refused("expired", f"the credential of {peer} has expired")
+        found.credential.check(self._clock())
         return found
 
     async def expect(self, peer: str, fingerprint: bytes, seconds: float) -> Admitted:
@@ -109,12 +106,10 @@ class Allowlist:
         Raises:
             Refused: It is not admitted in time, with another certificate, or its credential has expired.
         """
-        deadline = asyncio.get_running_loop().time() + seconds
-        while not self._knows(peer, fingerprint):
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                break
-            await sleep_until(self._news, left)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._knows(peer, fingerprint):
+                    await self._news.wait()
         found = self.current(peer)
         if found.fingerprint != fingerprint:
             raise Refused("impostor", f"it has another certificate than {peer}")

@@ -1,28 +1,43 @@
 """What others need to reach and recognise a peer: its certificate and where it listens, signed by its identity.
 
-On the wire a credential is msgpack `[certificate DER, addresses, expiry, signature]`. The signature of the identity key
-covers, in a domain of its own, the PeerID, SHA-256 of the certificate, the addresses and the expiry.
+The certificate is of an Ed25519 key that lives as long as the process and never leaves its memory; self-signed, with
+the PeerID inside, it vouches for nothing by itself. On the wire a credential is msgpack `[certificate DER, addresses,
+expiry, signature]`. The signature of the identity key covers, in a domain of its own, the PeerID, SHA-256 of the
+certificate, the addresses and the expiry.
 """
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import math
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import NameOID
 
 from equipoise.dht.address import is_host
-from equipoise.dht.direct import certificate as certificates
-from equipoise.dht.direct.certificate import OwnCertificate, check_certificate, make_certificate
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode
 
+CERTIFICATE_LIFE_SECONDS = 30 * 86400.0
+"""Of a certificate; a daemon that runs longer makes a new one at half of it."""
+BACKDATED_SECONDS = 30 * 86400.0
+"""How far behind this machine's clock may be that of one that takes a fresh certificate. OpenSSL judges it by the local
+clock, so this is far above the day that clocks may be off; a key that is as young as the process needs no beginning."""
+SERIAL_BYTES = 16
 MAX_CREDENTIAL_BYTES = 1024
 """Equal to `averaging.ports.MAX_CREDENTIAL_BYTES`, checked by a test: the packages do not know each other."""
 MAX_ADDRESSES = 4
+"""Most addresses that a credential tells; of more, the first count."""
 LIFE_SECONDS = 7 * 86400.0
 """Of a credential; signed anew, with the same certificate, at half of it. A week bounds how long a key that was
 stolen from a daemon's memory, the only place where it is, is good for, and is far above what clocks are off."""
@@ -30,6 +45,84 @@ MAX_LIFE_SECONDS = 60 * 86400.0
 """More than this ahead is refused: nobody needs it, and clocks are not off by months."""
 
 _DOMAIN = "direct"
+
+
+@dataclass(frozen=True)
+class OwnCertificate:
+    """A certificate with its key.
+
+    Attributes:
+        der: The certificate.
+        key: What it is signed with.
+        expires: Seconds since 1970.
+    """
+
+    der: bytes
+    key: Ed25519PrivateKey = field(repr=False)
+    expires: float
+
+
+def make_certificate(
+    peer: str, now: float, life: float = CERTIFICATE_LIFE_SECONDS, authority: bool = False
+) -> OwnCertificate:
+    """Make a key and its certificate.
+
+    Equal subjects make OpenSSL look for the wrong issuer and refuse genuine certificates: each gets its own, the PeerID
+    and a random number. `authority` is for tests of what an attacker might make.
+    """
+    key = Ed25519PrivateKey.generate()
+    parts = {NameOID.COMMON_NAME: peer, NameOID.SERIAL_NUMBER: secrets.token_hex(SERIAL_BYTES)}
+    name = x509.Name([x509.NameAttribute(kind, value) for kind, value in parts.items()])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_moment(now - BACKDATED_SECONDS))
+        .not_valid_after(_moment(now + life))
+        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .sign(key, None)
+    )
+    expires = certificate.not_valid_after_utc.timestamp()
+    return OwnCertificate(certificate.public_bytes(Encoding.DER), key, expires)
+
+
+def check_certificate(der: bytes, peer: str, now: float) -> float:
+    """Check that a stranger's certificate is one that `peer`'s daemon made for itself; return when it expires.
+
+    The name inside is what keeps a member from presenting another's certificate as its own and passing the other's
+    connections on as its own: only who holds the certificate's key could have signed that name.
+
+    Raises:
+        Refused: It is malformed, not Ed25519, not self-signed, another peer's, or not valid now.
+    """
+    try:
+        certificate = x509.load_der_x509_certificate(der)
+        key, subject = certificate.public_key(), certificate.subject
+        names = [attribute.value for attribute in subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
+        begins, ends = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        if not isinstance(key, Ed25519PublicKey):
+            raise ValueError("expected an Ed25519 key")
+        key.verify(certificate.signature, certificate.tbs_certificate_bytes)
+    except InvalidSignature:
+        raise Refused("malformed credential", "the certificate is not signed with its own key") from None
+    except Exception as error:  # x509 promises no closed list of what malformed input makes it raise.
+        raise Refused("malformed credential", f"malformed certificate: {type(error).__name__}") from None
+    if names != [peer]:
+        raise Refused("replayed certificate", f"expected a certificate of {peer}, got another peer's")
+    if not begins.timestamp() <= now < ends.timestamp():
+        raise Refused("expired", f"the certificate of {peer} is not valid at this time")
+    return ends.timestamp()
+
+
+def fingerprint_of(certificate: bytes) -> bytes:
+    """Return the SHA-256 of a certificate's DER."""
+    return hashlib.sha256(certificate).digest()
+
+
+def _moment(seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC)
 
 
 @dataclass(frozen=True)
@@ -56,7 +149,7 @@ class Credential:
 
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
     certificate: bytes
-    addresses: tuple[str, ...]
+    addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
     expires: float
     signature: bytes
 
@@ -89,41 +182,35 @@ def parse(peer: str, data: bytes, now: float) -> Credential:
     Raises:
         Refused: It is malformed, expired, another peer's, or its certificate is.
     """
-    wire = _decoded(data)
+    try:
+        wire = decode(_decoder, data, MAX_CREDENTIAL_BYTES)
+    except Malformed as error:
+        raise Refused("malformed credential", f"malformed credential: {error}") from None
     addresses = tuple(_address(text) for text in wire.addresses)
     if not math.isfinite(wire.expires) or wire.expires > now + MAX_LIFE_SECONDS:
         raise Refused("malformed credential", "expected an expiry within 60 days")
     signed = _signed(peer, wire.certificate, wire.addresses, wire.expires)
     if not verify(peer, _DOMAIN, signed, wire.signature):
         raise Refused("impostor", f"the credential is not signed by {peer}")
-    if now >= wire.expires:
-        raise Refused("expired", f"the credential of {peer} has expired")
     ends = check_certificate(wire.certificate, peer, now)
-    return Credential(peer, wire.certificate, addresses, min(wire.expires, ends))
-
-
-def _decoded(data: bytes) -> _Wire:
-    try:
-        wire = decode(_decoder, data, MAX_CREDENTIAL_BYTES)
-    except Malformed as error:
-        raise Refused("malformed credential", f"malformed credential: {error}") from None
-    if len(wire.addresses) > MAX_ADDRESSES:
-        raise Refused("malformed credential", f"expected at most {MAX_ADDRESSES} addresses")
-    return wire
+    found = Credential(peer, wire.certificate, addresses, min(wire.expires, ends))
+    found.check(now)
+    return found
 
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(" ")
-    if not is_host(host) or not (port.isascii() and port.isdigit() and len(port) <= 5):
-        raise Refused("malformed credential", "expected addresses of the form 'host port'")
-    if not 1 <= int(port) <= 65535:
-        raise Refused("malformed credential", f"expected a port from 1 to 65535, got {port}")
+    digits = port.isascii() and port.isdigit() and len(port) <= 5
+    if not (is_host(host) and digits and 1 <= int(port) <= 65535):
+        raise Refused(
+            "malformed credential", "expected addresses of the form 'host port', ports from 1 to 65535"
+        )
     return host, int(port)
 
 
 def _signed(peer: str, certificate: bytes, addresses: tuple[str, ...], expires: float) -> bytes:
     # Through an encoder whose values carry their lengths: no two contents give the same bytes.
-    return _encode([peer, hashlib.sha256(certificate).digest(), addresses, expires])
+    return _encode([peer, fingerprint_of(certificate), addresses, expires])
 
 
 class Presence:
@@ -148,7 +235,7 @@ class Presence:
         """The signed credential; a new one from time to time, and when addresses change."""
         now = self._clock()
         if now >= self._renew_at or not self._credential:
-            if self.certificate.expires - now < certificates.LIFE_SECONDS / 2:
+            if self.certificate.expires - now < CERTIFICATE_LIFE_SECONDS / 2:
                 # Who knows only the old one cannot connect until the next round's joins have gone round.
                 self.certificate = make_certificate(self._identity.peer, now)
             self._credential = issue(self._identity, self.certificate, self.addresses, now)

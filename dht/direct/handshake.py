@@ -1,46 +1,88 @@
 """Opens a stream on a fresh TCP connection, at either side; every wait is bounded by the caller.
 
-Preface in the clear, TLS 1.3 with both certificates, then a greeting of each side inside TLS. Because a TLS 1.3
-client's handshake returns before the server has judged its certificate, a stream is open only after the other side's
-greeting.
+Preface in the clear, TLS 1.3 with both certificates, then a greeting of each side inside TLS. The server must know who
+dials before it can choose whom to trust. The preface is a claim and nothing more: TLS proves it. Preface and greeting
+have one size each, so there are no lengths to believe. Because a TLS 1.3 client's handshake returns before the server
+has judged its certificate, a stream is open only after the other side's greeting.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from OpenSSL import SSL
 
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.hello import (
-    GREETING_BYTES,
-    PREFACE_BYTES,
-    SECRET_BYTES,
-    Preface,
-    encode_greeting,
-    parse_greeting,
-)
+from equipoise.dht.direct.sockets import said
 from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
 from equipoise.dht.direct.tls import TlsFault, TlsSession
-from equipoise.dht.streams import HEAD_BYTES, StreamClosed
+from equipoise.dht.identity import peer_of, public_key_of
+from equipoise.dht.streams import HEAD_BYTES
+
+Layer = Literal["tls", "aead", "plain"]
+"""What carries frames once TLS has proved who is there; `plain` neither proves nor encrypts, for measurements only."""
+
+VERSION = 2
+_MAGIC = b"EQPD"
+_PREFACE = struct.Struct("!4sBB32s32s32s")
+PREFACE_BYTES = _PREFACE.size
+SECRET_BYTES = 32
+GREETING_BYTES = 1 + SECRET_BYTES
+"""The layer, confirmed, and what each side adds to the keys of that layer."""
+
+_LAYERS: tuple[Layer, ...] = get_args(Layer)
+
+
+@dataclass(frozen=True)
+class Preface:
+    """What the dialling peer claims.
+
+    Attributes:
+        layer: How it wants frames carried.
+        dialler: Its PeerID.
+        acceptor: PeerID that it wants to reach.
+        fingerprint: Of the certificate that it will show (`fingerprint_of`).
+    """
+
+    layer: Layer
+    dialler: str
+    acceptor: str
+    fingerprint: bytes
+
+    def encode(self) -> bytes:
+        """Return its `PREFACE_BYTES` bytes."""
+        keys = public_key_of(self.dialler), public_key_of(self.acceptor)
+        return _PREFACE.pack(_MAGIC, VERSION, _LAYERS.index(self.layer), *keys, self.fingerprint)
+
+
+def parse_preface(data: bytes | bytearray) -> Preface:
+    """Decode `PREFACE_BYTES` bytes of a stranger; raises Refused if they are no preface, or of another version."""
+    if len(data) != PREFACE_BYTES:
+        raise Refused("malformed preface", f"expected {PREFACE_BYTES} bytes, got {len(data)}")
+    magic, version, layer, dialler, acceptor, fingerprint = _PREFACE.unpack(data)
+    if magic != _MAGIC:
+        raise Refused("malformed preface", "it does not begin as a direct channel does")
+    if version != VERSION:
+        raise Refused("other version", f"expected version {VERSION} of direct channels, got {version}")
+    if layer >= len(_LAYERS):
+        raise Refused("malformed preface", f"expected a layer below {len(_LAYERS)}, got {layer}")
+    return Preface(_LAYERS[layer], peer_of(dialler), peer_of(acceptor), fingerprint)
 
 
 async def receive_opening(connection: socket.socket) -> bytes:
-    """Read the `PREFACE_BYTES` with which the dialling side begins, and no byte more.
-
-    Raises:
-        Refused: The connection ended.
-    """
+    """Read the `PREFACE_BYTES` with which the dialling side begins, and no byte more; raises OSError if it goes."""
     data = bytearray(PREFACE_BYTES)
     view, loop = memoryview(data), asyncio.get_running_loop()
     while view:
-        try:
-            got = await loop.sock_recv_into(connection, view)
-        except OSError as error:
-            raise Refused("went away", error.strerror or str(error)) from None
+        got = await loop.sock_recv_into(connection, view)
         if not got:
             raise Refused("went away", "it closed the connection before it said who it is")
         view = view[got:]
@@ -63,20 +105,31 @@ async def secure(
         Refused: The other side is not who it must be, refuses this side, or ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
-    try:
+    with _closed_if_refused(connection):
         tls = TlsSession(context, server=not dialler)
         await _shake_hands(connection, tls)
         if tls.certificate != expected:
             raise Refused("impostor", "it holds a certificate that another one vouches for, not its own")
-        own = secrets.token_bytes(SECRET_BYTES)
-        await _write(connection, tls.seal(encode_greeting(preface.layer, own)))
-        theirs = parse_greeting(await _receive(connection, tls, GREETING_BYTES), preface.layer)
-        return _stream(connection, tls, preface, (own, theirs), dialler)
-    except TlsFault as fault:
-        connection.close()
-        raise _refusal(fault) from None
-    except BaseException:
-        connection.close()
+        layer, own = bytes([_LAYERS.index(preface.layer)]), secrets.token_bytes(SECRET_BYTES)
+        await _write(connection, tls.seal(layer + own))
+        greeting = await _receive(connection, tls, GREETING_BYTES)
+        if greeting[:1] != layer:  # Somebody between has altered the preface.
+            raise Refused("tls failure", f"the greeting does not confirm the layer {preface.layer}")
+        return _stream(connection, tls, preface, (own, greeting[1:]), dialler)
+
+
+@contextlib.contextmanager
+def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
+    """Close what is opened if that fails; raises Refused if the connection broke."""
+    try:
+        yield
+    except BaseException as error:
+        opened.close()
+        if isinstance(error, TlsFault) and error.why == "went away":
+            why = "it ended the connection instead of greeting: it refuses this peer"
+            raise Refused("went away", why) from None
+        if isinstance(error, OSError) and not isinstance(error, Refused):
+            raise Refused("went away", said(error)) from None
         raise
 
 
@@ -95,9 +148,9 @@ def _stream(
 
 async def _shake_hands(connection: socket.socket, tls: TlsSession) -> None:
     while not tls.shake_hands():
-        await _write(connection, tls.drain())
+        await _write(connection, tls.seal())
         await _read(connection, tls)
-    await _write(connection, tls.drain())
+    await _write(connection, tls.seal())
 
 
 async def _receive(connection: socket.socket, tls: TlsSession, size: int) -> bytes:
@@ -112,11 +165,8 @@ async def _receive(connection: socket.socket, tls: TlsSession, size: int) -> byt
 
 
 async def _read(connection: socket.socket, tls: TlsSession) -> None:
-    try:
-        # So few that what follows TLS fits the buffer of the layer that it is for.
-        data = await asyncio.get_running_loop().sock_recv(connection, HEAD_BYTES)
-    except OSError as error:
-        raise Refused("went away", error.strerror or str(error)) from None
+    # So few that what follows TLS fits the buffer of the layer that it is for.
+    data = await asyncio.get_running_loop().sock_recv(connection, HEAD_BYTES)
     if data:
         tls.feed(data)
     else:
@@ -124,16 +174,7 @@ async def _read(connection: socket.socket, tls: TlsSession) -> None:
 
 
 async def _write(connection: socket.socket, data: bytes) -> None:
-    try:
-        await asyncio.get_running_loop().sock_sendall(connection, data)
-    except OSError as error:
-        raise Refused("went away", error.strerror or str(error)) from None
-
-
-def _refusal(fault: TlsFault) -> Refused:
-    if fault.why == "went away":
-        return Refused(fault.why, "it ended the connection instead of greeting: it refuses this peer")
-    return Refused(fault.why, str(fault))
+    await asyncio.get_running_loop().sock_sendall(connection, data)
 
 
 async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:
@@ -147,16 +188,10 @@ async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:
         Refused: The other side ended the connection.
     """
     stream = PlainStream(socket.socket(fileno=connection.detach()))
-    try:
+    with _closed_if_refused(stream):
         # The accepting side's byte says that it was willing.
         if dialler:
             await stream.receive_into(memoryview(bytearray(1)))
         else:
             await stream.send(b"\0")
-    except StreamClosed as error:
-        stream.close()
-        raise Refused("went away", str(error)) from None
-    except BaseException:
-        stream.close()
-        raise
-    return stream
+        return stream

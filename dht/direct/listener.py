@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from equipoise.dht.address import ListenAddress, is_ip, is_loopback
 from equipoise.dht.direct.sockets import prepare
+from equipoise.dht.limits import Tally
 from equipoise.dht.p2pd import ListenError, listen_error
 from equipoise.dht.ports import with_port
 from equipoise.dht.streams import Acceptor
@@ -22,8 +21,6 @@ MAX_WAITING = 64
 """Connections that have not proved who they are: each costs a descriptor, a task and some KB."""
 
 Guest = TypeVar("Guest")
-
-_log = logging.getLogger(__name__)
 
 
 class Listener:
@@ -119,15 +116,16 @@ class Gate(Generic[Guest]):
     def __init__(self, limit: int = MAX_WAITING) -> None:
         self._limit = limit
         self._waiting: dict[Guest, str] = {}
-        self._counts: Counter[str] = Counter()
+        self._counts = Tally()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def enter(self, guest: Guest, address: str) -> Guest | None:
         """Let `guest` of an IP address in; return who has to go for it, if anybody."""
-        host = _household(address)
-        evicted = None
+        evicted, host = None, address
+        if ":" in address:  # What one customer has of IPv6 addresses: 2**64.
+            host = str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
         if len(self._waiting) >= self._limit:
             most = max(self._counts.values())
             evicted = next(one for one, home in self._waiting.items() if self._counts[home] == most)
@@ -140,14 +138,4 @@ class Gate(Generic[Guest]):
         """Forget `guest`; idempotent."""
         host = self._waiting.pop(guest, None)
         if host is not None:
-            self._counts[host] -= 1
-            if not self._counts[host]:
-                del self._counts[host]
-
-
-def _household(address: str) -> str:
-    """Return what one customer has of addresses: of IPv6 ones, 2**64."""
-    if ":" not in address:
-        return address
-    bare = address.partition("%")[0]
-    return str(ipaddress.ip_network((bare, 64), strict=False))
+            self._counts.drop(host)

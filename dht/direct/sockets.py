@@ -38,16 +38,19 @@ DIAL_SECONDS = 1.5
 """For one address, so that three are tried: packets to an address of another network vanish without an answer."""
 
 
-def prepare(unopened: socket.socket) -> None:
-    """Set what a socket that is to connect or to listen wants, where the system has it."""
-    _control_congestion(unopened, WITHIN_HOST)
+def prepare(unopened: socket.socket, how: bytes = WITHIN_HOST) -> None:
+    """Set the congestion control of a socket that is to connect or to listen, where the system has it."""
+    if how and hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError):
+            unopened.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, how)
 
 
 def tune(connection: socket.socket) -> None:
     """Set what an open connection wants, where the system has it."""
     _set(connection, TCP_NODELAY=1, TCP_USER_TIMEOUT=USER_TIMEOUT_MS, TCP_NOTSENT_LOWAT=UNSENT_BYTES)
-    if not _within_host(connection):
-        _control_congestion(connection, _usual_congestion_control(connection.family))
+    with contextlib.suppress(OSError):  # It has closed already.
+        if connection.getpeername()[0] != connection.getsockname()[0]:
+            prepare(connection, _usual_congestion_control(connection.family))
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -64,12 +67,6 @@ def _set(connection: socket.socket, **options: int) -> None:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _control_congestion(connection: socket.socket, how: bytes) -> None:
-    if how and hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, how)
-
-
 @functools.cache
 def _usual_congestion_control(family: int) -> bytes:
     """The system's choice, which a new socket has; empty where it cannot be told."""
@@ -77,13 +74,6 @@ def _usual_congestion_control(family: int) -> bytes:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as fresh:
             return fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
     return b""
-
-
-def _within_host(connection: socket.socket) -> bool:
-    try:
-        return bool(connection.getpeername()[0] == connection.getsockname()[0])
-    except OSError:  # It has closed already.
-        return False
 
 
 def acknowledged(connection: socket.socket) -> int | None:
@@ -116,11 +106,7 @@ def wake_at(connection: socket.socket, count: int) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
-def _any(host: str) -> bool:
-    return True
-
-
-async def connect(host: str, port: int, permits: Callable[[str], bool] = _any) -> socket.socket:
+async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda host: True) -> socket.socket:
     """Connect to one address within `DIAL_SECONDS`.
 
     Args:
@@ -131,28 +117,22 @@ async def connect(host: str, port: int, permits: Callable[[str], bool] = _any) -
     Raises:
         OSError: Nobody answers, or the name is not known.
     """
-    try:
-        async with asyncio.timeout(DIAL_SECONDS):
-            return await _connect(host, port, permits)
-    except TimeoutError:
-        raise ConnectionError(f"no answer within {DIAL_SECONDS:.1f} s") from None
-    except UnicodeError:
-        raise ConnectionError("it is no name of a host") from None
-
-
-async def _connect(host: str, port: int, permits: Callable[[str], bool]) -> socket.socket:
     loop = asyncio.get_running_loop()
-    family, address = await _resolve(host, port)
-    if not permits(str(address[0])):
-        raise ConnectionError("it is a private address of another network than this machine's")
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        connection.setblocking(False)
-        prepare(connection)
-        await loop.sock_connect(connection, address)
-    except BaseException:
-        connection.close()
-        raise
+    with contextlib.ExitStack() as failed:
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                family, address = await _resolve(host, port)
+                if not permits(str(address[0])):
+                    raise ConnectionError("it is a private address of another network than this machine's")
+                connection = failed.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                connection.setblocking(False)
+                prepare(connection)
+                await loop.sock_connect(connection, address)
+        except TimeoutError:
+            raise ConnectionError(f"no answer within {DIAL_SECONDS:.1f} s") from None
+        except UnicodeError:
+            raise ConnectionError("it is no name of a host") from None
+        failed.pop_all()
     return connection
 
 

@@ -13,17 +13,13 @@ import socket
 import struct
 
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.hello import PREFACE_BYTES
+from equipoise.dht.direct.handshake import PREFACE_BYTES
 
 _MAGIC = b"EQPM"
 _ANSWER = struct.Struct("!4s16sH")
 ANSWER_BYTES = _ANSWER.size
 QUESTION = _MAGIC.ljust(PREFACE_BYTES, b"\0")
-
-
-def is_question(opening: bytes | bytearray) -> bool:
-    """Whether the first `PREFACE_BYTES` of a connection ask for its address."""
-    return opening == QUESTION
+"""The first bytes of a connection that asks for its address."""
 
 
 def encode_answer(host: str, port: int) -> bytes:

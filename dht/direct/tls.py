@@ -10,7 +10,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from OpenSSL import SSL, crypto
 
-from equipoise.dht.direct.certificate import OwnCertificate
+from equipoise.dht.direct.credential import OwnCertificate
 from equipoise.dht.direct.errors import Refused
 
 _PARTIAL_WRITE = 1
@@ -115,17 +115,16 @@ class TlsSession:
         """The network has no more bytes."""
         self._tls.bio_shutdown()
 
-    def drain(self) -> bytes:
-        """Return the bytes for the network that have accumulated."""
-        return self._sealed(0)
-
-    def seal(self, plain: memoryview | bytes) -> bytes:
+    def seal(self, plain: memoryview | bytes = b"") -> bytes:
         """Return `plain` as bytes for the network, with whatever waited to be sent."""
         size = len(plain)
         if size:
             # All of it: `make_context` has OpenSSL write nothing in part, and memory takes everything.
             self._tls.send(plain)
-        return self._sealed(size)
+        try:
+            return self._tls.bio_read(size + (size // RECORD_BYTES + 1) * OVERHEAD_BYTES + EXTRA_BYTES)
+        except SSL.WantReadError:
+            return b""
 
     def open_into(self, view: memoryview) -> int:
         """Fill the beginning of `view` from what was fed; returns how many bytes, 0 if more must be fed first.
@@ -180,13 +179,6 @@ class TlsSession:
         self._left -= len(some)
         self._tls.bio_write(some)
         return True
-
-    def _sealed(self, plain: int) -> bytes:
-        records = plain // RECORD_BYTES + 1
-        try:
-            return self._tls.bio_read(plain + records * OVERHEAD_BYTES + EXTRA_BYTES)
-        except SSL.WantReadError:
-            return b""
 
     def _fault(self, error: SSL.Error) -> TlsFault:
         """Say in a few words why TLS ended."""

@@ -11,9 +11,9 @@ from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.direct import handshake, stun
 from equipoise.dht.direct.allowlist import Admitted, Allowlist
-from equipoise.dht.direct.credential import Presence
+from equipoise.dht.direct.credential import Presence, fingerprint_of
 from equipoise.dht.direct.errors import Refusals, Refused, Why
-from equipoise.dht.direct.hello import Layer, Preface, fingerprint_of, parse_preface
+from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
 from equipoise.dht.direct.listener import Gate, Listener, endpoints
 from equipoise.dht.direct.punched_channels import PunchedChannels
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
@@ -23,7 +23,7 @@ from equipoise.dht.interfaces import private_networks
 from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
 from equipoise.dht.tasks import TaskSet
-from equipoise.dht.transport import FramedChannel, Handler, OpenChannels, run_handler
+from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
 
 OPEN_SECONDS = 5.0
 """To dial and shake hands, over all of a peer's addresses."""
@@ -43,6 +43,8 @@ class DirectTransport:
     Attributes:
         peer: PeerID of this peer.
         dialable: Whether others can open channels to this peer.
+        channels: Those that are open.
+        punched: Those of them that were opened from both ends at once.
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
@@ -77,10 +79,9 @@ class DirectTransport:
         self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
         self._gate: Gate[asyncio.Task[None]] = Gate()
-        self._handler: Handler | None = None
-        self._channels = OpenChannels()
+        self.channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
-        self._punched = PunchedChannels(lambda channel: run_handler(self._handler, channel))
+        self.punched = PunchedChannels(self.channels.handle)
         self.on_meet: Callable[[str], None] = lambda peer: None
         self._tasks = TaskSet()
 
@@ -94,7 +95,7 @@ class DirectTransport:
         return DirectStatus(
             channel=self._layer,
             listening=tuple(shown(one) for one in self._presence.addresses or self._listener.bound),
-            channels=len(self._channels),
+            channels=len(self.channels),
             refused=dict(self._refusals.counts),
             last_refusal=self._refusals.last,
         )
@@ -119,15 +120,7 @@ class DirectTransport:
     def reaches(self, peer: str) -> bool:
         """Whether `peer` was admitted and says where it listens, or a channel to it is there already."""
         admitted = self._allowlist.get(peer)
-        return admitted is not None and (bool(admitted.credential.addresses) or self._punched.keeps(peer))
-
-    def linked(self, peer: str) -> bool:
-        """Whether a channel with `peer` is open."""
-        return self._channels.has(peer)
-
-    def punched(self, peer: str) -> bool:
-        """Whether one that was opened from both ends at once is."""
-        return self._punched.open(peer)
+        return admitted is not None and (bool(admitted.credential.addresses) or self.punched.keeps(peer))
 
     def failure(self, peer: str) -> str:
         """Why the last dial of `peer` opened no channel; empty if one was opened since, or it is not to be dialled."""
@@ -140,7 +133,7 @@ class DirectTransport:
 
     def serve(self, handler: Handler | None) -> None:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
-        self._handler = handler
+        self.channels.handler = handler
 
     def start(self, wishes: Sequence[int] = ()) -> None:
         """Begin to listen; `wishes` are ports to try first where none is named.
@@ -162,10 +155,9 @@ class DirectTransport:
 
     async def stop(self) -> None:
         """Stop listening, close every channel, end every handler; idempotent."""
-        self._handler = None
         self._listener.stop()
-        await self._punched.stop()
-        self._channels.close()
+        await self.punched.stop()
+        self.channels.close()
         await self._tasks.stop()
 
     async def open(self, peer: str) -> FramedChannel:
@@ -174,10 +166,10 @@ class DirectTransport:
         Raises:
             ConnectionError: The peer cannot be reached or is not admitted; names it and says why.
         """
-        kept = await self._punched.take(peer)
+        kept = await self.punched.take(peer)
         if kept is not None:
             return kept
-        self._channels.check_room(peer)
+        self.channels.check_room(peer)
         failures = []
         try:
             admitted = self._allowlist.current(peer)
@@ -191,15 +183,12 @@ class DirectTransport:
             failures.append(f"no channel within {OPEN_SECONDS:.0f} s")
         except ConnectionError as error:
             failures.append(str(error))
-        if not failures:
-            failures.append("it listens nowhere")
-        reason = "; ".join(failures)
-        self._failures[peer] = reason
+        reason = self._failures[peer] = "; ".join(failures) or "it listens nowhere"
         raise ConnectionError(f"cannot open a direct channel to {peer}: {reason}")
 
     async def _try(self, admitted: Admitted, host: str, port: int) -> PlainStream:
         peer, place, failure = admitted.credential.peer, (host, port), "it was broken off"
-        refusal = self._policy.begin(peer, place, self._now())
+        refusal = self._policy.begin(peer, place, time.monotonic())
         if refusal is not None:
             raise ConnectionError(refusal.reason)
         try:
@@ -211,14 +200,11 @@ class DirectTransport:
             failure = said(error)
             raise
         finally:
-            self._policy.end(peer, place, self._now(), failure)
+            self._policy.end(peer, place, time.monotonic(), failure)
 
     def _enter(self, peer: str, stream: PlainStream) -> FramedChannel:
         self._failures.pop(peer, None)
-        return self._channels.enter(peer, stream)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self.channels.enter(peer, stream)
 
     async def punch(
         self, peer: str, connection: socket.socket, address: tuple[str, int], *, dialled: bool
@@ -238,7 +224,7 @@ class DirectTransport:
             keep_alive(connection)
             admitted = self._allowlist.current(peer)
             if dialled:
-                self._channels.check_room(peer)
+                self.channels.check_room(peer)
                 return self._enter(peer, await self._claim(connection, admitted, address))
             preface = parse_preface(await handshake.receive_opening(connection))
             if preface.dialler != peer:
@@ -246,10 +232,6 @@ class DirectTransport:
             return await self._introduce(connection, address[0], preface)
         finally:
             connection.close()
-
-    def park(self, channel: FramedChannel, *, dialled: bool) -> None:
-        """Keep a punched channel for the next round; with `dialled` as in `punch`."""
-        self._punched.park(channel, dialled=dialled)
 
     async def _claim(
         self, connection: socket.socket, admitted: Admitted, address: tuple[str, int]
@@ -293,37 +275,33 @@ class DirectTransport:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 opening = await handshake.receive_opening(connection)
-                if stun.is_question(opening):
+                if opening == stun.QUESTION:
                     await asyncio.get_running_loop().sock_sendall(connection, stun.encode_answer(*address))
                     return
-                if self._handler is None:
+                if self.channels.handler is None:
                     return
                 channel = await self._introduce(connection, host, parse_preface(opening))
         except TimeoutError:
             self._refuse("timeout", f"{host} did not prove who it is in {HANDSHAKE_SECONDS:.0f} s")
             return
-        except Refused as error:
-            self._refuse(error.why, f"{host}: {error}")
-            return
         except OSError as error:
-            self._refuse("went away", f"{host}: {said(error)}")
+            self._refuse(error.why if isinstance(error, Refused) else "went away", f"{host}: {said(error)}")
             return
         finally:
             self._gate.leave(task)
-        await run_handler(self._handler, channel)
+        await self.channels.handle(channel)
 
     async def _introduce(self, connection: socket.socket, host: str, preface: Preface) -> FramedChannel:
         tune(connection)
         if preface.acceptor != self.peer:
             raise Refused("other peer", f"{preface.dialler} wants to reach {preface.acceptor}")
-        if (preface.layer == "plain") != (self._layer == "plain") or (
-            self._layer == "plain" and not is_loopback(host)
-        ):
+        plain = self._layer == "plain"
+        if (preface.layer == "plain") != plain or (plain and not is_loopback(host)):
             raise Refused("plain", f"{preface.dialler} wants channels as {preface.layer}, not {self._layer}")
         admitted = await self._allowlist.expect(preface.dialler, preface.fingerprint, ADMIT_SECONDS)
         stream = await self._secure(connection, admitted, preface, dialler=False)
         try:
-            self._channels.check_room(preface.dialler)
+            self.channels.check_room(preface.dialler)
         except ConnectionError as error:
             stream.close()
             raise Refused("too many", str(error)) from None

@@ -290,7 +290,7 @@ class Puncher:
 
     def _begins(self, peer: str) -> bool:
         """Whether it is for this side to begin a punch, and there is need of one."""
-        return self._direct.peer < peer and not self._direct.linked(peer)
+        return self._direct.peer < peer and not self._direct.channels.has(peer)
 
     async def _begin(self, peer: str) -> None:
         failure = "it was broken off"
@@ -344,7 +344,7 @@ class Puncher:
         coordination = Coordination(stream, begins, self._reach.mirrors, connect)
         failure = await coordination.run()
         if coordination.channel is not None:
-            self._direct.park(coordination.channel, dialled=begins)
+            self._direct.punched.park(coordination.channel, dialled=begins)
             _log.info("a hole to %s is punched, at try %d", peer, coordination.machine.tries)
         return failure
 

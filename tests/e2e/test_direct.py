@@ -15,7 +15,7 @@ import torch
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.averaging.outcome import Idle
-from equipoise.dht.direct.hello import PREFACE_BYTES, Preface
+from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface
 from equipoise.dht.identity import peer_of
 from equipoise.peer import connect
 

@@ -38,7 +38,7 @@ from equipoise.averaging.outcome import Idle
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfers
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.hello import Layer
+from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.streams import AeadStream, TlsStream
 from equipoise.dht.swarm import Swarm as Membership
 from equipoise.dht.swarm import SwarmOptions

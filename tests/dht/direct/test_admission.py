@@ -16,11 +16,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from equipoise.dht.direct import allowlist, certificate, handshake, transport
-from equipoise.dht.direct.certificate import OwnCertificate, make_certificate
-from equipoise.dht.direct.credential import issue, parse
+from equipoise.dht.direct import allowlist, credential, handshake, transport
+from equipoise.dht.direct.credential import OwnCertificate, fingerprint_of, issue, make_certificate, parse
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.hello import Preface, fingerprint_of, parse_preface
+from equipoise.dht.direct.handshake import Preface, parse_preface
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.direct.tls import make_context
 from fakes.direct import port_of, refused
@@ -158,7 +157,7 @@ async def test_a_member_that_is_an_authority_vouches_for_nobody(peers, dial, lay
 
 
 async def test_equal_subjects_do_not_matter(peers, dial, layer, monkeypatch) -> None:
-    monkeypatch.setattr(certificate, "secrets", SimpleNamespace(token_hex=lambda size: "00" * size))
+    monkeypatch.setattr(credential, "secrets", SimpleNamespace(token_hex=lambda size: "00" * size))
     target, member = peers.make("target", layer), peers.identity("member")
     twins = [make_certificate(member.peer, time.time()) for _ in range(2)]
     for own, other in (twins, twins[::-1]):
@@ -292,8 +291,8 @@ def certify(subject: x509.Name, issuer: x509.Name, key, signer) -> x509.Certific
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(certificate._moment(now - 60))
-        .not_valid_after(certificate._moment(now + 3600))
+        .not_valid_before(credential._moment(now - 60))
+        .not_valid_after(credential._moment(now + 3600))
         .sign(signer, None)
     )
 

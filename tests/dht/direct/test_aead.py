@@ -33,7 +33,7 @@ def opened(opener: Opener, record: bytes) -> tuple[int, bytes]:
     kind, size = opener.parse_prefix(record)
     if len(record) != aead.PREFIX_BYTES + size + aead.TAG_BYTES:
         raise RecordRefused("another size")
-    return kind, opener.open(memoryview(record))
+    return kind, bytes(opener.open(memoryview(record)))
 
 
 def test_records_open_in_their_order() -> None:

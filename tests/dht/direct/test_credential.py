@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import credential
-from equipoise.dht.direct.certificate import make_certificate
-from equipoise.dht.direct.credential import MAX_CREDENTIAL_BYTES, Presence, issue, parse
+from equipoise.dht.direct.credential import MAX_CREDENTIAL_BYTES, Presence, issue, make_certificate, parse
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.listener import endpoints
 from equipoise.dht.identity import Identity, load_or_create

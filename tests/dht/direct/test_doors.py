@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from equipoise.dht.direct import transport
 from equipoise.dht.direct.errors import Refusals, Refused
-from equipoise.dht.direct.hello import PREFACE_BYTES, Preface, parse_preface
+from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import MAX_WAITING, Gate
 from equipoise.dht.identity import peer_of
 from fakes.direct import port_of, refused
@@ -128,7 +128,7 @@ async def test_a_member_fed_with_noise_after_its_handshake_is_dropped(peers) -> 
     for number in range(50):
         await first.open(second.peer)
         channel = await peers.accepted.get()
-        (own,) = first._channels._channels
+        (own,) = first.channels._channels
         own._stream._socket.send(random.Random(number).randbytes(1 + number * 20))
         own.close()
         with pytest.raises(ConnectionError, match=f"receive from {first.peer}"):

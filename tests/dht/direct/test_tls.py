@@ -9,7 +9,7 @@ import time
 import pytest
 from OpenSSL import SSL
 
-from equipoise.dht.direct.certificate import make_certificate
+from equipoise.dht.direct.credential import make_certificate
 from equipoise.dht.direct.tls import TlsFault, TlsSession, make_context
 
 GREETING = bytes(range(33))
@@ -33,9 +33,9 @@ def meet(client: TlsSession, server: TlsSession) -> None:
     over = [False, False]
     while not all(over):
         over[0] = client.shake_hands()
-        server.feed(client.drain())
+        server.feed(client.seal())
         over[1] = server.shake_hands()
-        client.feed(server.drain())
+        client.feed(server.seal())
 
 
 def opened(session: TlsSession, size: int) -> bytes:
@@ -55,15 +55,15 @@ def test_what_follows_tls_is_handed_over_whole(sessions, most) -> None:
     client, server = sessions
     rng, after = random.Random(most), bytes(range(256))
     client.shake_hands()
-    arriving = client.drain()
+    arriving = client.seal()
     greeting = b""
     while not greeting:
         for start in range(0, len(arriving), cut := rng.randint(1, most)):
             server.feed(arriving[start : start + cut])
             if server.shake_hands():
                 greeting += opened(server, len(GREETING) - len(greeting))
-        client.feed(server.drain())
-        arriving = b"" if not client.shake_hands() else client.drain() + client.seal(GREETING) + after
+        client.feed(server.seal())
+        arriving = b"" if not client.shake_hands() else client.seal() + client.seal(GREETING) + after
     assert greeting == GREETING
     assert server.leave() == after
 
@@ -85,13 +85,13 @@ def test_all_that_is_sealed_comes_out_at_once(sessions, size) -> None:
     data = random.Random(size).randbytes(size)
     server.feed(client.seal(data))
     assert opened(server, size + 1) == data
-    assert client.drain() == b""
+    assert client.seal() == b""
 
 
 def test_nothing_is_handed_out_to_resume_a_session_with(sessions) -> None:
     client, server = sessions
     meet(client, server)
-    assert server.drain() == b""
+    assert server.seal() == b""
     assert len(server.seal(b"x")) < 64, "no ticket goes along"
 
 
@@ -111,7 +111,7 @@ def test_a_farewell_and_an_end_are_told(sessions) -> None:
     meet(client, server)
     server.feed(client.seal(b"last"))
     client._tls.shutdown()
-    server.feed(client.drain())
+    server.feed(client.seal())
     assert opened(server, 4) == b"last"
     with pytest.raises(TlsFault, match="closed by the other end"):
         opened(server, 1)

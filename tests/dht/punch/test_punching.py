@@ -10,7 +10,7 @@ import pytest
 
 from equipoise.dht.direct import punched_channels, stun
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.hello import PREFACE_BYTES
+from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
 from equipoise.dht.punch.messages import NoPlace, Places, encode
@@ -81,11 +81,11 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
     introduce(hidden.first, hidden.second)
     assert not hidden.first.reaches(hidden.second.peer)
     first, second = await hidden.punch()
-    hidden.first.park(first, dialled=True)
-    hidden.second.park(second, dialled=False)
+    hidden.first.punched.park(first, dialled=True)
+    hidden.second.punched.park(second, dialled=False)
     for one, other in ((hidden.first, hidden.second), (hidden.second, hidden.first)):
-        assert one.linked(other.peer)
-        assert one.punched(other.peer)
+        assert one.channels.has(other.peer)
+        assert one.punched.open(other.peer)
     assert hidden.first.reaches(hidden.second.peer)
     assert not hidden.second.reaches(hidden.first.peer)
     assert peers.accepted.empty()
@@ -100,7 +100,7 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
     await accepted.send(b"and back")
     assert await said(channel) == b"and back"
     channel.close()
-    assert not hidden.first.punched(hidden.second.peer)
+    assert not hidden.first.punched.open(hidden.second.peer)
     with pytest.raises(ConnectionError, match="listens nowhere"):
         await hidden.first.open(hidden.second.peer)
 
@@ -108,10 +108,10 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
 async def test_a_parked_channel_that_breaks_is_forgotten(hidden: Hidden, until) -> None:
     introduce(hidden.first, hidden.second)
     first, second = await hidden.punch()
-    hidden.first.park(first, dialled=True)
+    hidden.first.punched.park(first, dialled=True)
     second.close()
     await until(lambda: not hidden.first.reaches(hidden.second.peer))
-    assert not hidden.first.linked(hidden.second.peer)
+    assert not hidden.first.channels.has(hidden.second.peer)
 
 
 @pytest.mark.parametrize("dialled", [True, False])
@@ -120,7 +120,7 @@ async def test_what_no_round_wants_is_closed(hidden: Hidden, until, monkeypatch,
     introduce(hidden.first, hidden.second)
     first, second = await hidden.punch()
     own, channel = (hidden.first, first) if dialled else (hidden.second, second)
-    own.park(channel, dialled=dialled)
+    own.punched.park(channel, dialled=dialled)
     await until(lambda: channel.closed)
     assert own.status().channels == 0
 
@@ -128,11 +128,11 @@ async def test_what_no_round_wants_is_closed(hidden: Hidden, until, monkeypatch,
 async def test_a_newer_one_takes_the_place_of_one_that_is_parked(peers: Peers, hidden: Hidden) -> None:
     introduce(hidden.first, hidden.second)
     first, _ = await hidden.punch()
-    hidden.first.park(first, dialled=True)
+    hidden.first.punched.park(first, dialled=True)
     one, other = (Stream(one) for one in socket.socketpair())
     hidden.streams = one, other
     again, _ = await hidden.punch()
-    hidden.first.park(again, dialled=True)
+    hidden.first.punched.park(again, dialled=True)
     assert first.closed
     assert await hidden.first.open(hidden.second.peer) is again
     for stream in hidden.streams:
