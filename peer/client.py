@@ -20,17 +20,7 @@ from equipoise.compression import parse_codec
 from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
 from equipoise.peer.control.client import CONNECT_SECONDS, START_SECONDS, Link, open_link
-from equipoise.peer.control.messages import (
-    AgreeRun,
-    AskPeers,
-    AskRounds,
-    AskStatus,
-    Done,
-    JoinRun,
-    PeersAre,
-    RoundsAre,
-    StatusIs,
-)
+from equipoise.peer.control.messages import AgreeRun, AskPeers, AskRounds, AskStatus, JoinRun
 from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.purposes import AVERAGE, swarm_name
 from equipoise.peer.run import AGREE_SECONDS, Run
@@ -152,7 +142,7 @@ class Client:
         Raises:
             DaemonLost: The daemon has gone.
         """
-        return self._link.ask(AskStatus(), StatusIs).status
+        return self._link.ask(AskStatus())
 
     def peers(self) -> tuple[PeerRow, ...]:
         """The known peers of the runs that the daemon takes part in, itself included.
@@ -160,7 +150,7 @@ class Client:
         Raises:
             DaemonLost: The daemon has gone.
         """
-        return self._link.ask(AskPeers(), PeersAre).peers
+        return self._link.ask(AskPeers())
 
     def rounds(self, limit: int = 20) -> tuple[Outcome, ...]:
         """The last `limit` outcomes, at most 64, of each run of the daemon, oldest first.
@@ -168,7 +158,7 @@ class Client:
         Raises:
             DaemonLost: The daemon has gone.
         """
-        return self._link.ask(AskRounds(limit), RoundsAre).rounds
+        return self._link.ask(AskRounds(limit))
 
     def close(self) -> None:
         """Leave all runs and disconnect; idempotent."""
@@ -187,7 +177,7 @@ class Client:
             f"on {welcome.home or 'a temporary home'}: {'runs ' + runs if runs else 'no runs'}{lost}>"
         )
 
-    def _lost(self, error: DaemonLost) -> None:
+    def _lost(self, error: EquipoiseError) -> None:
         if self._closing.is_set():
             return
         reason = str(error).removesuffix(f"; {error.hint}")
@@ -261,9 +251,9 @@ def _share(link: Link, request: JoinRun, agreed: AgreeRun | None = None) -> Regi
     """Join a run with new shared memory, on terms that were agreed on before."""
     region = Region.create(request.values)
     try:
-        link.ask(request, Done, JOIN_SECONDS, [region.memory.fd])
+        link.ask(request, JOIN_SECONDS, [region.memory.fd])
     finally:
         region.memory.close()
     if agreed is not None:
-        link.ask(agreed, Done, AGREE_SECONDS)
+        link.ask(agreed, AGREE_SECONDS)
     return region

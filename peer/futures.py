@@ -10,27 +10,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
+from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
+from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
-from equipoise.peer.control.messages import (
-    MAX_TIMEOUT,
-    Done,
-    FetchMean,
-    FetchState,
-    MeanFetched,
-    ReplyBody,
-    RequestBody,
-    RoundEnded,
-    StartRound,
-    StateFetched,
-    StopFetch,
-    StopRound,
-)
 from equipoise.peer.errors import DaemonLost, EquipoiseError
 from equipoise.peer.shared_memory import SharedMemory
 
@@ -57,7 +45,7 @@ class Pending(ABC, Generic[Ended]):
     grace: ClassVar[float]
     """Seconds past its deadline in which the daemon must have answered."""
 
-    def __init__(self, link: Link, reply: concurrent.futures.Future[ReplyBody], deadline: float) -> None:
+    def __init__(self, link: Link, reply: concurrent.futures.Future[Any], deadline: float) -> None:
         """`deadline` is on the monotonic clock."""
         self._link = link
         self._reply = reply
@@ -112,7 +100,7 @@ class PendingRound(Pending[Outcome]):
     def __init__(
         self,
         link: Link,
-        request: StartRound,
+        request: messages.StartRound,
         deadline: float,
         settle: Callable[[Outcome | None], None],
     ) -> None:
@@ -126,11 +114,11 @@ class PendingRound(Pending[Outcome]):
         """End the search for a group, if none has formed yet; `result` is then not ok, and says `why`."""
         if not self.done():
             with contextlib.suppress(DaemonLost):  # That ends it as well.
-                self._link.ask(StopRound(self._run, why), Done)
+                self._link.ask(messages.StopRound(self._run, why))
 
     def _collect(self, limit: float) -> Outcome | EquipoiseError:
         try:
-            outcome = self._link.wait(self._reply, RoundEnded, limit).outcome
+            outcome: Outcome = self._link.wait(self._reply, limit)
         except DaemonLost as error:
             outcome = Outcome(ok=False, reason=str(error), run=self._run, started=self._started)
         except EquipoiseError as error:
@@ -189,7 +177,7 @@ class _Download(Pending[Ended]):
     grace = DOWNLOAD_GRACE
 
     def __init__(
-        self, link: Link, run: str, request: RequestBody, timeout: float, memory: SharedMemory
+        self, link: Link, run: str, request: messages.RunRequest[Any], timeout: float, memory: SharedMemory
     ) -> None:
         """Begin; `memory` is where it goes, and taken over."""
         deadline = time.monotonic() + check_timeout(timeout)
@@ -205,7 +193,7 @@ class _Download(Pending[Ended]):
         """End it; `result` then says that it was cancelled, unless it had ended before."""
         if not self.done():
             with contextlib.suppress(DaemonLost):  # That ends it as well.
-                self._link.ask(StopFetch(self._run), Done)
+                self._link.ask(messages.StopFetch(self._run))
 
     def _collect(self, limit: float) -> Ended | EquipoiseError:
         try:
@@ -232,11 +220,11 @@ class PendingFetch(_Download[Fetched]):
     def __init__(
         self, link: Link, run: str, at_least: int, limit: int, timeout: float, among: tuple[str, ...] = ()
     ) -> None:
-        request = FetchState(run, at_least, limit, timeout, among)
+        request = messages.FetchState(run, at_least, limit, timeout, among)
         super().__init__(link, run, request, timeout, SharedMemory.reserve(limit))
 
     def _take(self, limit: float) -> Fetched:
-        outcome = self._link.wait(self._reply, StateFetched, limit).outcome
+        outcome: FetchOutcome = self._link.wait(self._reply, limit)
         image = self._memory.view(outcome.size, writable=True) if outcome.ok else None
         return Fetched(
             outcome.ok, outcome.reason, outcome.state, image, dict(outcome.sources), outcome.seconds
@@ -249,12 +237,12 @@ class PendingFetch(_Download[Fetched]):
 class PendingMean(_Download[Recovered]):
     """The download of a mean; see `Run.recover`."""
 
-    def __init__(self, link: Link, request: FetchMean, read: Reader) -> None:
+    def __init__(self, link: Link, request: messages.FetchMean, read: Reader) -> None:
         super().__init__(link, request.run, request, request.timeout, SharedMemory.reserve(request.size))
         self._read = read
 
     def _take(self, limit: float) -> Recovered:
-        found = self._link.wait(self._reply, MeanFetched, limit).outcome
+        found: MeanOutcome = self._link.wait(self._reply, limit)
         if not found.round.ok:
             return Recovered(found.round, behind=found.behind, unheard=found.unheard)
         memory = self._memory.view(self._memory.capacity, writable=True)
@@ -272,8 +260,8 @@ def check_timeout(timeout: float) -> float:
         ValueError: It is none.
     """
     valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
-    if not valid or not 0 < timeout <= MAX_TIMEOUT:
+    if not valid or not 0 < timeout <= messages.MAX_TIMEOUT:
         raise ValueError(
-            f"expected a timeout of more than 0 and at most {MAX_TIMEOUT:g} seconds, got {timeout!r}"
+            f"expected a timeout of more than 0 and at most {messages.MAX_TIMEOUT:g} seconds, got {timeout!r}"
         )
     return float(timeout)

@@ -22,22 +22,9 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.binding import Binding
+from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
-from equipoise.peer.control.messages import (
-    AgreeRun,
-    AskProgress,
-    AskState,
-    Done,
-    FetchMean,
-    LeaveRun,
-    OfferState,
-    Progress,
-    ReplyBody,
-    ReportAccumulated,
-    StartRound,
-    StateIs,
-    TellStatus,
-)
+from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
 from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, check_timeout
 from equipoise.peer.purposes import AVERAGE, STEP
@@ -119,7 +106,7 @@ class Run:
         self.left = False
         self.trained_by = ""
         self._state: RunState = NoPeers("the daemon has not said yet")
-        self._asked: concurrent.futures.Future[ReplyBody] | None = None
+        self._asked: concurrent.futures.Future[RunState] | None = None
         self._told: dict[str, str] = {}
         self._stepping = False
         self._finishing: list[Callable[[], None]] = []
@@ -130,7 +117,7 @@ class Run:
         self._branches: list[Run] = []
         self._is_branch = False
         self.terms: Mapping[str, str] = {}
-        self.agreed: AgreeRun | None = None
+        self.agreed: messages.AgreeRun | None = None
 
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
@@ -161,8 +148,8 @@ class Run:
                     f"run {self.name!r} {happened}", "agree after join, before the first accumulate and step"
                 )
             carried = self._binding.buffer_schema() if buffers else Schema(())
-            request = AgreeRun(self.name, agreed, carried)
-            self._link.ask(request, Done, AGREE_SECONDS)
+            request = messages.AgreeRun(self.name, agreed, carried)
+            self._link.ask(request, AGREE_SECONDS)
             self._binding.carry(carried)
             self.terms, self.agreed = dict(agreed), request
 
@@ -301,13 +288,13 @@ class Run:
 
         Where the daemon has gone it is `NoPeers`, with that as its reason.
         """
-        asked = self._asked or self._link.start(AskState(self.name))
+        asked = self._asked or self._link.start(messages.AskState(self.name))
         if not concurrent.futures.wait([asked], STATE_SECONDS).done:
             self._asked = asked
             return self._state
         self._asked = None
         try:
-            self._state = self._link.wait(asked, StateIs).state
+            self._state = self._link.wait(asked)
         except DaemonLost as error:
             self._state = NoPeers(str(error))
         return self._state
@@ -340,7 +327,7 @@ class Run:
         """
         local = self.accumulated
         try:
-            answer = self._link.ask(AskProgress(self.name, target), Progress)
+            answer = self._link.ask(messages.AskProgress(self.name, target))
         except DaemonLost:
             return Progress(local, local, None)
         return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)
@@ -360,7 +347,7 @@ class Run:
         """
         shared = shared_copy(memoryview(image).cast("B"))
         with contextlib.closing(shared), contextlib.suppress(DaemonLost):
-            self._link.ask(OfferState(self.name, state, shared.capacity), Done, OFFER_SECONDS, [shared.fd])
+            self._link.ask(messages.OfferState(self.name, state, shared.capacity), OFFER_SECONDS, [shared.fd])
 
     @overload
     def fetch(
@@ -426,7 +413,7 @@ class Run:
             Refused: So much memory cannot be set aside.
         """
         size = VALUE_BYTES * self._binding.stepping.size
-        request = FetchMean(self.name, after, size, timeout, proved, patient)
+        request = messages.FetchMean(self.name, after, size, timeout, proved, patient)
         return PendingMean(self._link, request, self._binding.named)
 
     def take(self) -> Accumulator | None:
@@ -483,7 +470,7 @@ class Run:
         """Have the daemon's `status` show a line on `training` or `checkpoints`, in place of the last one on that."""
         with self._lock:
             self._told[topic] = line
-            self._link.start(TellStatus(self.name, topic, line))
+            self._link.start(messages.TellStatus(self.name, topic, line))
 
     @property
     def schema(self) -> Schema:
@@ -536,7 +523,7 @@ class Run:
                 self.left, link = True, self._link
             # It may have been left before, or the daemon has gone: it has ended.
             with contextlib.suppress(EquipoiseError):
-                link.ask(LeaveRun(self.name), Done, LEAVE_SECONDS)
+                link.ask(messages.LeaveRun(self.name), LEAVE_SECONDS)
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
 
@@ -544,11 +531,11 @@ class Run:
         """Go on through a new daemon, which has mapped new memory: the lost daemon may still write into its own."""
         with self._lock:
             if self.left:
-                link.start(LeaveRun(self.name))
+                link.start(messages.LeaveRun(self.name))
                 return
             self._link, self._region, self._asked = link, region, None
             for topic, line in self._told.items():
-                link.start(TellStatus(self.name, topic, line))
+                link.start(messages.TellStatus(self.name, topic, line))
             if self._stepping:
                 self._report()
 
@@ -607,7 +594,7 @@ class Run:
         state: StateId | None = None,
     ) -> PendingRound:
         timeout = max(deadline - time.monotonic(), SHORTEST_TIMEOUT)
-        request = StartRound(self.name, purpose, weight, timeout, state)
+        request = messages.StartRound(self.name, purpose, weight, timeout, state)
         self.pending = PendingRound(self._link, request, deadline, settle)
         return self.pending
 
@@ -659,7 +646,7 @@ class Run:
 
     def _report(self) -> None:
         """Have the daemon publish how much is accumulated; under the lock, so that the last report is the latest."""
-        self._link.start(ReportAccumulated(self.name, self.accumulated))
+        self._link.start(messages.ReportAccumulated(self.name, self.accumulated))
 
     def _drop(self) -> None:
         """Forget what has been contributed; its memory serves again."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import TypeVar
 
 import click
 
@@ -13,18 +12,7 @@ from equipoise.peer.cli.options import home_option, json_option
 from equipoise.peer.cli.output import print_headline, print_json, print_peers, print_rounds, print_status
 from equipoise.peer.config import find_home
 from equipoise.peer.control.client import Link, open_link
-from equipoise.peer.control.messages import (
-    AskPeers,
-    AskRounds,
-    AskStatus,
-    Done,
-    PeersAre,
-    ReplyBody,
-    RequestBody,
-    RoundsAre,
-    StatusIs,
-    StopDaemon,
-)
+from equipoise.peer.control.messages import Answer, AskPeers, AskRounds, AskStatus, Request, StopDaemon
 from equipoise.peer.errors import EquipoiseError, NoDaemon
 from equipoise.peer.history import last_of_each_run, read_history
 from equipoise.peer.home import wait_until_free
@@ -40,8 +28,6 @@ START = """\
   equipoise daemon                      the first of a swarm; it prints its ADDRESS
   equipoise launch --join ADDRESS -- python train.py"""
 
-Reply = TypeVar("Reply", bound=ReplyBody)
-
 
 def show_here() -> None:
     """Print which daemon runs on the home and how it stands, or three lines to start."""
@@ -49,7 +35,7 @@ def show_here() -> None:
     if wait_until_free(home, 0.0):
         click.echo(f"no daemon is running on {home} ({origin}); to start:\n{START}")
         return
-    print_headline(ask(None, AskStatus(), StatusIs).status)
+    print_headline(ask(None, AskStatus()))
     click.echo(f"home: {home} ({origin})\nmore: equipoise status, equipoise peers, equipoise rounds")
 
 
@@ -65,7 +51,7 @@ def status(home: str | None, everything: bool, as_json: bool) -> None:
     First how it stands and what should be put right, then what became of the addresses to join through, and every run
     with where its next round stands. --json prints all of it.
     """
-    found = ask(home, AskStatus(), StatusIs).status
+    found = ask(home, AskStatus())
     print_json(found) if as_json else print_status(found, everything)
 
 
@@ -77,7 +63,7 @@ def peers(home: str | None, as_json: bool) -> None:
 
     A peer whose run differs (other tensors, codec, group size or version) is listed and never met.
     """
-    found = ask(home, AskPeers(), PeersAre).peers
+    found = ask(home, AskPeers())
     print_json(found) if as_json else print_peers(found)
 
 
@@ -94,7 +80,7 @@ def rounds(home: str | None, limit: int, as_json: bool) -> None:
     """
     path = find_home(home, os.environ)[0]
     try:
-        found = ask(home, AskRounds(limit), RoundsAre).rounds
+        found = ask(home, AskRounds(limit))
     except NoDaemon:
         found = tuple(last_of_each_run(read_history(path), limit))
         if not found:
@@ -122,7 +108,7 @@ def stop(home: str | None, force: bool, as_json: bool) -> None:
 def _ask_to_stop(home: Path) -> int:
     with linked(home) as link:
         pid = link.welcome.pid
-        link.ask(StopDaemon(), Done)
+        link.ask(StopDaemon())
     if not wait_until_free(home, STOP_SECONDS):
         raise EquipoiseError(
             f"the daemon (pid {pid}) has not ended in {STOP_SECONDS:g} s",
@@ -152,7 +138,7 @@ def linked(home: Path) -> contextlib.closing[Link]:
     return contextlib.closing(open_link(home, ANSWER_SECONDS))
 
 
-def ask(home: str | None, request: RequestBody, kind: type[Reply]) -> Reply:
+def ask(home: str | None, request: Request[Answer]) -> Answer:
     """Connect, ask, disconnect; errors as of `linked`."""
     with linked(find_home(home, os.environ)[0]) as link:
-        return link.ask(request, kind, ANSWER_SECONDS)
+        return link.ask(request, ANSWER_SECONDS)

@@ -13,22 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
+import msgspec
 import psutil
 
-from equipoise.peer.control.messages import (
-    CONTROL_VERSION,
-    Failed,
-    Hello,
-    ReplyBody,
-    RequestBody,
-    Welcome,
-    decode_reply,
-    encode,
-)
+from equipoise.peer.control import messages
+from equipoise.peer.control.messages import Answer, Request, Welcome
 from equipoise.peer.control.socket import READ_BYTES, FrameDecoder
-from equipoise.peer.errors import ControlError, DaemonLost, Refused, Unwelcome
+from equipoise.peer.errors import ControlError, DaemonLost, EquipoiseError, Refused, Unwelcome
 from equipoise.peer.holder import silence
 from equipoise.peer.home import connect_socket
 
@@ -53,8 +46,6 @@ END_SECONDS = 0.5
 LOOK_SECONDS = 0.02
 """Between two looks whether it is gone."""
 
-Reply = TypeVar("Reply", bound=ReplyBody)
-
 
 class Link:
     """Numbers requests, and hands each reply to the caller that waits for it.
@@ -71,12 +62,11 @@ class Link:
         self._home = home
         self._daemon = f"the daemon on {home}" if home else "the daemon"
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, concurrent.futures.Future[ReplyBody]] = {}
+        self._waiting: dict[int, tuple[Request[Any], concurrent.futures.Future[Any]]] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._lost: DaemonLost | None = None
-        self._refusal: Failed | None = None
-        self._watcher: Callable[[DaemonLost], None] | None = None
+        self._lost: EquipoiseError | None = None
+        self._watcher: Callable[[EquipoiseError], None] | None = None
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
@@ -96,8 +86,8 @@ class Link:
         link = cls(connected, home)
         link._reader.start()
         try:
-            hello = Hello(CONTROL_VERSION, Path(sys.argv[0] if sys.argv else "python").name[:64] or "python")
-            link.welcome = link.ask(hello, Welcome, timeout)
+            name = Path(sys.argv[0] if sys.argv else "python").name[:64] or "python"
+            link.welcome = link.ask(messages.Hello(messages.CONTROL_VERSION, name), timeout)
         except Refused as error:
             link.close()
             raise Unwelcome(str(error)) from None
@@ -106,8 +96,8 @@ class Link:
             raise
         return link
 
-    def start(self, request: RequestBody, fds: Sequence[int] = ()) -> concurrent.futures.Future[ReplyBody]:
-        """Send a request; its reply, or DaemonLost, arrives in the future.
+    def start(self, request: Request[Answer], fds: Sequence[int] = ()) -> concurrent.futures.Future[Answer]:
+        """Send a request; its answer, Refused or DaemonLost arrives in the future.
 
         Raises:
             ControlError: The request is too large to be sent.
@@ -115,17 +105,14 @@ class Link:
         """
         if os.getpid() != self._process:
             raise Refused(f"this connection belongs to process {self._process}", "connect again after a fork")
-        reply: concurrent.futures.Future[ReplyBody] = concurrent.futures.Future()
+        reply: concurrent.futures.Future[Answer] = concurrent.futures.Future()
         number = next(self._numbers)
-        frame = encode(number, request)
+        frame = messages.encode(number, request)
         with self._lock:
-            if self._refusal is not None:
-                reply.set_result(self._refusal)
-                return reply
             if self._lost is not None:
                 reply.set_exception(self._lost)
                 return reply
-            self._waiting[number] = reply
+            self._waiting[number] = request, reply
         try:
             with self._sending:
                 _send(self._socket, frame, fds)
@@ -138,36 +125,25 @@ class Link:
         return reply
 
     def ask(
-        self,
-        request: RequestBody,
-        kind: type[Reply],
-        timeout: float = ANSWER_SECONDS,
-        fds: Sequence[int] = (),
-    ) -> Reply:
-        """Send a request, with these descriptors beside it, and wait for its reply.
+        self, request: Request[Answer], timeout: float = ANSWER_SECONDS, fds: Sequence[int] = ()
+    ) -> Answer:
+        """Send a request, with these descriptors beside it, and wait for its answer.
 
         Raises:
             Refused: The daemon refused it; says why.
             DaemonLost: The daemon went away, or did not answer in time.
         """
-        return self.wait(self.start(request, fds), kind, timeout)
+        return self.wait(self.start(request, fds), timeout)
 
-    def wait(
-        self, reply: concurrent.futures.Future[ReplyBody], kind: type[Reply], timeout: float = ANSWER_SECONDS
-    ) -> Reply:
-        """Wait for the reply to a request that was sent; arguments and errors as of `ask`."""
+    def wait(self, reply: concurrent.futures.Future[Answer], timeout: float = ANSWER_SECONDS) -> Answer:
+        """Wait for the answer to a request that was sent; errors as of `ask`."""
         try:
-            body = reply.result(timeout)
+            return reply.result(timeout)
         except concurrent.futures.TimeoutError:
             self._lose(self._silent(round(timeout, 1)))
-            body = reply.result()  # It has one now, or gets one from the reader at this moment.
-        if isinstance(body, Failed):
-            raise Refused(body.reason)
-        if not isinstance(body, kind):
-            raise ControlError(f"expected the daemon to answer {kind.__name__}, got {type(body).__name__}")
-        return body
+            return reply.result()  # It has one now, or gets one from the reader at this moment.
 
-    def watch(self, watcher: Callable[[DaemonLost], None] | None) -> None:
+    def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
         """Have it called, from any thread, when the daemon is lost: at once if it is lost already. None: nobody."""
         with self._lock:
             self._watcher, lost = watcher, self._lost
@@ -189,7 +165,7 @@ class Link:
             ):  # Of a process that was killed with requests unread.
                 while data := self._socket.recv(READ_BYTES):
                     for frame in decoder.feed(data):
-                        self._deliver(*decode_reply(frame))
+                        self._deliver(*messages.decode_reply(frame))
             if self._lost is None:  # Else this process has closed it, or the daemon has said why it does.
                 self._lose(self._how_it_ended())
         except ControlError as error:
@@ -199,28 +175,23 @@ class Link:
         finally:
             self._socket.close()
 
-    def _deliver(self, number: int, body: ReplyBody) -> None:
-        if number == 0 and isinstance(body, Failed):
-            if hasattr(self, "welcome"):
-                self._lose(self._ended(f"closed the connection: {body.reason}"))
-            else:
-                self._refuse_all(body)
+    def _deliver(self, number: int, failure: str | None, content: msgspec.Raw) -> None:
+        if number == 0:
+            greeted = hasattr(self, "welcome")
+            self._lose(
+                self._ended(f"closed the connection: {failure}") if greeted else Refused(failure or "")
+            )
             return
         with self._lock:
-            reply = self._waiting.pop(number, None)
-        if reply is not None:
-            reply.set_result(body)
-
-    def _refuse_all(self, failure: Failed) -> None:
-        """The daemon will not serve this connection: all requests, also later ones, are answered with the reason."""
-        with self._lock:
-            self._refusal = failure
-            waiting, self._waiting = self._waiting, {}
-        for reply in waiting.values():
-            reply.set_result(failure)
+            if number not in self._waiting:
+                return
+            request, reply = self._waiting[number]
+            answer = None if failure is not None else messages.decode_answer(request, content)
+            del self._waiting[number]
+        reply.set_result(answer) if failure is None else reply.set_exception(Refused(failure))
 
     @property
-    def lost(self) -> DaemonLost | None:
+    def lost(self) -> EquipoiseError | None:
         """Why the daemon is lost, once it is."""
         return self._lost
 
@@ -249,13 +220,13 @@ class Link:
         pid = self.welcome.pid
         return self._ended(f"(process {pid}) has ended without a word: it was killed, or has crashed")
 
-    def _lose(self, error: DaemonLost) -> None:
+    def _lose(self, error: EquipoiseError) -> None:
         with self._lock:
             first = self._lost is None
             lost = self._lost = self._lost or error
             waiting, self._waiting = self._waiting, {}
             watcher = self._watcher
-        for reply in waiting.values():
+        for _, reply in waiting.values():
             reply.set_exception(lost)
         if first and watcher is not None:
             watcher(lost)

@@ -1,16 +1,19 @@
 """The control protocol: what a client asks of its daemon, and what comes back.
 
-A frame is a big-endian u32 length and that many bytes of msgpack: `[number, message]`. The client numbers its requests;
-each reply carries the number of its request, in any order; number 0 is a `Failed` for the whole connection. The first
-request is `Hello`. Tensors do not travel here: `JoinRun`, `OfferState`, `FetchState` and `FetchMean` carry a descriptor
-of shared memory beside their frames (SCM_RIGHTS).
+A frame is a big-endian u32 length and that many bytes of msgpack. The client numbers its requests, `[number, request]`.
+Each reply carries the number of its request, in any order: `[number, why not, answer]`. Its first frame is `Hello`. A
+reply of number 0 says why the connection ends. Each request names the type of its answer, `Request[Status]`, and None
+says that it is done. Tensors do not travel here: `JoinRun`, `OfferState`, `FetchState` and `FetchMean` carry a
+descriptor of shared memory beside their frames (SCM_RIGHTS).
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import struct
 import sys
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 
@@ -22,7 +25,7 @@ from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 
-CONTROL_VERSION = 5
+CONTROL_VERSION = 6
 
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
@@ -38,6 +41,8 @@ MAX_TIMEOUT = 86_400.0
 
 LENGTH = struct.Struct(">I")
 
+Answer = TypeVar("Answer")
+
 Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 """A finite number; what is decoded needs no other check."""
 
@@ -45,14 +50,17 @@ Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 """Seconds; what is decoded needs no other check."""
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
-    """The first request of a connection."""
-
-    version: int
-    client: str
+class Request(msgspec.Struct, Generic[Answer], frozen=True, tag=True):
+    """What a client asks; `Answer` is the type of what the daemon answers, if it does not refuse."""
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
+class RunRequest(Request[Answer], Generic[Answer], frozen=True):
+    """A request about the run of this name."""
+
+    run: str
+
+
+class Welcome(msgspec.Struct, frozen=True):
     """Who answers.
 
     Attributes:
@@ -72,99 +80,73 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     home: str = ""
 
 
-class JoinRun(msgspec.Struct, frozen=True, tag=True):
+class Hello(Request[Welcome], frozen=True):
+    """The first request of a connection."""
+
+    version: int
+    client: str
+
+
+class JoinRun(RunRequest[None], frozen=True):
     """Take part in a run; the shared memory comes beside this frame.
 
     Attributes:
-        run: Name of the run.
         options: How it averages.
         tensors: What `average` exchanges.
         gradients: What `step` exchanges.
         values: Length of each of the two vectors in the shared memory.
     """
 
-    run: str
     options: RunOptions
     tensors: Schema
     gradients: Schema
     values: int
 
 
-class AgreeRun(msgspec.Struct, frozen=True, tag=True):
+class AgreeRun(RunRequest[None], frozen=True):
     """What the peers that `step` must have alike, before they do; refused if those who are there have something else.
 
     Attributes:
-        run: Name of the run.
         terms: Pairs of what is agreed on and what it is.
         buffers: What travels behind the gradients.
     """
 
-    run: str
     terms: Terms
     buffers: Schema
 
 
-class StartRound(msgspec.Struct, frozen=True, tag=True):
+class StartRound(RunRequest[Outcome], frozen=True):
     """Average what the shared memory holds; `purpose` is `average` or `step`, `state` what this peer holds."""
 
-    run: str
     purpose: str
     weight: Weight
     timeout: Timeout
     state: StateId | None = None
 
 
-class RoundEnded(msgspec.Struct, frozen=True, tag=True):
-    """What the round came to; if ok, the mean is in the shared memory."""
-
-    outcome: Outcome
-
-
-class ReportAccumulated(msgspec.Struct, frozen=True, tag=True):
+class ReportAccumulated(RunRequest[None], frozen=True):
     """This client has accumulated `weight` towards its next step."""
 
-    run: str
     weight: Weight
 
 
-class TellStatus(msgspec.Struct, frozen=True, tag=True):
+class TellStatus(RunRequest[None], frozen=True):
     """A line of the training script for `status`; it replaces the last one on that topic.
 
     Attributes:
-        run: Name of the run.
         topic: One of `TOPICS`.
         line: What is longer than `MAX_TEXT` is cut.
     """
 
-    run: str
     topic: str
     line: str
 
 
-class AskState(msgspec.Struct, frozen=True, tag=True):
+class AskState(RunRequest[RunState], frozen=True):
     """Where does the next round of the run stand?"""
 
-    run: str
 
-
-class StateIs(msgspec.Struct, frozen=True, tag=True):
-    """Answers `AskState`."""
-
-    state: RunState
-
-
-class AskProgress(msgspec.Struct, frozen=True, tag=True):
-    """How much has been accumulated?
-
-    Attributes:
-        target: Weight that all peers accumulate for a round; None without a target.
-    """
-
-    run: str
-    target: float | None = None
-
-
-class Progress(msgspec.Struct, frozen=True, tag=True):
+class Progress(msgspec.Struct, frozen=True):
     """Answers `AskProgress`: weight accumulated towards the next step.
 
     Attributes:
@@ -180,50 +162,53 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
     wanted: int | None = None
 
 
-class OfferState(msgspec.Struct, frozen=True, tag=True):
+class AskProgress(RunRequest[Progress], frozen=True):
+    """How much has been accumulated?
+
+    Attributes:
+        target: Weight that all peers accumulate for a round; None without a target.
+    """
+
+    target: float | None = None
+
+
+class OfferState(RunRequest[None], frozen=True):
     """Serve a snapshot of this state, which is the `size` bytes of shared memory that come beside this frame."""
 
-    run: str
     state: StateId
     size: int
 
 
-class FetchState(msgspec.Struct, frozen=True, tag=True):
+class FetchState(RunRequest[FetchOutcome], frozen=True):
     """Download a snapshot of epoch `at_least` or later into the `limit` bytes of shared memory beside this frame.
 
     It is taken `among` these peers alone while any of them is there.
     """
 
-    run: str
     at_least: int
     limit: int
     timeout: Timeout
     among: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
 
 
-class StopRound(msgspec.Struct, frozen=True, tag=True):
+class StopRound(RunRequest[None], frozen=True):
     """End the search for a group: `StartRound` is answered then. A round that has begun goes on.
 
     Attributes:
-        run: Name of the run.
         why: Why, one line, for the outcome.
     """
 
-    run: str
     why: str
 
 
-class StopFetch(msgspec.Struct, frozen=True, tag=True):
+class StopFetch(RunRequest[None], frozen=True):
     """End the download that is going on, if any; `FetchState` or `FetchMean` is answered then."""
 
-    run: str
 
-
-class FetchMean(msgspec.Struct, frozen=True, tag=True):
+class FetchMean(RunRequest[MeanOutcome], frozen=True):
     """Get the mean that the group applied to the state `after`.
 
     Attributes:
-        run: Name of the run.
         after: The state.
         size: Bytes of the shared memory beside this frame, into which it goes, f32.
         timeout: Seconds.
@@ -231,7 +216,6 @@ class FetchMean(msgspec.Struct, frozen=True, tag=True):
         patient: Where nobody has it: whether to wait for those who are not as far.
     """
 
-    run: str
     after: StateId
     size: int
     timeout: Timeout
@@ -239,118 +223,38 @@ class FetchMean(msgspec.Struct, frozen=True, tag=True):
     patient: bool = False
 
 
-class MeanFetched(msgspec.Struct, frozen=True, tag=True):
-    """What that came to; if the round is ok, the mean is in the shared memory."""
-
-    outcome: MeanOutcome
-
-
-class StateFetched(msgspec.Struct, frozen=True, tag=True):
-    """What the download came to; if ok, the image is in the shared memory."""
-
-    outcome: FetchOutcome
-
-
-class LeaveRun(msgspec.Struct, frozen=True, tag=True):
+class LeaveRun(RunRequest[None], frozen=True):
     """Leave the run; an open round is finished or failed first."""
 
-    run: str
 
-
-class AskStatus(msgspec.Struct, frozen=True, tag=True):
+class AskStatus(Request[Status], frozen=True):
     """What is going on, and why?"""
 
 
-class StatusIs(msgspec.Struct, frozen=True, tag=True):
-    """Answers `AskStatus`."""
-
-    status: Status
-
-
-class AskPeers(msgspec.Struct, frozen=True, tag=True):
+class AskPeers(Request[tuple[PeerRow, ...]], frozen=True):
     """Who takes part in the runs of this daemon?"""
 
 
-class PeersAre(msgspec.Struct, frozen=True, tag=True):
-    """Answers `AskPeers`."""
-
-    peers: tuple[PeerRow, ...]
-
-
-class AskRounds(msgspec.Struct, frozen=True, tag=True):
+class AskRounds(Request[tuple[Outcome, ...]], frozen=True):
     """What have the last rounds come to?"""
 
     limit: int
 
 
-class RoundsAre(msgspec.Struct, frozen=True, tag=True):
-    """Answers `AskRounds`, oldest first."""
-
-    rounds: tuple[Outcome, ...]
-
-
-class StopDaemon(msgspec.Struct, frozen=True, tag=True):
+class StopDaemon(Request[None], frozen=True):
     """Stop gracefully; answered before the daemon ends."""
 
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    """It is done, and there is nothing to tell."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The request was refused; `reason` says what was expected and what came."""
-
-    reason: str
-
-
-RunRequest = (
-    AgreeRun
-    | StartRound
-    | StopRound
-    | StopFetch
-    | ReportAccumulated
-    | TellStatus
-    | AskState
-    | AskProgress
-    | LeaveRun
-)
-"""What is asked of one run, and brings no memory with it."""
-
-RequestBody = (
-    Hello
-    | JoinRun
-    | RunRequest
-    | OfferState
-    | FetchState
-    | FetchMean
-    | AskStatus
-    | AskPeers
-    | AskRounds
-    | StopDaemon
-)
-ReplyBody = (
-    Welcome
-    | RoundEnded
-    | StateIs
-    | Progress
-    | StateFetched
-    | MeanFetched
-    | StatusIs
-    | PeersAre
-    | RoundsAre
-    | Done
-    | Failed
-)
-
-Body = TypeVar("Body")
 
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes of the wrong form, for text that is not UTF-8, and for values nested too deep."""
 
+_KINDS = {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_request = msgspec.msgpack.Decoder(RequestBody)
-_reply = msgspec.msgpack.Decoder(ReplyBody)
+_request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
+    functools.reduce(operator.or_, _KINDS)
+)
+_reply = msgspec.msgpack.Decoder(tuple[int, str | None, msgspec.Raw])
 
 
 class NotUnderstood(ControlError):
@@ -361,49 +265,80 @@ class NotUnderstood(ControlError):
         self.number = number
 
 
-def encode(number: int, body: RequestBody | ReplyBody) -> bytes:
-    """One frame, length included.
+def encode(number: int, request: Request[Any]) -> bytes:
+    """One frame of a client, length included.
 
     Raises:
         ControlError: It exceeds `MAX_FRAME_BYTES`.
     """
-    content = _encoder.encode((number, body))
-    if len(content) > MAX_FRAME_BYTES:
-        raise ControlError(
-            f"a {type(body).__name__} of {len(content)} bytes exceeds the control socket's {MAX_FRAME_BYTES}",
-            "average fewer tensors: fuse small ones, or shorten their names",
-        )
-    return LENGTH.pack(len(content)) + content
+    return _framed((number, request), type(request).__name__)
 
 
-def decode_request(frame: bytes) -> tuple[int, RequestBody]:
+def encode_reply(number: int, answer: object = None, failure: str | None = None) -> bytes:
+    """One frame of the daemon, length included: an answer, or the reason why there is none, which is cut if it is long.
+
+    Raises:
+        ControlError: It exceeds `MAX_FRAME_BYTES`.
+    """
+    return _framed((number, failure and failure[:MAX_TEXT], answer), type(answer).__name__)
+
+
+def decode_request(frame: bytes) -> tuple[int, Request[Any]]:
     """The number and message of a frame from a client.
 
     Raises:
         NotUnderstood: The message is unknown or malformed.
         ControlError: The frame is not even numbered.
     """
-    return _decode(frame, _request)
+    number, raw = _decoded(_envelope, frame)
+    try:
+        return number, _request.decode(raw)
+    except _MALFORMED as error:
+        raise NotUnderstood(number, str(error)) from error
 
 
-def decode_reply(frame: bytes) -> tuple[int, ReplyBody]:
-    """The number and message of a frame from a daemon.
+def decode_reply(frame: bytes) -> tuple[int, str | None, msgspec.Raw]:
+    """The number of a frame from a daemon, why it refuses, if so, and the answer, which `decode_answer` takes.
 
     Raises:
-        NotUnderstood: The message is unknown or malformed.
         ControlError: The frame is not even numbered.
     """
-    return _decode(frame, _reply)
+    return _decoded(_reply, frame)
 
 
-def _decode(frame: bytes, message: msgspec.msgpack.Decoder[Body]) -> tuple[int, Body]:
+def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
+    """What a daemon answered to a request.
+
+    Raises:
+        ControlError: It is none of the type that the request names.
+    """
     try:
-        number, raw = _envelope.decode(frame)
+        answer: Answer = _answer_decoder(type(request)).decode(content)
+        return answer
+    except _MALFORMED as error:
+        raise ControlError(f"expected the answer to {type(request).__name__}: {error}") from error
+
+
+@functools.cache
+def _answer_decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
+    (base,) = kind.__orig_bases__  # type: ignore[attr-defined]
+    return msgspec.msgpack.Decoder(get_args(base)[0])
+
+
+def _framed(content: object, what: str) -> bytes:
+    encoded = _encoder.encode(content)
+    if len(encoded) > MAX_FRAME_BYTES:
+        raise ControlError(
+            f"a {what} of {len(encoded)} bytes exceeds the control socket's {MAX_FRAME_BYTES}",
+            "average fewer tensors: fuse small ones, or shorten their names",
+        )
+    return LENGTH.pack(len(encoded)) + encoded
+
+
+def _decoded(envelope: msgspec.msgpack.Decoder[Answer], frame: bytes) -> Answer:
+    try:
+        return envelope.decode(frame)
     except _MALFORMED as error:
         raise ControlError(
             f"expected a numbered message, got {len(frame)} bytes that are none: {error}"
         ) from error
-    try:
-        return number, message.decode(raw)
-    except _MALFORMED as error:
-        raise NotUnderstood(number, str(error)) from error

@@ -8,47 +8,10 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
-from equipoise.peer.control.messages import (
-    CONTROL_VERSION,
-    MAX_TEXT,
-    AgreeRun,
-    AskPeers,
-    AskProgress,
-    AskRounds,
-    AskState,
-    AskStatus,
-    Done,
-    Failed,
-    FetchMean,
-    FetchState,
-    Hello,
-    JoinRun,
-    LeaveRun,
-    MeanFetched,
-    NotUnderstood,
-    OfferState,
-    PeersAre,
-    Progress,
-    ReplyBody,
-    ReportAccumulated,
-    RequestBody,
-    RoundEnded,
-    RoundsAre,
-    RunRequest,
-    StartRound,
-    StateFetched,
-    StateIs,
-    StatusIs,
-    StopDaemon,
-    StopFetch,
-    StopRound,
-    TellStatus,
-    Welcome,
-    decode_request,
-    encode,
-)
+from equipoise.peer.control import messages
+from equipoise.peer.control.messages import CONTROL_VERSION, Hello, Request, RunRequest
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import peer_credentials
@@ -87,7 +50,7 @@ class Host(Protocol):
     def service(self) -> Service:
         """Joins, serves and leaves runs."""
 
-    def welcome(self) -> Welcome:
+    def welcome(self) -> messages.Welcome:
         """Who this is."""
 
     def status(self) -> Status:
@@ -118,7 +81,7 @@ class Connection:
     async def refuse(self, reason: str) -> None:
         """Answer that this client cannot be served, and close."""
         with contextlib.suppress(OSError, TimeoutError):
-            await self._send(0, Failed(f"the daemon refuses this client: {reason}"))
+            await self._send(0, failure=f"the daemon refuses this client: {reason}")
         self._socket.close()
 
     async def serve(self) -> None:
@@ -140,7 +103,7 @@ class Connection:
     async def dismiss(self, reason: str) -> None:
         """Say why the connection ends, and stop serving."""
         with contextlib.suppress(OSError, TimeoutError):
-            await self._send(0, Failed(reason[:MAX_TEXT]))
+            await self._send(0, failure=reason)
         self.close()
 
     async def leave_all(self, reason: str) -> None:
@@ -169,12 +132,12 @@ class Connection:
         except (TimeoutError, ControlError, Refused) as error:
             log.warning("dropped %s: %s", self._client, error or "it said nothing")
             with contextlib.suppress(OSError, TimeoutError):
-                await self._send(0, Failed(_reason(error)))
+                await self._send(0, failure=_reason(error))
         except (OSError, EOFError) as error:
             log.debug("%s has gone: %s", self._client, error)
 
     async def _greet(self, frame: bytes) -> None:
-        number, hello = decode_request(frame)
+        number, hello = messages.decode_request(frame)
         if not isinstance(hello, Hello):
             raise ControlError(f"expected Hello as the first request, got {type(hello).__name__}")
         if hello.version != CONTROL_VERSION:
@@ -193,78 +156,80 @@ class Connection:
     async def _answer(self, frame: bytes) -> None:
         number = 0
         try:
-            number, request = decode_request(frame)
-            reply = encode(number, await self._handle(request))
-        except NotUnderstood as error:
-            reply = encode(error.number, Failed(f"the daemon does not understand this: {_reason(error)}"))
+            number, request = messages.decode_request(frame)
+            reply = await self._reply(number, request)
+        except messages.NotUnderstood as error:
+            failure = f"the daemon does not understand this: {_reason(error)}"
+            reply = messages.encode_reply(error.number, failure=failure)
         except ControlError as error:
-            reply = encode(number, Failed(_reason(error)))
+            reply = messages.encode_reply(number, failure=_reason(error))
         try:
             await self._socket.send(reply)
         except (OSError, TimeoutError) as error:
             log.info("%s cannot be answered: %s", self._client, error)
             self.close()
 
-    async def _handle(self, request: RequestBody) -> ReplyBody:
+    async def _reply(self, number: int, request: Request[Any]) -> bytes:
+        what = type(request).__name__
         try:
-            return await self._do(request)
+            return messages.encode_reply(number, await self._do(request))
         except (EquipoiseError, ValueError) as error:
-            return Failed(_reason(error))
+            failure = _reason(error)
         except Exception as error:
-            log.exception("%s failed", type(request).__name__)
-            return Failed(
-                f"the daemon failed at {type(request).__name__}: {_reason(error)}; its log says more"
-            )
+            log.exception("%s failed", what)
+            failure = f"the daemon failed at {what}: {_reason(error)}; its log says more"
+        return messages.encode_reply(number, failure=failure)
 
-    async def _do(self, request: RequestBody) -> ReplyBody:
+    async def _do(self, request: Request[Any]) -> object:
+        """Do what is asked; returns the answer, of the type that the request names."""
         service = self._host.service
         match request:
             case Hello():
-                return Failed("expected a request, got Hello")
-            case JoinRun():
+                raise Refused("expected a request, got Hello")
+            case messages.JoinRun():
                 await self._join(request)
-            case AskStatus():
-                return StatusIs(self._host.status())
-            case AskPeers():
-                return PeersAre(tuple(await service.peers()))
-            case AskRounds(limit):
-                kept = service.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))
-                return RoundsAre(tuple(kept[-MAX_ROUNDS_LISTED:]))
-            case StopDaemon():
+                return None
+            case messages.AskStatus():
+                return self._host.status()
+            case messages.AskPeers():
+                return await service.peers()
+            case messages.AskRounds(limit):
+                return service.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
+            case messages.StopDaemon():
                 self._host.request_stop(f"asked by {self._client}")
-            case OfferState() | FetchState() | FetchMean():
+                return None
+            case messages.OfferState() | messages.FetchState() | messages.FetchMean():
                 return await self._transfer(request)
-            case _:
-                return await self._do_in(self._session(request.run), request)
-        return Done()
+        assert isinstance(request, RunRequest), "all others are"
+        return await self._do_in(self._session(request.run), request)
 
-    async def _do_in(self, session: Session, request: RunRequest) -> ReplyBody:
+    async def _do_in(self, session: Session, request: RunRequest[Any]) -> object:
         match request:
-            case AgreeRun(_, terms, buffers):
+            case messages.AgreeRun(_, terms, buffers):
                 await session.agree(terms, buffers)
-            case StartRound(_, purpose, weight, timeout, state):
+            case messages.StartRound(_, purpose, weight, timeout, state):
                 outcome = await session.start_round(purpose, weight, timeout, state)
                 self._host.service.history.add(outcome)
-                return RoundEnded(outcome)
-            case StopRound(_, why):
+                return outcome
+            case messages.StopRound(_, why):
                 session.stop_round(why)
-            case StopFetch():
+            case messages.StopFetch():
                 (await session.transfer()).withdraw("cancelled")
-            case ReportAccumulated(_, weight):
+            case messages.ReportAccumulated(_, weight):
                 await session.report_accumulated(weight)
-            case TellStatus(_, topic, line):
+            case messages.TellStatus(_, topic, line):
                 session.tell(topic, line)
-            case AskState():
-                return StateIs(await session.state())
-            case AskProgress(_, target):
+            case messages.AskState():
+                return await session.state()
+            case messages.AskProgress(_, target):
                 local, swarm = await session.progress(target)
-                return Progress(local, swarm, (await session.transfer()).wanted)
-            case LeaveRun(run):
+                return messages.Progress(local, swarm, (await session.transfer()).wanted)
+            case messages.LeaveRun(run):
                 await self._host.service.leave(session, "its client has left the run")
                 self._sessions.pop(run, None)
-        return Done()
+        return None
 
-    async def _join(self, request: JoinRun) -> None:
+    async def _join(self, request: messages.JoinRun) -> None:
         fd = self._socket.take_descriptor()
         if len(self._sessions) >= MAX_RUNS_PER_CLIENT:
             os.close(fd)
@@ -273,26 +238,28 @@ class Connection:
             )
         self._sessions[request.run] = await self._host.service.join(request, fd, self._client)
 
-    async def _transfer(self, request: OfferState | FetchState | FetchMean) -> ReplyBody:
-        size = request.limit if isinstance(request, FetchState) else request.size
+    async def _transfer(
+        self, request: messages.OfferState | messages.FetchState | messages.FetchMean
+    ) -> object:
+        size = request.limit if isinstance(request, messages.FetchState) else request.size
         # Taken first: it must not be left to the next request where this one is refused.
         with contextlib.closing(SharedMemory.attach(self._socket.take_descriptor(), size)) as memory:
             session = self._session(request.run)
             match request:
-                case FetchState():
-                    return StateFetched(await session.fetch(request, memory))
-                case FetchMean():
-                    return MeanFetched(await session.fetch_mean(request, memory))
+                case messages.FetchState():
+                    return await session.fetch(request, memory)
+                case messages.FetchMean():
+                    return await session.fetch_mean(request, memory)
             await (await session.transfer()).offer(request.state, memory.view(size, writable=False))
-        return Done()
+        return None
 
     def _session(self, run: str) -> Session:
         if run not in self._sessions:
             raise Refused(f"this client does not take part in run {run[:64]!r}", "join it first")
         return self._sessions[run]
 
-    async def _send(self, number: int, body: ReplyBody) -> None:
-        await self._socket.send(encode(number, body))
+    async def _send(self, number: int, answer: object = None, failure: str | None = None) -> None:
+        await self._socket.send(messages.encode_reply(number, answer, failure))
 
 
 class ControlServer:
@@ -372,7 +339,7 @@ def _watching(pid: int, ended: Callable[[], None]) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    return (str(error) or type(error).__name__)[:MAX_TEXT]
+    return str(error) or type(error).__name__
 
 
 def _version_mismatch(version: int) -> str:

@@ -21,7 +21,7 @@ import torch
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
 from equipoise.peer import DaemonLost, NoPeers, Refused, connect
-from equipoise.peer.control.messages import CONTROL_VERSION, Hello, encode
+from equipoise.peer.control.messages import CONTROL_VERSION, LENGTH, Hello, decode_reply, encode
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -212,7 +212,7 @@ def test_garbage_and_silence_do_no_harm(shared: DaemonProcess) -> None:
             control.connect(str(shared.home / "control.sock"))
             control.sendall(content)
             if content:
-                assert b"Failed" in control.recv(4096)
+                assert decode_reply(control.recv(4096)[LENGTH.size :])[1]
     eventually(lambda: shared.json("status")["clients"] == 1, "the end of all other clients")
 
 

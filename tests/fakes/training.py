@@ -320,7 +320,7 @@ class FakeRun(Run):
         if isinstance(request, ReportAccumulated):
             self.reported = request.weight
 
-    def _ask_request(self, request: Any, kind: Any, timeout: float = 0.0) -> None:
+    def _ask_request(self, request: Any, timeout: float = 0.0) -> None:
         assert isinstance(request, AgreeRun | LeaveRun)
 
 

@@ -13,14 +13,19 @@ from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.peer.control.messages import (
     LENGTH,
     MAX_FRAME_BYTES,
+    MAX_TEXT,
+    AskState,
+    AskStatus,
     Hello,
     JoinRun,
+    LeaveRun,
     NotUnderstood,
-    RoundEnded,
-    StateIs,
+    StartRound,
+    decode_answer,
     decode_reply,
     decode_request,
     encode,
+    encode_reply,
 )
 from equipoise.peer.control.socket import FrameDecoder
 from equipoise.peer.errors import ControlError
@@ -42,13 +47,27 @@ def test_frames_survive_any_cut(requests: list[Hello | JoinRun], size: int) -> N
     assert [decode_request(frame) for frame in frames] == list(enumerate(requests))
 
 
-def test_replies_keep_their_types() -> None:
-    for body in (
-        StateIs(Gathering(2, 4)),
-        RoundEnded(Outcome(ok=True, reason="all", contributors={"p": 1.5})),
+def test_answers_keep_their_types() -> None:
+    outcome = Outcome(ok=True, reason="all", contributors={"p": 1.5})
+    for request, answer in (
+        (AskState("digits"), Gathering(2, 4)),
+        (StartRound("digits", "step", 1.0, 1.0), outcome),
+        (LeaveRun("digits"), None),
     ):
-        (frame,) = FrameDecoder().feed(encode(7, body))
-        assert decode_reply(frame) == (7, body)
+        (frame,) = FrameDecoder().feed(encode_reply(7, answer))
+        number, failure, content = decode_reply(frame)
+        assert (number, failure, decode_answer(request, content)) == (7, None, answer)
+
+
+def test_a_refusal_is_no_answer_and_one_that_is_long_is_cut() -> None:
+    (frame,) = FrameDecoder().feed(encode_reply(7, failure="x" * 5000))
+    assert decode_reply(frame)[:2] == (7, "x" * MAX_TEXT)
+
+
+def test_an_answer_of_another_type_is_refused() -> None:
+    (frame,) = FrameDecoder().feed(encode_reply(7, Gathering(2, 4)))
+    with pytest.raises(ControlError, match="AskStatus"):
+        decode_answer(AskStatus(), decode_reply(frame)[2])
 
 
 def test_a_frame_that_is_too_long_is_refused_before_it_is_read() -> None:
