@@ -17,7 +17,6 @@ from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
-from equipoise.peer.binding import Binding
 from equipoise.peer.config import find_home
 from equipoise.peer.control.client import CONNECT_SECONDS, START_SECONDS, Link, open_link
 from equipoise.peer.control.messages import AgreeRun, AskPeers, AskRounds, AskStatus, JoinRun
@@ -26,7 +25,7 @@ from equipoise.peer.purposes import AVERAGE, swarm_name
 from equipoise.peer.run import AGREE_SECONDS, Run
 from equipoise.peer.shared_memory import Region
 from equipoise.peer.status import PeerRow, Status
-from equipoise.peer.tensors import Tensors
+from equipoise.peer.tensors import Binding, Tensors
 
 JOIN_SECONDS = 20.0
 """Mapping the memory and announcing the run; the network is not waited for."""

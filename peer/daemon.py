@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,16 +17,15 @@ import psutil
 
 from equipoise.compression import kernels
 from equipoise.dht.sanitize import escaped
-from equipoise.dht.state import BootstrapStatus, SwarmStatus
-from equipoise.peer.advice import advised, failure
+from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Config, Loaded
 from equipoise.peer.control.messages import CONTROL_VERSION, Welcome
 from equipoise.peer.control.server import ControlServer
-from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.errors import EquipoiseError, Refused, Unreached
 from equipoise.peer.history import History
 from equipoise.peer.home import Home
 from equipoise.peer.logs import close_log, open_log
-from equipoise.peer.service import Service
+from equipoise.peer.session import Service
 from equipoise.peer.status import Kernels, Status
 
 if TYPE_CHECKING:
@@ -40,6 +39,18 @@ WATCH_SECONDS = 0.2
 """How often the state of the swarm is looked at; people read the lines."""
 
 PACKAGES = ("equipoise", "hivemind", "torch", "msgspec", "uvloop")
+
+_COMPARE = "compare host and port with what the daemon there prints"
+
+NEXT_STEPS: dict[AddressState, str] = {
+    "refused": f"start the daemon there, or {_COMPARE}",
+    "timeout": f"{_COMPARE}, and have its firewall let the port through",
+    "unresolved": "correct the host name, or give an IP address",
+    "no network": "connect this machine to a network",
+    "wrong peer": "copy the address that the daemon there prints now",
+    "failed": _COMPARE,
+}
+"""By what came of an address; the reasons of the other states say what to do themselves."""
 
 Parts: TypeAlias = "tuple[Swarm, Router]"
 Assemble = Callable[[Config], Awaitable[Parts]]
@@ -117,7 +128,7 @@ class Daemon:
         """Why this daemon has met no other peer though it was told whom to join; None if it has, or was not told."""
         assert self._swarm is not None, "not started"
         standing = self._standing(self._swarm)
-        return None if self._met else failure(standing.reason, standing.bootstrap)
+        return None if self._met else _failure(standing.reason, standing.bootstrap)
 
     def adopt(self, connected: socket.socket) -> None:
         """Serve a client of this process through a connected socket."""
@@ -200,7 +211,7 @@ class Daemon:
         )
         self._met |= status.state in ("joined", "ready")
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
-        reason = malformed[0].reason if alone else advised(status.reason, status.bootstrap)
+        reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)
         return msgspec.structs.replace(status, reason=reason, bootstrap=status.bootstrap + malformed)
 
     async def _watch(self) -> None:
@@ -226,6 +237,23 @@ class Daemon:
     def _tell(self, line: str) -> None:
         log.info("%s", line)
         self._say(escaped(line))
+
+
+def _advised(reason: str, entries: Sequence[BootstrapStatus]) -> str:
+    """`reason` and, if it is about one of these addresses, the next step."""
+    for entry in entries:
+        if reason.startswith(entry.reason) and entry.state in NEXT_STEPS:
+            return f"{reason}; {NEXT_STEPS[entry.state]}"
+    return reason
+
+
+def _failure(reason: str, entries: Sequence[BootstrapStatus]) -> EquipoiseError | None:
+    """The error of a daemon that ends without having met anyone, for `reason`; None if no address has failed."""
+    failed = [entry for entry in entries if entry.state not in ("trying", "connected")]
+    if not failed:
+        return None
+    kind = Refused if all(entry.state == "other version" for entry in failed) else Unreached
+    return kind(f"ended without having met another peer: {reason.replace('; trying again', '')}")
 
 
 async def _bounded(stopping: Awaitable[None], what: str) -> None:

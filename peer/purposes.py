@@ -6,12 +6,13 @@ would notice. So each purpose is a run of its own in the swarm, under a name of 
 
 from __future__ import annotations
 
-from equipoise.averaging.options import Terms
-from equipoise.averaging.schema import Schema
+from typing import Final
+
 from equipoise.averaging.spec import MAX_NAME_CHARS, RunSpec, SpecError
 from equipoise.peer.control.messages import JoinRun
 
-AVERAGE, STEP = "average", "step"
+AVERAGE: Final = "average"
+STEP: Final = "step"
 PURPOSES = (AVERAGE, STEP)
 
 STEP_SUFFIX = "/step"
@@ -45,14 +46,3 @@ def run_specs(request: JoinRun) -> dict[str, RunSpec]:
         for purpose, schema in schemas.items()
         if schema.tensors
     }
-
-
-def agreed_spec(spec: RunSpec, terms: Terms, buffers: Schema) -> RunSpec:
-    """The spec of a run whose peers have these terms alike, and whose buffers travel behind the tensors.
-
-    Raises:
-        SpecError: A term, or the number of values, is out of its range.
-        equipoise.averaging.schema.SchemaError: A buffer is named as a tensor is.
-    """
-    schema = Schema((*spec.schema.tensors, *buffers.tensors))
-    return RunSpec.create(spec.name, schema, spec.options, dict(terms))

@@ -21,7 +21,6 @@ from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
 from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.peer.accumulate import Accumulator
-from equipoise.peer.binding import Binding
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
 from equipoise.peer.control.messages import Progress
@@ -29,7 +28,7 @@ from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPend
 from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, check_timeout
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import VALUE_BYTES, Region, shared_copy
-from equipoise.peer.tensors import Gradients, Tensors, named_gradients
+from equipoise.peer.tensors import Binding, Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
     from equipoise.peer.training.checkpoint_writer import Checkpoints
@@ -107,7 +106,7 @@ class Run:
         self.trained_by = ""
         self._state: RunState = NoPeers("the daemon has not said yet")
         self._asked: concurrent.futures.Future[RunState] | None = None
-        self._told: dict[str, str] = {}
+        self._told: dict[messages.Topic, str] = {}
         self._stepping = False
         self._finishing: list[Callable[[], None]] = []
         self.rounds_ok = self.rounds_failed = 0
@@ -466,7 +465,7 @@ class Run:
         )  # After the keeper: what it keeps at last is what this ends with.
         return optimizer
 
-    def tell(self, topic: str, line: str) -> None:
+    def tell(self, topic: messages.Topic, line: str) -> None:
         """Have the daemon's `status` show a line on `training` or `checkpoints`, in place of the last one on that."""
         with self._lock:
             self._told[topic] = line
@@ -587,7 +586,7 @@ class Run:
 
     def _start(
         self,
-        purpose: str,
+        purpose: messages.Purpose,
         weight: float,
         deadline: float,
         settle: Callable[[Outcome | None], None],

@@ -1,7 +1,8 @@
-"""One client's part in one run: its shared memory, and a run driver for each purpose.
+"""What a daemon does for its clients: a session is one client's part in one run.
 
-Each purpose is a run of the swarm, with its own schema, and is joined when it is first used. Right after its join a
-script either agrees on terms, which says that it steps, or is announced to those that average.
+It has shared memory and a run driver for each purpose. Each purpose is a run of the swarm, with its own schema, and is
+joined when it is first used. Right after its join a script either agrees on terms, which says that it steps, or is
+announced to those that average.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -17,21 +19,27 @@ import torch
 
 from equipoise.averaging.options import Terms
 from equipoise.averaging.outcome import NoPeers, Outcome, RunState
+from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
-from equipoise.peer.control.messages import MAX_TEXT, TOPICS, FetchMean, FetchState
+from equipoise.dht.records import MAX_RUNS_PER_PEER
+from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun
 from equipoise.peer.errors import Refused
-from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, agreed_spec
+from equipoise.peer.history import History
+from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, run_specs
 from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory
-from equipoise.peer.status import Exchanges, RunStatus
+from equipoise.peer.status import Exchanges, PeerRow, RunStatus
 
 if TYPE_CHECKING:
     from equipoise.averaging.aio.router import Router
     from equipoise.averaging.aio.run_driver import RunDriver
     from equipoise.averaging.aio.transfer import Transfer
     from equipoise.dht.swarm import Swarm
+
+MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
+"""Runs of one daemon. The others keep so many records of one peer, and each purpose of a run has one of its own."""
 
 ANNOUNCE_SECONDS = 0.5
 """Time for a script to agree on terms, before the run that it has joined is announced to those that average."""
@@ -98,7 +106,8 @@ class Session:
         """
         if self._joined is None:
             raise _nothing_to(STEP, self.name)
-        agreed = agreed_spec(self._joined, terms, buffers)
+        both = Schema((*self._joined.schema.tensors, *buffers.tensors))
+        agreed = RunSpec.create(self._joined.name, both, self._joined.options, dict(terms))
         if self._region is not None and agreed.layout.size > self._region.values:
             raise Refused(
                 f"expected shared memory of {agreed.layout.size} values for gradients and buffers, "
@@ -128,10 +137,8 @@ class Session:
         """Exchange what the shared memory holds; the outcome is there by `timeout` and `OVERTIME`.
 
         Raises:
-            Refused: A round is going on, or the purpose is unknown.
+            Refused: A round is going on.
         """
-        if purpose not in PURPOSES:
-            raise Refused(f"expected a round to {' or '.join(PURPOSES)}, got {purpose[:64]!r}")
         if self._round is not None or self._leaving is not None:
             raise Refused(
                 f"a round of run {self.name!r} is going on, or it is being left", "wait for its outcome"
@@ -165,13 +172,7 @@ class Session:
             self._report(run_driver, None)
 
     def tell(self, topic: str, line: str) -> None:
-        """Have `status` show a line of the client.
-
-        Raises:
-            Refused: The topic is not known.
-        """
-        if topic not in TOPICS:
-            raise Refused(f"expected a line on {' or '.join(TOPICS)}, got one on {topic[:64]!r}")
+        """Have `status` show a line of the client."""
         self._told[topic] = line[:MAX_TEXT]
 
     def _report(self, run_driver: RunDriver, before: float | None) -> None:
@@ -187,10 +188,14 @@ class Session:
         """Whether it is being left, or was."""
         return self._leaving is not None
 
-    @property
-    def in_use(self) -> list[tuple[RunSpec, RunDriver]]:
-        """The runs of the router that it takes part in."""
-        return [(self._specs[purpose], run_driver) for purpose, run_driver in self._run_drivers.items()]
+    async def peers(self) -> list[PeerRow]:
+        """All known peers of the purposes that are used."""
+        rows = []
+        for purpose, run_driver in list(self._run_drivers.items()):
+            spec = self._specs[purpose]
+            known = await self._swarm.directory.peers(spec.name)
+            rows += [self._row(spec, run_driver, found) for found in known if not found.left]
+        return rows
 
     async def state(self) -> RunState:
         """Where the next round of the purpose used last stands."""
@@ -285,6 +290,24 @@ class Session:
             exchanges=_exchanges(run_driver) if spec.strategy.pairs else None,
         )
 
+    def _row(self, spec: RunSpec, run_driver: RunDriver, found: Candidate) -> PeerRow:
+        reach = self._swarm.reach(found.peer)
+        return PeerRow(
+            run=spec.name,
+            peer=found.peer,
+            me=found.peer == self._swarm.peer,
+            ready=found.ready,
+            round=found.round,
+            dialable=found.dialable,
+            bandwidth=found.bandwidth,
+            accumulated=found.accumulated,
+            same_spec=found.spec == spec.hash,
+            reach=reach.state,
+            why=reach.reason,
+            differs=run_driver.difference(found.peer),
+            name=self._swarm.name(found.peer),
+        )
+
     async def leave(self, reason: str) -> None:
         """Leave, finish or fail an open round, and let go of the memory; all callers wait for the same end."""
         if self._leaving is None:
@@ -377,6 +400,68 @@ class Session:
         if self._round is not None:
             self._round.cancel()
         self._region = None
+
+
+class Service:
+    """Joins, serves and leaves runs on behalf of clients.
+
+    Attributes:
+        history: What their rounds came to.
+    """
+
+    def __init__(self, router: Router, swarm: Swarm, history: History) -> None:
+        self._router = router
+        self._swarm = swarm
+        self.history = history
+        self._sessions: dict[str, Session] = {}
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """Open sessions, by the runs' names."""
+        return [self._sessions[name] for name in sorted(self._sessions)]
+
+    async def join(self, request: JoinRun, fd: int, client: str) -> Session:
+        """Take part in a run for a client whose vectors lie in the memory behind `fd`, which is taken over.
+
+        Raises:
+            ValueError: An option, the schema or the memory is not valid, or the run has a client already.
+        """
+        region = Region.attach(fd, request.values)
+        specs = run_specs(request)
+        if any(spec.layout.size > request.values for spec in specs.values()):
+            raise Refused(
+                f"the shared memory holds {request.values} values, which is less than the schema has"
+            )
+        await self._make_room(request.run)
+        session = Session(self._router, self._swarm, request.run, specs, region, client)
+        self._sessions[request.run] = session
+        return session
+
+    async def leave(self, session: Session, reason: str) -> None:
+        """Leave a run; idempotent."""
+        await session.leave(reason)
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+
+    async def peers(self) -> list[PeerRow]:
+        """All known peers of the open runs, in both of their purposes."""
+        return [row for session in self.sessions for row in await session.peers()]
+
+    async def _make_room(self, name: str) -> None:
+        other = self._sessions.get(name)
+        if other is not None and other.leaving:
+            await self.leave(other, "its client has gone")  # A successor should not have to know that.
+            other = self._sessions.get(name)
+        if other is not None:
+            raise Refused(
+                f"this daemon takes part in run {name!r} already, for {other.client}",
+                "leave it there, use another name, or start another daemon with another --home",
+            )
+        if len(self._sessions) >= MAX_RUNS:
+            raise Refused(
+                f"run {name!r} is one too many: this daemon takes part in {MAX_RUNS} runs already, the maximum",
+                "leave one, or start another daemon with another --home",
+            )
 
 
 def _exchanges(run_driver: RunDriver) -> Exchanges:

@@ -118,7 +118,7 @@ def _ask_to_stop(home: Path) -> int:
 
 
 def _force(home: Path) -> dict[str, int | bool]:
-    from equipoise.peer.holder import end_by_force
+    from equipoise.peer.home import end_by_force
 
     try:
         return {"stopped": _ask_to_stop(home)}

@@ -22,8 +22,7 @@ from equipoise.peer.control import messages
 from equipoise.peer.control.messages import Answer, Request, Welcome
 from equipoise.peer.control.socket import READ_BYTES, FrameDecoder
 from equipoise.peer.errors import ControlError, DaemonLost, EquipoiseError, Refused, Unwelcome
-from equipoise.peer.holder import silence
-from equipoise.peer.home import connect_socket
+from equipoise.peer.home import connect_socket, silence
 
 SEND_SECONDS = 0.5
 """A daemon that reads nothing for so long while the socket's buffer is full is stopped; calls still end in time."""

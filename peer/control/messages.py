@@ -13,7 +13,7 @@ import functools
 import operator
 import struct
 import sys
-from typing import Annotated, Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -30,9 +30,6 @@ CONTROL_VERSION = 6
 MAX_FRAME_BYTES = 2 * 1024 * 1024
 """The largest messages are a schema (10,000 tensors with names of 60 characters take half of it) and 64 outcomes."""
 
-TOPICS = ("training", "checkpoints")
-"""What a training script says something about."""
-
 MAX_TEXT = 4096
 """Longest reason or error that is sent; longer ones are cut."""
 
@@ -42,6 +39,8 @@ MAX_TIMEOUT = 86_400.0
 LENGTH = struct.Struct(">I")
 
 Answer = TypeVar("Answer")
+Purpose = Literal["average", "step"]
+Topic = Literal["training", "checkpoints"]
 
 Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 """A finite number; what is decoded needs no other check."""
@@ -116,9 +115,9 @@ class AgreeRun(RunRequest[None], frozen=True):
 
 
 class StartRound(RunRequest[Outcome], frozen=True):
-    """Average what the shared memory holds; `purpose` is `average` or `step`, `state` what this peer holds."""
+    """Average what the shared memory holds; `state` is what this peer holds."""
 
-    purpose: str
+    purpose: Purpose
     weight: Weight
     timeout: Timeout
     state: StateId | None = None
@@ -131,14 +130,9 @@ class ReportAccumulated(RunRequest[None], frozen=True):
 
 
 class TellStatus(RunRequest[None], frozen=True):
-    """A line of the training script for `status`; it replaces the last one on that topic.
+    """A line of the training script for `status`, cut at `MAX_TEXT`; it replaces the last one on that topic."""
 
-    Attributes:
-        topic: One of `TOPICS`.
-        line: What is longer than `MAX_TEXT` is cut.
-    """
-
-    topic: str
+    topic: Topic
     line: str
 
 

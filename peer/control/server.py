@@ -8,17 +8,18 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import CONTROL_VERSION, Hello, Request, RunRequest
 from equipoise.peer.control.socket import SEND_SECONDS, FrameSocket
 from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import peer_credentials
-from equipoise.peer.service import Service
 from equipoise.peer.session import Session
 from equipoise.peer.shared_memory import SharedMemory
-from equipoise.peer.status import Status
+
+if TYPE_CHECKING:
+    from equipoise.peer.daemon import Daemon
 
 MAX_CONNECTIONS = 64
 """Clients of one machine: a trainer for each accelerator, and some people who look at the status.
@@ -43,29 +44,12 @@ HELLO_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-class Host(Protocol):
-    """The daemon, as its clients see it."""
-
-    @property
-    def service(self) -> Service:
-        """Joins, serves and leaves runs."""
-
-    def welcome(self) -> messages.Welcome:
-        """Who this is."""
-
-    def status(self) -> Status:
-        """What is going on."""
-
-    def request_stop(self, reason: str) -> None:
-        """Begin to stop, gracefully."""
-
-
 class Connection:
     """One client: reads its requests, answers each when its answer is there, leaves its runs when it goes."""
 
-    def __init__(self, connected: FrameSocket, host: Host, pid: int) -> None:
+    def __init__(self, connected: FrameSocket, daemon: Daemon, pid: int) -> None:
         self._socket = connected
-        self._host = host
+        self._daemon = daemon
         self._pid = pid
         self._client = f"process {pid}"
         self._sessions: dict[str, Session] = {}
@@ -118,7 +102,7 @@ class Connection:
     async def _leave_sessions(self, reason: str) -> None:
         sessions = list(self._sessions.values())
         self._sessions.clear()
-        await asyncio.gather(*(self._host.service.leave(session, reason) for session in sessions))
+        await asyncio.gather(*(self._daemon.service.leave(session, reason) for session in sessions))
 
     async def _read(self) -> None:
         try:
@@ -144,7 +128,7 @@ class Connection:
             raise ControlError(_version_mismatch(hello.version))
         self._client = f"{hello.client[:64]!r} (process {self._pid})"
         self._greeted = True
-        await self._send(number, self._host.welcome())
+        await self._send(number, self._daemon.welcome())
 
     async def _dispatch(self, frame: bytes) -> None:
         while len(self._tasks) >= MAX_PENDING:
@@ -182,7 +166,7 @@ class Connection:
 
     async def _do(self, request: Request[Any]) -> object:
         """Do what is asked; returns the answer, of the type that the request names."""
-        service = self._host.service
+        service = self._daemon.service
         match request:
             case Hello():
                 raise Refused("expected a request, got Hello")
@@ -190,13 +174,13 @@ class Connection:
                 await self._join(request)
                 return None
             case messages.AskStatus():
-                return self._host.status()
+                return self._daemon.status()
             case messages.AskPeers():
                 return await service.peers()
             case messages.AskRounds(limit):
                 return service.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
             case messages.StopDaemon():
-                self._host.request_stop(f"asked by {self._client}")
+                self._daemon.request_stop(f"asked by {self._client}")
                 return None
             case messages.OfferState() | messages.FetchState() | messages.FetchMean():
                 return await self._transfer(request)
@@ -209,7 +193,7 @@ class Connection:
                 await session.agree(terms, buffers)
             case messages.StartRound(_, purpose, weight, timeout, state):
                 outcome = await session.start_round(purpose, weight, timeout, state)
-                self._host.service.history.add(outcome)
+                self._daemon.service.history.add(outcome)
                 return outcome
             case messages.StopRound(_, why):
                 session.stop_round(why)
@@ -225,7 +209,7 @@ class Connection:
                 local, swarm = await session.progress(target)
                 return messages.Progress(local, swarm, (await session.transfer()).wanted)
             case messages.LeaveRun(run):
-                await self._host.service.leave(session, "its client has left the run")
+                await self._daemon.service.leave(session, "its client has left the run")
                 self._sessions.pop(run, None)
         return None
 
@@ -236,7 +220,7 @@ class Connection:
             raise Refused(
                 f"expected at most {MAX_RUNS_PER_CLIENT} runs of one client", "leave one, or connect again"
             )
-        self._sessions[request.run] = await self._host.service.join(request, fd, self._client)
+        self._sessions[request.run] = await self._daemon.service.join(request, fd, self._client)
 
     async def _transfer(
         self, request: messages.OfferState | messages.FetchState | messages.FetchMean
@@ -265,8 +249,8 @@ class Connection:
 class ControlServer:
     """Accepts clients and serves each until it or the daemon goes."""
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._accepting: asyncio.Task[None] | None = None
 
@@ -286,7 +270,7 @@ class ControlServer:
             log.warning("refused uid %d on the control socket", credentials[1])
             connected.close()
             return
-        connection = Connection(FrameSocket(connected), self._host, credentials[0] if credentials else 0)
+        connection = Connection(FrameSocket(connected), self._daemon, credentials[0] if credentials else 0)
         silent = next((one for one in self._connections if one.silent), None)
         full = len(self._connections) >= MAX_CONNECTIONS
         if full and silent is not None:

@@ -23,11 +23,10 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.kept import KEPT_MEANS
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
-from equipoise.peer.binding import Binding
 from equipoise.peer.control.messages import AgreeRun, LeaveRun, ReportAccumulated
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
-from equipoise.peer.tensors import Tensors
+from equipoise.peer.tensors import Binding, Tensors
 
 LIMIT_SECONDS = 100_000.0
 """Of virtual time; a test that gets there hangs."""

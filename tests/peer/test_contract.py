@@ -20,7 +20,7 @@ from equipoise.peer import Client, Exchanging, connect
 from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread, Peer
 from equipoise.peer.purposes import PURPOSES
-from equipoise.peer.service import MAX_RUNS
+from equipoise.peer.session import MAX_RUNS
 from fakes.daemon import FakeNetwork, FakeRunDriver
 
 

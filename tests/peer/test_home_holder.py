@@ -17,8 +17,7 @@ from e2e.swarm import eventually
 from equipoise.peer.cli import asking, program
 from equipoise.peer.cli import asking as stopping
 from equipoise.peer.errors import EquipoiseError, NoDaemon
-from equipoise.peer.holder import end_by_force, find_holder
-from equipoise.peer.home import PID_FILE, wait_until_free
+from equipoise.peer.home import PID_FILE, end_by_force, find_holder, wait_until_free
 
 CODE = """
 import pathlib, signal, sys
@@ -89,7 +88,7 @@ def test_stop_by_force_ends_a_stopped_daemon(
 def test_a_daemon_that_is_deaf_to_signals_is_killed(
     hang: Start, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("equipoise.peer.holder.TERM_SECONDS", 0.1)
+    monkeypatch.setattr("equipoise.peer.home.TERM_SECONDS", 0.1)
     process = hang("deaf")
 
     assert end_by_force(home) == process.pid
