@@ -1,21 +1,26 @@
-"""Peers dial each other back on request, which is how one behind a NAT finds out that it is.
+"""How others reach this peer: it has itself dialled, finds relays if that fails, and relays for others if asked to.
 
-Like libp2p's AutoNAT, which p2pd would take a quarter of a minute to ask, and asks of public addresses only. The
-asker names ports and addresses; only its own machine is dialled: the IP address that its connection comes from, and,
-where that is a private one, others of the same private networks. A try is one TCP connection and the greeting
-that libp2p's listeners send, or, at the direct port, one question of `mirror`; so nobody can be made to dial a third
-party.
+Peers dial each other back on request, which is how one behind a NAT finds out that it is. That is like libp2p's
+AutoNAT, which p2pd would take a quarter of a minute to ask, and asks of public addresses only. The asker names ports
+and addresses; only its own machine is dialled: the IP address that its connection comes from, and, where that is a
+private one, others of the same private networks. A try is one TCP connection and the greeting that libp2p's listeners
+send, or, at the direct port, one question of `stun`; so nobody can be made to dial a third party.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
+import itertools
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from humanfriendly.text import pluralize
 
 from equipoise.dht import messages
 from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
@@ -23,10 +28,17 @@ from equipoise.dht.dialer import GREETING, Unreached, probe, told
 from equipoise.dht.direct import stun
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.interfaces import network_of
-from equipoise.dht.limits import RateLimit
-from equipoise.dht.p2pd_client import P2pdClient
-from equipoise.dht.records import Addresses
+from equipoise.dht.limits import LruDict, RateLimit
+from equipoise.dht.p2pd_client import CallHandler, Inbound, P2pdClient
+from equipoise.dht.protocol import RecordProtocol
+from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayKeeper
+from equipoise.dht.relay.messages import HOP_PROTOCOL
+from equipoise.dht.relay.probe import TRIAL_PROTOCOL, Trials
+from equipoise.dht.relay.service import RelayRules, RelayService
 from equipoise.dht.sanitize import printable
+from equipoise.dht.state import ReachStatus
+from equipoise.dht.tasks import TaskSet, sleep_until
 
 WITNESSES = 3
 """Peers asked: a neighbour on the same network reaches what the rest of the world does not."""
@@ -45,6 +57,16 @@ CALLS_PER_SECOND = 0.5
 BURST = 5.0
 """A daemon asks three peers, and again after its addresses have changed."""
 MAX_TEXT = 200
+SUSPECT_SECONDS = 0.5
+"""Where a dial-back leads anywhere, its answer comes sooner."""
+SURVEY_SECONDS = 2.0
+"""How often it is looked whether somebody should be asked."""
+MAX_HOPS = 256
+"""Requests and circuits through this peer at once; the service has its own bounds on circuits."""
+MAX_TRIALS = 4
+"""Streams of the trial under way; others are closed at once."""
+
+_log = logging.getLogger(__name__)
 
 Verdict = Literal["unknown", "direct", "private"]
 Probe = Callable[[str, int], Awaitable[None]]
@@ -110,9 +132,8 @@ class Reachability:
         }
         self._asked = {peer: at for peer, at in self._asked.items() if at + UNANSWERED_SECONDS > now}
         room = min(WITNESSES - len(self._heard), MAX_ASKED - len(self._asked))
-        chosen = [peer for peer in candidates if peer not in self._heard and peer not in self._asked][
-            : max(0, room)
-        ]
+        free = (peer for peer in candidates if peer not in self._heard and peer not in self._asked)
+        chosen = list(itertools.islice(free, max(0, room)))
         self._asked |= dict.fromkeys(chosen, now)
         return chosen
 
@@ -129,14 +150,18 @@ class Reachability:
         self.addresses = tuple(dict.fromkeys(address for one in reached for address in one.reached))
         self.verdict = "direct" if 2 * len(reached) > len(said) else "private"
         if self.verdict == "direct":
-            self.reason = f"{len(reached)} of {_peers(len(said))} reached it at {reached[-1].reached[0]}"
+            self.reason = (
+                f"{len(reached)} of {pluralize(len(said), 'peer')} reached it at {reached[-1].reached[0]}"
+            )
             blocked = [one.blocked for one in reached if one.blocked]
             if blocked:
                 # It is `direct` all the same: libp2p carries what the direct port does not.
                 self.reason += f"; {len(blocked)} cannot open a direct channel to it: {blocked[-1]}"
         else:
             failed = next(one for one in reversed(said) if not one.reached)
-            self.reason = f"{len(said) - len(reached)} of {_peers(len(said))} failed, {failed.failed}"
+            self.reason = (
+                f"{len(said) - len(reached)} of {pluralize(len(said), 'peer')} failed, {failed.failed}"
+            )
         return (self.verdict, self.addresses) != before
 
     @property
@@ -151,37 +176,167 @@ class Reachability:
         self.addresses = ()
 
 
-def _peers(count: int) -> str:
-    return f"{count} peer{'' if count == 1 else 's'}"
+class Reach:
+    """Finds out, and keeps what it found.
 
+    Attributes:
+        on_change: Called when it is another than before.
+        listening: Tells where this peer listens itself, in the form that `--join` takes.
+        mates: Tells the records of all others in this peer's runs.
+        direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
+        keeper: The relays in use.
+        inbounds: Where p2pd is to send streams for this.
+    """
 
-class DialBack:
-    """Dials back for others, and asks them to; `direct` tells the port of this peer's direct listener, 0 for none."""
-
-    def __init__(self, link: P2pdClient) -> None:
+    def __init__(
+        self,
+        link: P2pdClient,
+        protocol: RecordProtocol,
+        folder: Path,
+        hidden: str = "",
+        relay: RelayRules | None = None,
+    ) -> None:
+        """`hidden` says why this peer cannot be dialled, if that is known; `relay` what to relay for others."""
+        self.on_change: Callable[[], None] = lambda: None
+        self.listening: Callable[[], Iterable[str]] = tuple
+        self.mates: Callable[[], Iterable[Readiness]] = tuple
         self.direct: Callable[[], int] = lambda: 0
+        protocol.on_hello = self.meet
         self._link = link
+        self._protocol = protocol
+        self._verdict = Reachability(hidden)
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._under_way = 0
+        self._service = RelayService(link, protocol.dialer.refresh, relay)
+        trials = Trials(folder)
+        self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
+        self.keeper = RelayKeeper(link, protocol.dialer, protocol.peer, trials, lambda: tuple(self._offers))
+        self.keeper.on_change = lambda: self.on_change()
+        self.inbounds = (
+            Inbound(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),
+            Inbound(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
+        )
+        self._met = asyncio.Event()
+        self._tasks = TaskSet()
+        self._keeping: asyncio.Task[None] | None = None
 
-    async def ask(self, peer: str, addresses: tuple[str, ...]) -> Answer | None:
+    @property
+    def hidden(self) -> bool:
+        """Whether others cannot dial this peer, as far as is known."""
+        return self._verdict.verdict == "private"
+
+    @property
+    def reached_at(self) -> tuple[str, ...]:
+        """Where others have dialled this peer, in the form that `--listen` takes; a router may forward a port to it."""
+        return () if self.hidden else self._verdict.addresses
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to this peer, and it may own shares."""
+        return not self.hidden or (bool(self.keeper.held) and stands_in(self.mates()))
+
+    @property
+    def mirrors(self) -> list[tuple[str, int]]:
+        """The direct listeners of public peers that have dialled back, which tell whoever asks where it comes from."""
+        paths = self._protocol.dialer.paths
+        found = [
+            (host, port)
+            for peer, port in self._verdict.direct_ports.items()
+            for host in direct_hosts(paths.get(peer, ()))
+        ]
+        # Neighbours see what is on this side of the router only; NATs are of IPv4.
+        return sorted(
+            found, key=lambda place: (not ipaddress.ip_address(place[0]).is_global, ":" in place[0])
+        )
+
+    def handlers(self) -> dict[str, CallHandler]:
+        """Return the unary handlers to register with p2pd."""
+        return {DIALBACK: self._answer}
+
+    def meet(self, peer: str, relays: bool) -> None:
+        """Take note of a peer that can be asked, and of whether it relays for others."""
+        known = peer in self._offers
+        self._offers.pop(peer, None)
+        if relays:
+            self._offers[peer] = None  # Heard of last: whoever is gone for good is forgotten first.
+            if not known:
+                self.keeper.look()
+        self._met.set()
+
+    def doubt(self) -> None:
+        """Ask everybody again: this machine's addresses are others now."""
+        self._verdict.doubt()
+        self._met.set()
+
+    def start(self) -> None:
+        """Start to ask."""
+        self._tasks.spawn(self._survey())
+        if self.hidden:
+            self._follow()
+
+    def renew(self) -> None:
+        """Begin anew: p2pd is another one now."""
+        self.doubt()
+        self.keeper.lose_all()
+
+    async def stop(self) -> None:
+        """End everything; idempotent."""
+        await self._tasks.stop()
+
+    def status(self) -> ReachStatus:
+        """Return how others reach this peer, without waiting."""
+        relay = self._service.status()
+        state = self._verdict.verdict
+        if state != "private":
+            return ReachStatus(state, self._verdict.reason, (), relay)
+        relays = tuple(self.keeper.held)
+        reason = f"{self.keeper.reason}; not dialled: {self._verdict.reason}"
+        return ReachStatus("relayed" if relays else "unreachable", reason, relays, relay)
+
+    async def _survey(self) -> None:
+        while True:
+            self._met.clear()
+            if self._link.attached:
+                for peer in self._verdict.whom(self._protocol.peers, time.monotonic()):
+                    self._tasks.spawn(self._ask(peer))
+            await sleep_until(self._met, SURVEY_SECONDS)
+
+    async def _ask(self, peer: str) -> None:
+        # A dial that somebody drops takes 2 s to fail: relays are looked for meanwhile.
+        suspicion = asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._follow)
+        try:
+            finding = await self.ask(peer)
+        except (ConnectionError, messages.MessageError) as error:
+            _log.debug("%s did not dial back: %s", peer, error)
+            return
+        finally:
+            suspicion.cancel()
+        if finding is not None and self._verdict.hear(peer, finding, time.monotonic()):
+            _log.info("reachability: %s (%s)", self._verdict.verdict, self._verdict.reason)
+            self._follow()
+            self.on_change()
+
+    async def ask(self, peer: str) -> Answer | None:
         """Have `peer` dial back; None if it did not try.
 
         Raises:
             ConnectionError: It does not answer.
             messages.MessageError: Its answer is none.
         """
-        question = messages.encode(Ask(addresses=addresses, direct=self.direct()))
-        data = await self._link.call(peer, DIALBACK, question, DIALBACK_SECONDS)
+        question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self.direct())
+        data = await self._link.call(peer, DIALBACK, messages.encode(question), DIALBACK_SECONDS)
         answer = messages.decode(data, Answer)
         if answer.busy:
             return None
-        reached = tuple(one for one in answer.reached if _is_listen_address(one))
+        reached = []
+        for text in answer.reached:
+            with contextlib.suppress(AddressError):
+                reached.append(parse_listen(text).text)
         failed, blocked = printable(answer.failed, MAX_TEXT), printable(answer.blocked, MAX_TEXT)
-        return Answer(reached=reached, failed=failed, direct=answer.direct, blocked=blocked)
+        return Answer(reached=tuple(reached), failed=failed, direct=answer.direct, blocked=blocked)
 
-    async def answer(self, peer: str, data: bytes) -> bytes:
-        """Answer the call of `peer`."""
+    async def _answer(self, peer: str, data: bytes) -> bytes:
+        """Dial `peer` back, which calls for that."""
         if self._under_way >= MAX_AT_ONCE or not self._limit.allow(peer, time.monotonic()):
             return messages.encode(Answer(busy=True))
         ask = messages.decode(data, Ask)
@@ -199,6 +354,28 @@ class DialBack:
             return messages.encode(msgspec.structs.replace(answer, direct=self.direct(), blocked=blocked))
         finally:
             self._under_way -= 1
+
+    def _follow(self) -> None:
+        """Look for relays unless this peer is known to be dialled."""
+        direct = self._verdict.verdict == "direct"
+        if not direct and (self._keeping is None or self._keeping.done()):
+            self._keeping = self._tasks.spawn(self.keeper.run())
+        elif direct and self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+            self.keeper.held.clear()
+
+
+def stands_in(mates: Iterable[Readiness]) -> bool:
+    """Whether a relayed peer should say that it can be dialled, given the records of all others in its runs.
+
+    A group needs a member that the others can open channels to: it owns shares. A relayed peer can, slowly and at a
+    third party's expense, so it offers itself only where it knows others and none of them can be dialled. The
+    members need not see that alike: each member signs what it says of itself, and the round loses a member that cannot
+    be reached after all, like any other.
+    """
+    mates = list(mates)
+    return bool(mates) and not any(mate.dialable and mate.reach != "relayed" for mate in mates)
 
 
 def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
@@ -247,14 +424,6 @@ async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe
         reached=tuple(place for place, _ in results if place),
         failed=(failures[0] if failures else "it listens nowhere that could be tried")[:MAX_TEXT],
     )
-
-
-def _is_listen_address(text: str) -> bool:
-    try:
-        parse_listen(text)
-    except AddressError:
-        return False
-    return True
 
 
 def direct_hosts(paths: Iterable[str]) -> list[str]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from humanfriendly.text import pluralize
 
 from equipoise.dht.address import Address
 from equipoise.dht.dialer import Unreached
@@ -44,36 +47,6 @@ class Way:
     address: str = ""
 
 
-@dataclass(frozen=True)
-class Looked:
-    """The driver has looked around.
-
-    Attributes:
-        alive: PeerIDs in contact with this peer now.
-        remembered: PeerIDs met before, the latest first.
-    """
-
-    alive: frozenset[str]
-    remembered: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Attempted:
-    """An attempt has ended: `state` is `connected`, or the cause, with `reason` in words."""
-
-    way: Way
-    state: AddressState
-    reason: str
-
-
-@dataclass(frozen=True)
-class NetworkChanged:
-    """This machine's network, or its p2pd, is another one now: past failures say nothing."""
-
-
-Event = Looked | Attempted | NetworkChanged
-
-
 @dataclass
 class _Standing:
     """How one way fares; `due` is None while nothing is to be tried."""
@@ -87,11 +60,6 @@ class _Standing:
 
     def restart(self, now: float) -> None:
         self.pause, self.due = FIRST_RETRY_SECONDS, now
-
-    def failed(self, now: float, state: AddressState, reason: str, drawn: float) -> None:
-        self.state, self.reason, self.attempts = state, reason, self.attempts + 1
-        self.due = now + self.pause * (1 - JITTER * drawn)
-        self.pause = min(self.pause * RETRY_GROWTH, MAX_RETRY_SECONDS)
 
     def connected(self) -> None:
         self.state, self.reason, self.attempts, self.due = "connected", "connected", 0, None
@@ -113,20 +81,6 @@ class Joining:
         waiting = (one.due for one in self._all().values() if one.due is not None and not one.trying)
         return min(waiting, default=float("inf"))
 
-    def handle(self, event: Event, now: float) -> list[Way]:
-        """Take an event at time `now` in seconds; return the ways to try, each of which ends in `Attempted`."""
-        match event:
-            case Looked(alive, remembered):
-                self._look(alive, remembered, now)
-                return self._tries(now)
-            case Attempted(way, state, reason):
-                self._end(way, state, reason, now)
-            case NetworkChanged():
-                for one in self._all().values():
-                    if one.due is not None:
-                        one.restart(now)
-        return []
-
     def status(self, now: float) -> tuple[BootstrapStatus, ...]:
         """Return how each address to join through fares."""
         return tuple(
@@ -147,18 +101,21 @@ class Joining:
             return False, "no other peer has joined yet; others join through this peer's address"
         failed = [one for _, one in tried if one.state not in ("trying", "connected")]
         if not failed:
-            count = len(tried)
-            peers = f"{count} peer{'s' if count > 1 else ''} met before"
+            peers = f"{pluralize(len(tried), 'peer')} met before"
             return False, f"connecting to {tried[0][0].address or peers}"
         reason = f"{failed[0].reason}; trying again"
         if not self._given:
             reason = f"no peer met before is there: {reason}"
         return all(one.state == "no network" for one in failed), reason
 
-    def _all(self) -> dict[Way, _Standing]:
-        return self._given | self._remembered
+    def look(self, alive: frozenset[str], remembered: Sequence[str], now: float) -> list[Way]:
+        """Look around at `now`; return the ways to try, each of which ends in `ended`.
 
-    def _look(self, alive: frozenset[str], remembered: Sequence[str], now: float) -> None:
+        Args:
+            alive: PeerIDs in contact with this peer now.
+            remembered: PeerIDs met before, the latest first.
+            now: Seconds of one monotonic clock.
+        """
         alone, self._alone = self._alone, not alive
         for way, one in self._given.items():
             if way.peer in alive:
@@ -175,18 +132,15 @@ class Joining:
             elif not alone or (one.due is None and not one.trying):
                 one.state = "trying" if one.state == "connected" else one.state
                 one.restart(now)
+        tries = []
+        for way, one in self._all().items():
+            if one.due is not None and one.due <= now and not one.trying:
+                one.trying = True
+                tries.append(way)
+        return tries
 
-    def _tries(self, now: float) -> list[Way]:
-        due = [
-            (way, one)
-            for way, one in self._all().items()
-            if one.due is not None and one.due <= now and not one.trying
-        ]
-        for _, one in due:
-            one.trying = True
-        return [way for way, _ in due]
-
-    def _end(self, way: Way, state: AddressState, reason: str, now: float) -> None:
+    def ended(self, way: Way, state: AddressState, reason: str, now: float) -> None:
+        """An attempt has ended: `state` is `connected`, or the cause, with `reason` in words."""
         one = self._all().get(way)
         if one is None:
             return  # Forgotten meanwhile.
@@ -194,7 +148,18 @@ class Joining:
         if state == "connected":
             one.connected()
         else:
-            one.failed(now, state, reason, self._draw.random())
+            one.state, one.reason, one.attempts = state, reason, one.attempts + 1
+            one.due = now + one.pause * (1 - JITTER * self._draw.random())
+            one.pause = min(one.pause * RETRY_GROWTH, MAX_RETRY_SECONDS)
+
+    def network_changed(self, now: float) -> None:
+        """This machine's network, or its p2pd, is another one now: past failures say nothing."""
+        for one in self._all().values():
+            if one.due is not None:
+                one.restart(now)
+
+    def _all(self) -> dict[Way, _Standing]:
+        return self._given | self._remembered
 
 
 class Bootstrap:
@@ -203,6 +168,7 @@ class Bootstrap:
     Attributes:
         alive: Tells the PeerIDs in contact with this peer now; None while p2pd does not run.
         remembered: Tells the PeerIDs met before, the latest first.
+        machine: Tells how that goes.
     """
 
     def __init__(self, given: Sequence[Address], protocol: RecordProtocol) -> None:
@@ -211,35 +177,26 @@ class Bootstrap:
         self._protocol = protocol
         self._dialer = protocol.dialer
         self._addresses = {Way(address.peer, address.text): address for address in given}
-        self._machine = Joining(list(self._addresses), random.Random(), 0.0)
+        self.machine = Joining(list(self._addresses), random.Random(), 0.0)
         self._changed = asyncio.Event()
         self._attempts = TaskSet()
 
-    def status(self) -> tuple[BootstrapStatus, ...]:
-        """Return how each address to join through fares."""
-        return self._machine.status(asyncio.get_running_loop().time())
-
-    def why_alone(self) -> tuple[bool, str]:
-        """Return whether there is no network, and why this peer has met nobody."""
-        return self._machine.why_alone()
-
     def network_changed(self) -> None:
         """Try every way again now: this machine's network, or its p2pd, is another one."""
-        self._machine.handle(NetworkChanged(), asyncio.get_running_loop().time())
+        self.machine.network_changed(time.monotonic())
         self._changed.set()
 
     async def run(self) -> None:
         """Try and look, until cancelled."""
-        loop = asyncio.get_running_loop()
         try:
             while True:
                 self._changed.clear()
-                alive = self.alive()
+                alive, pause = self.alive(), LOOK_SECONDS
                 if alive is not None:
-                    for way in self._machine.handle(Looked(alive, self.remembered()), loop.time()):
+                    for way in self.machine.look(alive, self.remembered(), time.monotonic()):
                         self._attempts.spawn(self._attempt(way))
-                pause = min(LOOK_SECONDS, max(0.0, self._machine.deadline - loop.time()))
-                await sleep_until(self._changed, pause if alive is not None else LOOK_SECONDS)
+                    pause = min(LOOK_SECONDS, max(0.0, self.machine.deadline - time.monotonic()))
+                await sleep_until(self._changed, pause)
         finally:
             await self._attempts.stop()
 
@@ -251,10 +208,10 @@ class Bootstrap:
             # A bug of ours, which must not be why this way is never tried again.
             _log.exception("an attempt at %s failed", way.address or way.peer)
             state, reason = "failed", f"internal error: {error!r}"
-        before = self._machine.why_alone()
-        self._machine.handle(Attempted(way, state, reason), asyncio.get_running_loop().time())
+        before = self.machine.why_alone()
+        self.machine.ended(way, state, reason, time.monotonic())
         self._changed.set()
-        if self._machine.why_alone() != before:
+        if self.machine.why_alone() != before:
             _log.info("way into the swarm %s: %s", way.address or way.peer, reason)
 
     async def _outcome(self, way: Way) -> tuple[AddressState, str]:

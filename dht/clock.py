@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 
+from humanfriendly import format_timespan
+
 from equipoise.dht.limits import LruDict
 
 MAX_SAMPLES = 64
@@ -44,10 +46,9 @@ class SwarmClock:
         ahead = statistics.median(others) if others else 0.0
         if abs(ahead) <= WARN_SECONDS or abs(statistics.median([0.0, *others])) <= WARN_SECONDS / 2:
             return ""
-        differs = (
-            f"this machine's clock is {amount(abs(ahead))} {'behind' if ahead > 0 else 'ahead of'} "
-            f"{'that of the other peer' if len(others) == 1 else 'those of most other peers'}"
-        )
+        amount = format_timespan(round(abs(ahead), -1), max_units=2)
+        whose = "that of the other peer" if len(others) == 1 else "those of most other peers"
+        differs = f"this machine's clock is {amount} {'behind' if ahead > 0 else 'ahead of'} {whose}"
         effect = (
             "rounds work all the same"
             if abs(ahead) <= MAX_OFFSET_SECONDS + WARN_SECONDS
@@ -63,15 +64,3 @@ class SwarmClock:
         """How many seconds the clocks of others are ahead of this machine's."""
         oldest = time.monotonic() - FRESH_SECONDS
         return [ahead for ahead, at in self._samples.values() if at >= oldest]
-
-
-def amount(seconds: float) -> str:
-    """Return a time span of at least a second in its two largest units: `1 d 2 h`, `2 h`, `1 min 1 s`."""
-    whole = round(seconds)
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    first = next(index for index, (_, size) in enumerate(units) if whole >= size or size == 1)
-    parts = []
-    for name, size in units[first : first + 2]:
-        parts.append(f"{whole // size} {name}")
-        whole %= size
-    return " ".join(part for part in parts if not part.startswith("0 ")) or "0 s"

@@ -83,16 +83,21 @@ class Pulse:
 
 
 class Contacts:
-    """Asks connected peers that have fallen silent, hangs up on those that do not answer, and tells `on_lost`."""
+    """Asks connected peers that have fallen silent, hangs up on those that do not answer, and tells `on_lost`.
+
+    Attributes:
+        on_lost: Called with the PeerID of a peer that does not answer.
+        pulse: When each was last heard. A question also tells where this peer is.
+    """
 
     def __init__(self, link: P2pdClient, protocol: RecordProtocol) -> None:
         self.on_lost: Callable[[str], None] = lambda peer: None
         self._link = link
         self._dialer = protocol.dialer
         self._protocol = protocol
-        self._pulse = Pulse()
+        self.pulse = Pulse()
         self._questions = TaskSet()
-        protocol.on_heard = lambda peer: self._pulse.heard(peer, time.monotonic())
+        protocol.on_heard = lambda peer: self.pulse.heard(peer, time.monotonic())
 
     @property
     def alive(self) -> frozenset[str]:
@@ -101,17 +106,13 @@ class Contacts:
             return frozenset()
         return frozenset(self._protocol.acquainted & self._dialer.connected)
 
-    def greet(self) -> None:
-        """Ask all of them next: a question tells where this peer is."""
-        self._pulse.doubt()
-
     async def run(self) -> None:
         """Look and ask, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
                 if self._link.attached:
-                    for peer in self._pulse.whom(self._dialer.connected, time.monotonic()):
+                    for peer in self.pulse.whom(self._dialer.connected, time.monotonic()):
                         self._questions.spawn(self._ask(peer))
         finally:
             await self._questions.stop()
@@ -121,13 +122,13 @@ class Contacts:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._protocol.ping(peer)
         except TimeoutError:
-            if self._link.attached and self._pulse.missed(peer):
+            if self._link.attached and self.pulse.missed(peer):
                 await self._give_up(peer)
             return
         except CallError as error:
             # It was told at once that there is no way: the list of connections will say so too.
             _log.debug("%s", error)
-        self._pulse.answered(peer, time.monotonic())
+        self.pulse.answered(peer, time.monotonic())
 
     async def _give_up(self, peer: str) -> None:
         _log.info("%s does not answer any more: its connection is closed", peer)

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import CallError, RecordProtocol
-from equipoise.dht.reach import Reach
 from equipoise.dht.record_store import Entry
 from equipoise.dht.records import (
     MAX_REASON_CHARACTERS,

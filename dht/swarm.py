@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from humanfriendly.text import pluralize
+
 from equipoise.dht.address import (
     Address,
     ListenAddress,
@@ -18,6 +20,7 @@ from equipoise.dht.address import (
     parse_announce,
     parse_listen,
 )
+from equipoise.dht.autonat import Reach
 from equipoise.dht.bootstrap import Bootstrap
 from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
@@ -33,7 +36,6 @@ from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
-from equipoise.dht.reach import Reach
 from equipoise.dht.record_store import RecordStore
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.relay.service import RelayRules
@@ -292,7 +294,7 @@ class Swarm:
             peer=self.peer,
             addresses=tuple(self.addresses),
             dialable=self.transport.dialable,
-            bootstrap=self._bootstrap.status(),
+            bootstrap=self._bootstrap.machine.status(time.monotonic()),
             connected=tuple(sorted(self._contacts.alive)),
             p2pd_pid=self._supervisor.pid,
             p2pd_restarts=self._supervisor.restarts,
@@ -309,9 +311,9 @@ class Swarm:
             return "offline", self._supervisor.reason
         count = len(self._contacts.alive)
         if not count:
-            no_network, why = self._bootstrap.why_alone()
+            no_network, why = self._bootstrap.machine.why_alone()
             return "offline" if no_network else "searching", why
-        met = f"{count} other peer{'s' if count > 1 else ''} in the swarm"
+        met = f"{pluralize(count, 'other peer')} in the swarm"
         waiting = sorted(run for run, state in self.directory.runs.items() if state == "ready")
         if waiting:
             return "ready", f"waits for a group in {', '.join(waiting)}; {met}"
@@ -348,7 +350,7 @@ class Swarm:
         self._protocol.serves = not self._reach.hidden
         self.directory.renew()
         # Others pass on where this member is: they should not go on telling what is no longer so.
-        self._contacts.greet()
+        self._contacts.pulse.doubt()
 
     def _tell_addresses(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])

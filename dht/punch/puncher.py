@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from equipoise.dht.autonat import Reach
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
@@ -28,7 +29,6 @@ from equipoise.dht.punch.messages import (
     encode,
 )
 from equipoise.dht.punch.port import SharedPort
-from equipoise.dht.reach import Reach
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
 from equipoise.dht.tasks import TaskSet

@@ -10,15 +10,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
 from equipoise.dht.dialer import Dialer, Unreached
 from equipoise.dht.limits import LruDict
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
-from equipoise.dht.relay.messages import HOP_PROTOCOL, Kind, Limit, Message, Status, decode, describe, encode
+from equipoise.dht.relay.messages import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
 from equipoise.dht.relay.probe import TRIAL_BYTES, RelayError, Trials
 from equipoise.dht.sanitize import Malformed
-from equipoise.dht.streams import receive_message, send_message
 from equipoise.dht.tasks import sleep_until
 
 WANTED = 2
@@ -178,7 +178,7 @@ class RelayKeeper:
         self.on_change()
 
     async def _place(self, relay: str) -> Address:
-        """Ask `relay` for a place; return this peer's address there."""
+        """Take a place at `relay`; return this peer's address there."""
         try:
             await self._dialer.reach(relay)
             await self._dialer.refresh()
@@ -199,16 +199,14 @@ class RelayKeeper:
                 continue
         raise RelayError("no address of it is known at which others can reach it")
 
-    async def _reserve(self, relay: str) -> Limit:
+    async def _reserve(self, relay: str) -> Any:
+        """Ask `relay` for a place; return what it allows one circuit."""
         try:
             async with asyncio.timeout(RESERVE_SECONDS):
                 stream = await self._link.open_stream(relay, HOP_PROTOCOL, RESERVE_SECONDS)
                 try:
-                    await send_message(
-                        stream,
-                        encode(Message(Kind.RESERVE), HOP_PROTOCOL),
-                    )
-                    answer = decode(await receive_message(stream), HOP_PROTOCOL)
+                    await send(stream, Hop(kind=Kind.RESERVE))
+                    answer = await receive(stream, Hop)
                 finally:
                     stream.close()
         except TimeoutError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +87,13 @@ class Trials:
         identity = load_or_create(folder)
         options = P2pdOptions(identity.path, folder / "c", listen=())
         transfer = self._under_way = _Transfer(identity.peer)
-        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(TRIAL_SECONDS), _attached(options) as link:
                 await link.connect(address.peer, address.encode_transport())
                 stream = await link.open_stream(address.peer, TRIAL_PROTOCOL)
-                began = loop.time()
+                began = time.monotonic()
                 await _push(stream)
-                return f"1 MB passed in {loop.time() - began:.2f} s"
+                return f"1 MB passed in {time.monotonic() - began:.2f} s"
         except ConnectionError as error:
             why = f": {error}"
         except TimeoutError:
@@ -104,15 +104,12 @@ class Trials:
 @contextlib.asynccontextmanager
 async def _attached(options: P2pdOptions) -> AsyncIterator[P2pdClient]:
     """A p2pd of its own for the while; raises P2pdError if it does not start, LinkError if it does not answer."""
-    p2pd = await P2pd.start(options)
+    p2pd, link = await P2pd.start(options), P2pdClient(options.control)
     try:
-        link = P2pdClient(options.control)
-        try:
-            await link.attach({})
-            yield link
-        finally:
-            await link.detach()
+        await link.attach({})
+        yield link
     finally:
+        await link.detach()
         await p2pd.stop()
 
 

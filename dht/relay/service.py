@@ -6,27 +6,18 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any
 
 import base58
 
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Allowance, Tally
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
-from equipoise.dht.relay.messages import (
-    HOP_PROTOCOL,
-    STOP_PROTOCOL,
-    Kind,
-    Limit,
-    Message,
-    Status,
-    StopKind,
-    decode,
-    describe,
-    encode,
-)
+from equipoise.dht.relay import messages
+from equipoise.dht.relay.messages import Hop, Kind, Status, Stop, StopKind
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import RelayStatus
-from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
+from equipoise.dht.streams import Stream, StreamClosed
 from equipoise.dht.tasks import end
 
 DEFAULT_BANDWIDTH = 12.5e6
@@ -97,7 +88,7 @@ class RelayService:
         """
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                request = decode(await receive_message(stream), HOP_PROTOCOL)
+                request = await messages.receive(stream, Hop)
         except Malformed as error:
             await self._refuse(peer, stream, Status.MALFORMED_MESSAGE, str(error))
             return
@@ -124,11 +115,12 @@ class RelayService:
         self._reserved[peer] = now + RESERVED_SECONDS
         _log.info("relaying for %s", peer)
         # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
-        answer = Message(Kind.STATUS, expires=2**40, limit=_limit(rules), status=Status.OK)
-        await send_message(stream, encode(answer, HOP_PROTOCOL))
+        expires = {"expires": 2**40}
+        answer = Hop(kind=Kind.STATUS, reservation=expires, limit=_limit(rules), status=Status.OK)
+        await messages.send(stream, answer)
 
-    async def _connect(self, peer: str, request: Message, stream: Stream, rules: RelayRules) -> None:
-        target = base58.b58encode(request.peer[:64]).decode()
+    async def _connect(self, peer: str, request: Any, stream: Stream, rules: RelayRules) -> None:
+        target = base58.b58encode(request.peer.id[:64]).decode()
         refusal = self._refusal(peer, target)
         if refusal is not None:
             await self._refuse(peer, stream, *refusal)
@@ -163,13 +155,7 @@ class RelayService:
             await self._refuse(peer, stream, Status.CONNECTION_FAILED, why)
             return
         try:
-            await send_message(
-                stream,
-                encode(
-                    Message(Kind.STATUS, limit=_limit(rules), status=Status.OK),
-                    HOP_PROTOCOL,
-                ),
-            )
+            await messages.send(stream, Hop(kind=Kind.STATUS, limit=_limit(rules), status=Status.OK))
             why = await self._pump_both(stream, other, rules)
             _log.info("the circuit from %s to %s has ended: %s", peer, target, why)
         finally:
@@ -183,14 +169,14 @@ class RelayService:
             Malformed: What it answers is no answer.
             TimeoutError: It does not answer.
         """
-        other = await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)
+        other = await self._link.open_stream(target, messages.STOP_PROTOCOL, ANSWER_SECONDS)
         try:
-            call = Message(StopKind.CONNECT, peer=base58.b58decode(peer), limit=_limit(rules))
+            caller = {"id": base58.b58decode(peer)}
             async with asyncio.timeout(ANSWER_SECONDS):
-                await send_message(other, encode(call, STOP_PROTOCOL))
-                answer = decode(await receive_message(other), STOP_PROTOCOL)
+                await messages.send(other, Stop(kind=StopKind.CONNECT, peer=caller, limit=_limit(rules)))
+                answer = await messages.receive(other, Stop)
             if answer.status != Status.OK:
-                raise P2pdClientError(f"{target} answers: {describe(answer.status)}")
+                raise P2pdClientError(f"{target} answers: {messages.describe(answer.status)}")
         except BaseException:
             other.close()
             raise
@@ -227,11 +213,9 @@ class RelayService:
     async def _refuse(self, peer: str, stream: Stream, status: Status, why: str) -> None:
         self._refused += 1
         _log.info("no relaying for %s: %s", peer, why)
-        await send_message(
-            stream,
-            encode(Message(Kind.STATUS, status=status), HOP_PROTOCOL),
-        )
+        await messages.send(stream, Hop(kind=Kind.STATUS, status=status))
 
 
-def _limit(rules: RelayRules) -> Limit:
-    return Limit(bytes=rules.circuit_bytes)
+def _limit(rules: RelayRules) -> dict[str, int] | None:
+    # None at all where nothing is bounded: libp2p opens no ordinary streams on connections that have a limit.
+    return {"bytes": rules.circuit_bytes} if rules.circuit_bytes else None

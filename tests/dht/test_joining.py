@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from equipoise.dht.bootstrap import MAX_RETRY_SECONDS, Attempted, Joining, Looked, NetworkChanged, Way
+from equipoise.dht.bootstrap import MAX_RETRY_SECONDS, Joining, Way
 from equipoise.dht.state import AddressState
 
 ENTRY = Way("entry", "/ip4/192.0.2.7/tcp/31337/p2p/entry")
@@ -30,7 +30,7 @@ class World:
     def run(self, seconds: float, until_met: bool = False) -> None:
         end = self.now + seconds
         while self.now < end and not (until_met and self.alive):
-            for way in self.machine.handle(Looked(frozenset(self.alive), self.remembered), self.now):
+            for way in self.machine.look(frozenset(self.alive), self.remembered, self.now):
                 self._attempt(way)
             # As the driver: it looks once a second, and whenever an attempt is due.
             self.now = min(end, max(self.now + 0.001, min(self.now + 1.0, self.machine.deadline)))
@@ -41,7 +41,7 @@ class World:
         self.now += SECONDS
         if state == "connected":
             self.alive.add(way.peer)
-        self.machine.handle(Attempted(way, state, reason), self.now)
+        self.machine.ended(way, state, reason, self.now)
         if self.lines[-1] != self.machine.why_alone():
             self.lines.append(self.machine.why_alone())
 
@@ -129,7 +129,7 @@ def test_another_network_makes_old_failures_void() -> None:
     world.run(600.0)
     assert world.machine.why_alone() == (True, "no network route; trying again")
     del world.failures[ENTRY.peer]
-    world.machine.handle(NetworkChanged(), world.now)
+    world.machine.network_changed(world.now)
     changed = world.now
     world.run(60.0, until_met=True)
     assert world.tried[-1][0] == changed

@@ -13,22 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.dht.address import parse_address
+from equipoise.dht.autonat import stands_in
 from equipoise.dht.limits import BURST_SECONDS, Allowance
 from equipoise.dht.p2pd_client import Inbound, P2pdClient
-from equipoise.dht.reach import stands_in
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
 from equipoise.dht.relay.messages import (
     HOP_PROTOCOL,
-    STOP_PROTOCOL,
+    Hop,
     Kind,
-    Limit,
-    Message,
     Status,
+    Stop,
     StopKind,
     decode,
     describe,
-    encode,
+    receive,
 )
 from equipoise.dht.relay.probe import RelayError
 from equipoise.dht.relay.service import RelayRules
@@ -41,42 +40,47 @@ P2PD_ANSWER = bytes.fromhex("0802" + "1a0a0880c486d80612020102" + "2206087810808
 
 
 def test_what_p2pd_says_is_understood() -> None:
-    assert decode(P2PD_ANSWER, HOP_PROTOCOL) == Message(
-        Kind.STATUS, expires=1795269120, limit=Limit(120, 131072), status=Status.OK
-    )
+    found = decode(P2PD_ANSWER, Hop)
+    assert (found.kind, found.status, found.reservation.expires) == (Kind.STATUS, Status.OK, 1795269120)
+    assert (found.limit.seconds, found.limit.bytes) == (120, 131072)
+    assert not found.peer.id
 
 
 @given(
-    st.builds(
-        Message,
-        kind=st.sampled_from(Kind),
-        peer=st.binary(max_size=64),
-        limit=st.builds(Limit, st.integers(0, 2**31), st.integers(0, 2**60)),
-        status=st.sampled_from([0, *Status]),
-    )
+    kind=st.sampled_from(Kind),
+    peer=st.binary(max_size=64),
+    limit=st.none()
+    | st.fixed_dictionaries({"seconds": st.integers(0, 2**31), "bytes": st.integers(0, 2**60)}),
+    status=st.sampled_from([0, *Status]),
 )
-def test_messages_survive_the_wire(message: Message) -> None:
-    assert decode(encode(message, HOP_PROTOCOL), HOP_PROTOCOL) == message
-    assert decode(encode(message, STOP_PROTOCOL), STOP_PROTOCOL) == message
+def test_messages_survive_the_wire(
+    kind: Kind, peer: bytes, limit: dict[str, int] | None, status: int
+) -> None:
+    for made in (Hop, Stop):
+        message = made(kind=kind, peer={"id": peer}, limit=limit, status=status)
+        found = decode(message.SerializeToString(), made)
+        assert (found.kind, found.peer.id, found.status) == (kind, peer, status)
+        assert found.HasField("limit") == (limit is not None)
+        assert limit is None or {"seconds": found.limit.seconds, "bytes": found.limit.bytes} == limit
 
 
 @given(st.binary(max_size=200))
 def test_anything_else_is_refused_as_malformed(data: bytes) -> None:
-    for protocol in (HOP_PROTOCOL, STOP_PROTOCOL):
+    for kind in (Hop, Stop):
         with contextlib.suppress(Malformed):
-            decode(data, protocol)
+            decode(data, kind)
 
 
 @pytest.mark.parametrize("data", [b"\x08", b"\x0a\x7f", b"\x08" + b"\xff" * 10])
 def test_torn_and_oversized_messages(data: bytes) -> None:
     with pytest.raises(Malformed):
-        decode(data, HOP_PROTOCOL)
+        decode(data, Hop)
 
 
 def test_a_status_in_words() -> None:
     assert describe(Status.NO_RESERVATION) == "no reservation"
     assert describe(7) == "status 7"
-    assert decode(encode(Message(StopKind.STATUS, status=100), STOP_PROTOCOL), STOP_PROTOCOL).status == 100
+    assert decode(Stop(kind=StopKind.STATUS, status=100).SerializeToString(), Stop).status == 100
 
 
 async def test_an_allowance_is_never_exceeded() -> None:
@@ -175,7 +179,7 @@ async def test_nobody_relays_unasked(members, until) -> None:
 @pytest.mark.parametrize("honest", [True, False])
 async def test_a_relay_that_cuts_is_not_used(members, until, monkeypatch, honest: bool) -> None:
     if not honest:
-        monkeypatch.setattr(service, "_limit", lambda rules: Limit())
+        monkeypatch.setattr(service, "_limit", lambda rules: None)
     relay = await members.start("relay", relay=RelayRules(circuit_bytes=128 * 1024))
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
     why = "cuts connections after 131072 bytes" if honest else "the relay cut the connection"
@@ -203,19 +207,19 @@ async def test_a_relay_leads_only_to_those_who_asked(members, until) -> None:
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
 
-    async def ask(data: bytes) -> Message:
+    async def ask(data: bytes) -> Hop:
         stream = await client._link.open_stream(relay.peer, HOP_PROTOCOL)
         await send_message(stream, data)
-        answer = decode(await receive_message(stream), HOP_PROTOCOL)
+        answer = await receive(stream, Hop)
         stream.close()
         return answer
 
-    stranger = Message(Kind.CONNECT, peer=base58.b58decode(relay.peer))
-    assert (await ask(encode(stranger, HOP_PROTOCOL))).status == Status.NO_RESERVATION
-    assert (
-        await ask(encode(Message(Kind.CONNECT, peer=b"none"), HOP_PROTOCOL))
-    ).status == Status.MALFORMED_MESSAGE
-    assert (await ask(encode(Message(Kind.STATUS), HOP_PROTOCOL))).status == Status.UNEXPECTED_MESSAGE
+    for message, status in (
+        (Hop(kind=Kind.CONNECT, peer={"id": base58.b58decode(relay.peer)}), Status.NO_RESERVATION),
+        (Hop(kind=Kind.CONNECT, peer={"id": b"none"}), Status.MALFORMED_MESSAGE),
+        (Hop(kind=Kind.STATUS), Status.UNEXPECTED_MESSAGE),
+    ):
+        assert (await ask(message.SerializeToString())).status == status
     assert (await ask(b"\x08")).status == Status.MALFORMED_MESSAGE
     assert relay.status().reach.relaying.refused == 4
 
@@ -256,8 +260,7 @@ async def test_nobody_is_dialled_back_without_end(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await until(lambda: second.status().reach.state == "direct")
-    dialback = second._reach._dialback
-    answers = [await dialback.ask(first.peer, tuple(second.addresses)) for _ in range(10)]
+    answers = [await second._reach.ask(first.peer) for _ in range(10)]
     assert answers.count(None) >= 5, "the others were told that it is busy"
     assert all(answer.reached for answer in answers if answer is not None)
 

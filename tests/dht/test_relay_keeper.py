@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 
 from equipoise.dht.address import Address
+from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import peer_of
 from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.p2pd_client import P2pdClientError
-from equipoise.dht.reach import Reach
 from equipoise.dht.relay import client, probe
 from equipoise.dht.relay.client import MAX_CANDIDATES, RelayKeeper
-from equipoise.dht.relay.messages import HOP_PROTOCOL, Kind, Limit, Message, Status, encode
+from equipoise.dht.relay.messages import Hop, Kind, Status, send
 from equipoise.dht.relay.probe import RelayError, Trials, _Transfer
-from equipoise.dht.streams import Stream, send_message
+from equipoise.dht.streams import Stream
 
 RELAY, OWN, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2, 3))
 PASSED = "1 MB passed in 0.10 s"
@@ -30,7 +30,7 @@ class World:
     """A keeper whose p2pd, connections and trials are made up."""
 
     def __init__(self) -> None:
-        self.answer = Message(Kind.STATUS, status=Status.OK)
+        self.answer = Hop(kind=Kind.STATUS, status=Status.OK)
         self.meanwhile: Callable[[], None] = lambda: None
         self.broken = False
         self.ends: list[Stream] = []
@@ -53,7 +53,7 @@ class World:
         if self.broken:
             raise P2pdClientError("p2pd is gone")
         near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
-        await send_message(far, encode(self.answer, HOP_PROTOCOL))
+        await send(far, self.answer)
         self.ends.append(far)
         return near
 
@@ -100,17 +100,17 @@ async def test_a_p2pd_that_dies_during_a_trial_takes_the_place_along(world: Worl
 async def test_a_place_that_is_not_renewed_is_given_up(world: World, monkeypatch) -> None:
     await hold(world)
     monkeypatch.setattr(client, "RENEW_SECONDS", -1.0)
-    world.answer = Message(Kind.STATUS, status=Status.RESERVATION_REFUSED)
+    world.answer = Hop(kind=Kind.STATUS, status=Status.RESERVATION_REFUSED)
     await world.keeper._tend()
     assert not world.keeper.held
     assert "reservation refused" in world.keeper.reason
 
 
 @pytest.mark.parametrize(
-    ("limit", "why"), [(Limit(120, 0), "after 120 s"), (Limit(0, 131072), "after 131072 bytes")]
+    ("limit", "why"), [({"seconds": 120}, "after 120 s"), ({"bytes": 131072}, "after 131072 bytes")]
 )
-async def test_a_relay_that_says_it_cuts_is_believed(world: World, limit: Limit, why: str) -> None:
-    world.answer = Message(Kind.STATUS, limit=limit, status=Status.OK)
+async def test_a_relay_that_says_it_cuts_is_believed(world: World, limit: dict[str, int], why: str) -> None:
+    world.answer = Hop(kind=Kind.STATUS, limit=limit, status=Status.OK)
     await world.keeper._tend()
     assert not world.keeper.held
     assert why in world.keeper.reason

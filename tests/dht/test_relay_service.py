@@ -15,16 +15,7 @@ from equipoise.dht.identity import peer_of
 from equipoise.dht.limits import BURST_SECONDS
 from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.relay import service
-from equipoise.dht.relay.messages import (
-    HOP_PROTOCOL,
-    STOP_PROTOCOL,
-    Kind,
-    Message,
-    Status,
-    StopKind,
-    decode,
-    encode,
-)
+from equipoise.dht.relay.messages import Hop, Kind, Status, Stop, StopKind, receive, send
 from equipoise.dht.relay.service import (
     CHUNK_BYTES,
     MAX_CIRCUITS,
@@ -68,10 +59,10 @@ class Relay:
         self.ends += pair
         return pair
 
-    async def ask(self, peer: str, message: Message) -> Stream:
+    async def ask(self, peer: str, message: Hop) -> Stream:
         """Begin a request; returns the asker's end."""
         near, far = self._pair()
-        await send_message(far, encode(message, HOP_PROTOCOL))
+        await send(far, message)
         self.tasks.append(asyncio.create_task(self.service.handle(peer, False, near)))
         return far
 
@@ -82,7 +73,7 @@ class Relay:
         return status
 
     async def connect(self, peer: str) -> Stream:
-        return await self.ask(peer, Message(Kind.CONNECT, peer=base58.b58decode(TARGET)))
+        return await self.ask(peer, Hop(kind=Kind.CONNECT, peer={"id": base58.b58decode(TARGET)}))
 
     async def close(self) -> None:
         for task in self.tasks:
@@ -117,7 +108,7 @@ class Clock:
 @pytest.fixture
 async def relay(request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
     relay = Relay(getattr(request, "param", RelayRules()))
-    await answer(await relay.ask(TARGET, Message(Kind.RESERVE)))
+    await answer(await relay.ask(TARGET, Hop(kind=Kind.RESERVE)))
     yield relay
     await relay.close()
 
@@ -132,7 +123,7 @@ async def test_both_directions_together_are_carried_as_fast_as_allowed_and_no_fa
     near = await relay.connect(PEERS[1])
     far = await relay.called.get()
     await receive_message(far)
-    await send_message(far, encode(Message(StopKind.STATUS, status=Status.OK), STOP_PROTOCOL))
+    await send(far, Stop(kind=StopKind.STATUS, status=Status.OK))
     assert await answer(near) == Status.OK
     relay.tasks += [asyncio.create_task(work(end)) for end in (near, far) for work in (flood, drain)]
     for _ in range(12):
@@ -152,7 +143,8 @@ async def drain(end: Stream) -> None:
 
 
 async def answer(end: Stream) -> int:
-    return decode(await receive_message(end), HOP_PROTOCOL).status
+    status: int = (await receive(end, Hop)).status
+    return status
 
 
 async def test_who_asks_many_times_at_once_gets_no_more(relay: Relay, until) -> None:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LISTEN = ["--listen", "/ip4/127.0.0.1/tcp/0"]
 TESTS = Path(__file__).resolve().parents[1]
 ROUNDS = 20
-AMOUNTS = {60.0: "1 min", 7200.0: "2 h", 86_400.0: "1 d"}
+AMOUNTS = {60.0: "1 minute", 7200.0: "2 hours", 86_400.0: "1 day"}
 
 
 def warnings(daemon: DaemonProcess) -> str:
@@ -58,4 +58,4 @@ def test_a_clock_that_is_off_by_more_than_a_day_is_named(
     monkeypatch.setattr("e2e.swarm.CLI", (*CLI[:-1], "from e2e.shifted import main; main()"))
     off = swarm.daemon(join=[daemons[0].address], args=LISTEN)
     monkeypatch.setattr("e2e.swarm.CLI", CLI)
-    eventually(lambda: "this machine's clock is 400 d ahead of" in warnings(off), "the warning")
+    eventually(lambda: "this machine's clock is 1 year and 5 weeks ahead of" in warnings(off), "the warning")

@@ -30,7 +30,7 @@ from equipoise.dht.relay import service
 from equipoise.peer.cli import main
 
 # Cuts every circuit after so many bytes, and says nothing of it.
-service._limit = lambda rules: service.Limit()
+service._limit = lambda rules: None
 service.RelayRules.__init__.__defaults__ = (12.5e6, %d)
 main()
 """
