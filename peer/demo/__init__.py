@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from equipoise.peer.demo.options import DemoError, DemoOptions, DemoUsageError
-from equipoise.peer.demo.run import run_demo
 from equipoise.peer.demo.summary import Summary
+from equipoise.peer.demo.swarm import run_demo
 
 __all__ = ["DemoError", "DemoOptions", "DemoUsageError", "Summary", "run_demo"]

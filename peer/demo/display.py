@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -18,34 +17,25 @@ ROWS = 12
 COLUMNS = ("round", "group", "contributors", "loss", "bytes", "seconds")
 
 
-class LiveTable:
+class LiveTable(Live):
     """The last rounds as a table that is drawn anew in place."""
 
     def __init__(self, console: Console, options: DemoOptions) -> None:
         # No thread that refreshes: children are tied to the life of the thread that started them.
-        self._live = Live(console=console, auto_refresh=False)
+        super().__init__(console=console, auto_refresh=False)
         self._title = f"{options.peers} peers, {options.strategy}, {options.codec}, {options.rounds} rounds"
         self._rounds: dict[int, Round] = {}
 
-    def __enter__(self) -> LiveTable:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
-
     def note(self, text: str) -> None:
         """Print a line above the table."""
-        self._live.console.print(Text(text, style="dim"))
+        self.console.print(Text(text, style="dim"))
 
     def show(self, round_: Round) -> None:
         """Draw the table with the round's newest state."""
         self._rounds[round_.update] = round_
         while len(self._rounds) > ROWS:
             del self._rounds[min(self._rounds)]
-        self._live.update(self._table(), refresh=True)
+        self.update(self._table(), refresh=True)
 
     def _table(self) -> Table:
         table = Table(title=self._title)
@@ -63,14 +53,6 @@ class PlainLines:
         self._console = console
         self._options = options
         self._rounds = rounds
-
-    def __enter__(self) -> PlainLines:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -106,7 +88,7 @@ def _facts(summary: Summary, options: DemoOptions) -> list[tuple[str, str]]:
         ("rounds", f"{summary.rounds}, and {summary.failed_rounds} attempts that failed and were made again"),
         (
             "sent",
-            f"{_size(summary.bytes_sent)}; {options.codec} saved {_size(summary.bytes_saved)} against fp32",
+            f"{decimal(summary.bytes_sent)}; {options.codec} saved {decimal(summary.bytes_saved)} against fp32",
         ),
         ("parameters", f"{alike} on {survivors} of {summary.peers} peers ({summary.killed} killed)"),
         ("duration", f"{summary.seconds:.1f} s"),
@@ -119,16 +101,6 @@ def _cells(round_: Round) -> tuple[str, ...]:
         str(round_.group),
         str(round_.contributors),
         f"{round_.loss:.3f}",
-        _size(round_.bytes_sent),
+        decimal(round_.bytes_sent),
         f"{round_.seconds:.2f}",
     )
-
-
-def _size(count: int) -> str:
-    """Bytes in the unit that reads best."""
-    size = float(count)
-    for unit in ("B", "kB", "MB"):
-        if abs(size) < 1000:
-            return f"{size:.1f} {unit}" if unit != "B" else f"{count} B"
-        size /= 1000
-    return f"{size:.1f} GB"

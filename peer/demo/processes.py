@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 
 STOP_SECONDS = 15.0
 """A daemon that stops gracefully needs 2 s, more where all stop at once on two busy cores; then it is killed."""
@@ -24,32 +23,37 @@ READ_BYTES = 64 * 1024
 _PR_SET_PDEATHSIG = 1
 
 
-class Child:
-    """One child process; its standard output is heard, its standard error goes to a file."""
+class Child(subprocess.Popen[bytes]):
+    """One child process, which dies with this one; its standard output is heard, its standard error goes to a file."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes], errors: Path) -> None:
+    def __init__(self, name: str, command: Sequence[str], errors: Path) -> None:
         self.name = name
         self.errors = errors
-        self._process = process
         self._unfinished = b""
+        with errors.open("wb") as log:
+            super().__init__(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=_environment(os.environ),
+                # The terminal's Ctrl-C is for this process, which ends the children in order.
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),
+            )
 
     @property
     def output(self) -> int:
         """File descriptor of its standard output."""
-        assert self._process.stdout is not None
-        return self._process.stdout.fileno()
-
-    @property
-    def running(self) -> bool:
-        """Whether it has not ended."""
-        return self._process.poll() is None
+        assert self.stdout is not None
+        return self.stdout.fileno()
 
     @property
     def ending(self) -> str:
         """How it ended, with the last line of what it wrote to standard error."""
         lines = self.errors.read_text(errors="replace").strip().splitlines()
         last = f": {lines[-1][:500]}" if lines else ""
-        return f"{self.name} ended with status {self._process.poll()}{last}"
+        return f"{self.name} ended with status {self.poll()}{last}"
 
     def read(self) -> list[str] | None:
         """The whole lines that have come, or None where no more will come."""
@@ -59,27 +63,18 @@ class Child:
         *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
-    def kill(self) -> None:
-        """SIGKILL: no last words."""
-        self._process.kill()
-
     def release(self) -> None:
         """End its standard input, which tells it to go."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-
-    def terminate(self) -> None:
-        """SIGTERM: it may finish what it does."""
-        if self.running:
-            self._process.terminate()
+        if self.stdin is not None:
+            self.stdin.close()
 
     def reap(self, seconds: float) -> int:
         """Wait for its end, kill it where it takes longer than `seconds`, and return its exit status."""
         try:
-            return self._process.wait(max(0.0, seconds))
+            return self.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            self.kill()
+            return self.wait()
 
 
 class Family:
@@ -93,26 +88,12 @@ class Family:
     def __enter__(self) -> Family:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, name: str, command: Sequence[str]) -> Child:
-        """Start `command` as a child, which dies with this process."""
-        errors = self._folder / f"{name}.log"
-        with errors.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=_environment(os.environ),
-                # The terminal's Ctrl-C is for this process, which ends the children in order.
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),
-            )
-        child = Child(name, process, errors)
+        """Start `command` as a child."""
+        child = Child(name, command, self._folder / f"{name}.log")
         self._children.append(child)
         self._selector.register(child.output, selectors.EVENT_READ, child)
         return child

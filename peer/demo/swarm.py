@@ -1,17 +1,23 @@
-"""The demo's swarm: daemons and trainers are started, listened to, killed half-way where asked, and ended."""
+"""The demo from beginning to end: daemons and trainers are started, heard, killed half-way where asked, and ended."""
 
 from __future__ import annotations
 
+import signal
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
 
 import msgspec
+from rich.console import Console
 
+from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary
 from equipoise.peer.demo.options import DemoError, DemoOptions
 from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command, trainer_command
-from equipoise.peer.demo.reports import Failed, decode_report
-from equipoise.peer.demo.summary import Ledger, Round, Summary
+from equipoise.peer.demo.summary import Failed, Ledger, Summary, decode_report
 
 HEAR_SECONDS = 0.5
 """How long to listen at a time before looking at the clock."""
@@ -20,20 +26,12 @@ DEATH_SECONDS = 1.0
 """A child that has closed its standard output ends at once, or is made to."""
 
 
-class Display(Protocol):
-    """What shows the demo while it runs."""
-
-    def note(self, text: str) -> None:
-        """Show one line about something that happened."""
-
-    def show(self, round_: Round) -> None:
-        """Show a round, again where more about it has become known."""
-
-
 class DemoSwarm:
     """One run of the demo; all its processes belong to `family`, all its files to `folder`."""
 
-    def __init__(self, options: DemoOptions, family: Family, folder: Path, display: Display) -> None:
+    def __init__(
+        self, options: DemoOptions, family: Family, folder: Path, display: LiveTable | PlainLines
+    ) -> None:
         self._options = options
         self._family = family
         self._folder = folder
@@ -176,3 +174,43 @@ class DemoSwarm:
     @property
     def _late(self) -> bool:
         return time.monotonic() - self._start > self._options.limit
+
+
+def run_demo(options: DemoOptions, json: bool = False) -> Summary:
+    """Run the demo and print its result to standard output; notes go to standard error where `json`.
+
+    Raises:
+        DemoUsageError: An option is out of its range.
+        DemoError: scikit-learn is missing, or a daemon did not come up.
+    """
+    options.check()
+    options = options.complete()
+    console = Console(stderr=json)
+    with (
+        _terminated_like_interrupted(),
+        tempfile.TemporaryDirectory(prefix="equipoise-demo-", ignore_cleanup_errors=True) as folder,
+        Family(Path(folder)) as family,
+        LiveTable(console, options)
+        if console.is_terminal and not json
+        else nullcontext(PlainLines(console, options, rounds=not json)) as display,
+    ):
+        summary = DemoSwarm(options, family, Path(folder), display).run()
+    if json:
+        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+    else:
+        console.print(render_summary(summary, options))
+    return summary
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that every process is ended."""
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

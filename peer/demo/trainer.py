@@ -12,10 +12,9 @@ import msgspec
 import torch
 
 from equipoise.peer import Outcome, Run, connect
-from equipoise.peer.demo.digits import deal, split_digits
-from equipoise.peer.demo.learner import Learner, train_alone
+from equipoise.peer.demo.learner import Learner, deal, split_digits, train_alone
 from equipoise.peer.demo.options import BATCHES_PER_PEER, EXCHANGE_STEPS, DemoOptions
-from equipoise.peer.demo.reports import Failed, Finished, Report, Stepped, encode_report
+from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped, encode_report
 from equipoise.peer.training import Gossip
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from equipoise.peer.demo.digits import Digits, deal, split_digits
-from equipoise.peer.demo.learner import Learner, train_alone
+from equipoise.peer.demo.learner import Digits, Learner, deal, split_digits, train_alone
 from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER
 
 

@@ -8,8 +8,15 @@ from rich.console import Console
 
 from equipoise.peer.demo import DemoError, DemoOptions, DemoUsageError, Summary
 from equipoise.peer.demo.display import PlainLines, render_summary
-from equipoise.peer.demo.reports import Failed, Finished, Report, Stepped, decode_report, encode_report
-from equipoise.peer.demo.summary import Ledger
+from equipoise.peer.demo.summary import (
+    Failed,
+    Finished,
+    Ledger,
+    Report,
+    Stepped,
+    decode_report,
+    encode_report,
+)
 
 OPTIONS = DemoOptions(peers=3, rounds=2)
 

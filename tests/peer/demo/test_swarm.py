@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from equipoise.peer.demo import DemoError, DemoOptions
-from equipoise.peer.demo.reports import Failed, Finished, Report, Stepped, encode_report
-from equipoise.peer.demo.summary import Round, Summary
+from equipoise.peer.demo.summary import Failed, Finished, Report, Round, Stepped, Summary, encode_report
 from equipoise.peer.demo.swarm import DemoSwarm
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/Qm"
