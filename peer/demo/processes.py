@@ -28,7 +28,7 @@ class Child(subprocess.Popen[bytes]):
 
     def __init__(self, name: str, command: Sequence[str], errors: Path) -> None:
         self.name = name
-        self.errors = errors
+        self.said = errors
         self._unfinished = b""
         with errors.open("wb") as log:
             super().__init__(
@@ -51,7 +51,7 @@ class Child(subprocess.Popen[bytes]):
     @property
     def ending(self) -> str:
         """How it ended, with the last line of what it wrote to standard error."""
-        lines = self.errors.read_text(errors="replace").strip().splitlines()
+        lines = self.said.read_text(errors="replace").strip().splitlines()
         last = f": {lines[-1][:500]}" if lines else ""
         return f"{self.name} ended with status {self.poll()}{last}"
 

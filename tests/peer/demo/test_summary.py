@@ -160,7 +160,7 @@ def test_plain_lines_show_a_round_once_when_it_is_complete() -> None:
             round_ = ledger.add(trainer, stepped(1))
             assert round_ is not None
             lines.show(round_)
-    assert capture.get() == "round 1  group 3  contributors 3  loss 1.000  bytes 300 B  seconds 0.50\n"
+    assert capture.get() == "round 1  group 3  contributors 3  loss 1.000  bytes 300 bytes  seconds 0.50\n"
 
 
 def printed(renderable: object) -> str:
