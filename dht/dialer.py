@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
@@ -89,7 +90,7 @@ class Dialer:
         """Ask p2pd which peers are connected; raises P2pdClientError if p2pd does not answer."""
         self.paths = await self._link.connections()
         self.connected = frozenset(self.paths) - {self._own}
-        self._asked = now = self._now()
+        self._asked = now = time.monotonic()
         for peer, paths in self.paths.items():
             for path in paths:
                 if not is_relayed(path):
@@ -104,7 +105,7 @@ class Dialer:
             P2pdClientError: p2pd does not answer.
         """
         async with self._asking:
-            if self._now() - self._asked > FRESH_SECONDS:
+            if time.monotonic() - self._asked > FRESH_SECONDS:
                 await self.refresh()
         try:
             if peer not in self.connected:
@@ -145,7 +146,7 @@ class Dialer:
         """
         place, failure = (address.host, address.port), "it was broken off"
         while address.first not in self.connected:
-            refusal = self._policy.begin(address.first, place, self._now())
+            refusal = self._policy.begin(address.first, place, time.monotonic())
             if refusal is None:
                 break
             if not refusal.passing:
@@ -163,7 +164,7 @@ class Dialer:
         finally:
             # Connected, maybe by another address of it that was tried at once: then nothing speaks against this one.
             there = address.first in self.connected
-            self._policy.end(address.first, place, self._now(), "" if there else failure)
+            self._policy.end(address.first, place, time.monotonic(), "" if there else failure)
             self._tries_ended.set()
             self._tries_ended = asyncio.Event()
 
@@ -181,9 +182,6 @@ class Dialer:
                 version, rest = 6 if family == socket.AF_INET6 else 4, address.text.split("/", 3)[3]
                 return replace(address, text=f"/ip{version}/{host}/{rest}", host=host)
         raise Unreached("failed", f"host name {address.host} stands for addresses of another private network")
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
     async def connect(self, address: Address) -> None:
         """Connect to the peer at `address`, which a person has given; raises Unreached if it is not there."""

@@ -15,20 +15,12 @@ from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 
+from equipoise.dht import records
 from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.record_store import Entry
-from equipoise.dht.records import (
-    MAX_REASON_CHARACTERS,
-    MAX_WHY_CHARACTERS,
-    SHARDS,
-    Kept,
-    Readiness,
-    key_of,
-    seal,
-    shard_of,
-)
+from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION, Part
 from equipoise.dht.tasks import TaskSet, end, sleep_until
 
@@ -54,7 +46,7 @@ STALE_SECONDS = 5.0
 WITHDRAW_SECONDS = 1.0
 """How long a farewell may take."""
 
-Send = Callable[[str, bytes], Awaitable[bool]]
+Send = Callable[[str, Kept], Awaitable[bool]]
 
 _log = logging.getLogger(__name__)
 
@@ -66,12 +58,12 @@ class Outbox:
         """`connected` tells the PeerIDs that need not be dialled."""
         self._send = send
         self._connected = connected
-        self._newest = b""
+        self._newest: Kept | None = None
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def publish(self, data: bytes, targets: Iterable[str]) -> None:
-        """Send `data` to `targets`, at once to those not being sent to, afterwards to the others."""
-        self._newest = data
+    def publish(self, newest: Kept, targets: Iterable[str]) -> None:
+        """Send `newest` to `targets`, at once to those not being sent to, afterwards to the others."""
+        self._newest = newest
         connected = self._connected()
         targets = sorted(targets, key=lambda peer: peer not in connected)[:MAX_TARGETS]
         unconnected = sum(peer not in connected for peer in self._tasks)
@@ -94,10 +86,9 @@ class Outbox:
         await end(set(self._tasks.values()))
 
     async def _deliver(self, peer: str) -> None:
-        sent, failures = b"", 0
+        sent, failures = None, 0
         try:
-            while sent != self._newest and failures < MAX_ATTEMPTS:
-                newest = self._newest
+            while (newest := self._newest) is not None and newest != sent and failures < MAX_ATTEMPTS:
                 if await self._send(peer, newest):
                     sent, failures = newest, 0
                 else:
@@ -111,10 +102,9 @@ class Outbox:
 class _Own:
     """This peer's part in one run."""
 
-    run: str
     outbox: Outbox
-    record: Readiness | None = None
-    data: bytes = b""
+    record: Readiness
+    kept: Kept
     replicas: tuple[str, ...] = ()
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     search: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,7 +136,7 @@ class RunDirectory:
     @property
     def runs(self) -> dict[str, Part]:
         """The runs that this peer is announced in, and as what."""
-        return {run: own.record.state for run, own in self._own.items() if own.record is not None}
+        return {run: own.record.state for run, own in self._own.items()}
 
     async def announce(
         self,
@@ -165,18 +155,17 @@ class RunDirectory:
         Raises:
             RecordError: A value breaks a bound of `records`.
         """
-        record = self._record(
-            run,
-            state="left" if left else "ready" if ready else "joined",
-            spec=spec,
-            round=round,
-            accumulated=accumulated,
-            reason=reason[:MAX_REASON_CHARACTERS],
-            bandwidth=bandwidth,
+        self._publish(
+            self._record(
+                run,
+                state="left" if left else "ready" if ready else "joined",
+                spec=spec,
+                round=round,
+                accumulated=accumulated,
+                reason=reason[: records.MAX_REASON_CHARACTERS],
+                bandwidth=bandwidth,
+            )
         )
-        data = seal(record, self._identity)
-        own = self._own.get(run) or self._enter(run)
-        self._publish(own, record, data)
 
     async def withdraw(self, run: str) -> None:
         """Stop announcing this peer in `run`, and tell the others, waiting at most `WITHDRAW_SECONDS`."""
@@ -184,13 +173,13 @@ class RunDirectory:
         if own is None:
             return
         await own.tasks.stop()
-        if own.record is not None:
-            record = self._record(run, state="offline", spec=own.record.spec, round=own.record.round)
-            own.data = seal(record, self._identity)
-            targets = self._targets(own)
-            self._keep(own)
-            own.outbox.publish(own.data, targets)
-            await own.outbox.drained(WITHDRAW_SECONDS)
+        farewell = self._seal(
+            self._record(run, state="offline", spec=own.record.spec, round=own.record.round)
+        )
+        targets = self._targets(own)
+        self._protocol.take([farewell], self._identity.peer)
+        own.outbox.publish(farewell, targets)
+        await own.outbox.drained(WITHDRAW_SECONDS)
         await own.outbox.close()
 
     async def peers(self, run: str) -> Sequence[Readiness]:
@@ -202,8 +191,7 @@ class RunDirectory:
     def renew(self) -> None:
         """Publish what has changed of this peer itself in every run."""
         for own in self._own.values():
-            if own.record is not None:
-                self._renew(own)
+            self._renew(own)
 
     def refresh(self) -> None:
         """Search and publish again, for there are new peers."""
@@ -225,7 +213,7 @@ class RunDirectory:
             ttl=TTL_SECONDS,
             issued=protocol.clock.now(),
             reach=reach.state,
-            why=reach.reason[:MAX_WHY_CHARACTERS],
+            why=reach.reason[: records.MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
             program=self._program,
             name=self.name,
@@ -233,35 +221,32 @@ class RunDirectory:
             **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
         )
 
-    def _enter(self, run: str) -> _Own:
-        outbox = Outbox(
-            lambda peer, data: self._send(peer, run, data), lambda: self._protocol.dialer.connected
-        )
-        own = self._own[run] = _Own(run, outbox)
-        own.tasks.spawn(self._keep_published(own))
-        own.tasks.spawn(self._keep_searched(own))
-        return own
-
-    async def _send(self, peer: str, run: str, data: bytes) -> bool:
+    async def _send(self, peer: str, kept: Kept) -> bool:
         with contextlib.suppress(CallError):
-            await self._protocol.store(peer, [self._kept(run, data)])
+            await self._protocol.store(peer, [kept])
             return True
         return False
 
-    def _publish(self, own: _Own, record: Readiness, data: bytes) -> None:
-        own.record, own.data = record, data
-        self._keep(own)
+    def _publish(self, record: Readiness) -> None:
+        kept = self._seal(record)
+        own = self._own.get(record.run)
+        if own is None:
+            outbox = Outbox(self._send, lambda: self._protocol.dialer.connected)
+            own = self._own[record.run] = _Own(outbox, record, kept)
+            own.tasks.spawn(self._keep_published(own))
+            own.tasks.spawn(self._keep_searched(own))
+        own.record, own.kept = record, kept
+        self._protocol.take([kept], self._identity.peer)
         own.changed.set()
 
-    def _keep(self, own: _Own) -> None:
-        self._protocol.take([self._kept(own.run, own.data)], self._identity.peer)
-
-    def _kept(self, run: str, data: bytes) -> Kept:
-        return Kept(key_of(run, shard_of(self._identity.peer)), self._identity.peer, data, TTL_SECONDS)
+    def _seal(self, record: Readiness) -> Kept:
+        key = key_of(record.run, shard_of(record.peer))
+        return Kept(key, record.peer, seal(record, self._identity), TTL_SECONDS)
 
     def _targets(self, own: _Own) -> list[str]:
         mates = [
-            entry.record.peer for entry in self._protocol.record_store.current(own.run, time.monotonic())
+            entry.record.peer
+            for entry in self._protocol.record_store.current(own.record.run, time.monotonic())
         ]
         return [peer for peer in dict.fromkeys((*mates, *own.replicas)) if peer != self._identity.peer]
 
@@ -271,29 +256,27 @@ class RunDirectory:
             if not own.changed.is_set():
                 self._renew(own)
             own.changed.clear()
-            own.outbox.publish(own.data, self._targets(own))
+            own.outbox.publish(own.kept, self._targets(own))
             await asyncio.sleep(PUBLISH_GAP_SECONDS)
 
     def _renew(self, own: _Own) -> None:
-        assert own.record is not None
         names = ["state", "spec", "round", "accumulated", "reason", "bandwidth"]
         if own.record.ready:
             # The join that this peer has signed says so too: others must not see the two differ.
             names.append("dialable")
-        record = self._record(own.run, **{name: getattr(own.record, name) for name in names})
-        self._publish(own, record, seal(record, self._identity))
+        self._publish(self._record(own.record.run, **{name: getattr(own.record, name) for name in names}))
 
     async def _keep_searched(self, own: _Own) -> None:
         while True:
             own.search.clear()
-            replicas = await self._search(own.run)
+            replicas = await self._search(own.record.run)
             if set(replicas) - set(own.replicas):
                 own.changed.set()
             own.replicas = replicas
             await sleep_until(own.search, REFRESH_SECONDS)
 
     async def _search(self, run: str) -> tuple[str, ...]:
-        keys = [key_of(run, shard) for shard in range(SHARDS)]
+        keys = [key_of(run, shard) for shard in range(records.SHARDS)]
         nearest = await self._protocol.look_up(keys)
         now = time.monotonic()
         self._searched = {name: when for name, when in self._searched.items() if when + STALE_SECONDS > now}
@@ -303,9 +286,9 @@ class RunDirectory:
     def _on_record(self, entry: Entry) -> None:
         record = entry.record
         own = self._own.get(record.run)
-        if own is not None and own.data and entry.newcomer and record.peer != self._identity.peer:
-            own.outbox.publish(own.data, [record.peer])
-            if own.record is not None and own.record.dialable != self._reach.dialable:
+        if own is not None and entry.newcomer and record.peer != self._identity.peer:
+            own.outbox.publish(own.kept, [record.peer])
+            if own.record.dialable != self._reach.dialable:
                 self._renew(own)
 
 

@@ -27,12 +27,8 @@ class _Quiet(logging.Handler):
         self._logger.debug("%s", record.getMessage())
 
 
-def _quieten() -> None:
-    logger = logging.getLogger("hivemind")
-    logger.handlers[:] = [_Quiet()]
-    logger.propagate = False
-    # hivemind renames the level for the whole process.
-    logging.addLevelName(logging.WARNING, "WARNING")
-
-
-_quieten()
+_logger = logging.getLogger("hivemind")
+_logger.handlers[:] = [_Quiet()]
+_logger.propagate = False
+# hivemind renames the level for the whole process.
+logging.addLevelName(logging.WARNING, "WARNING")

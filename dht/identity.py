@@ -111,17 +111,11 @@ def _create(path: Path) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        _publish(temporary, path)
+        # A link, unlike a rename, never replaces: of two daemons starting at once, both end with the first's key.
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    try:
-        # A link, unlike a rename, never replaces: of two daemons starting at once, both end with the first's key.
-        os.link(temporary, path)
-    except FileExistsError:
-        return
 
 
 def _read_private(path: Path) -> bytes:

@@ -62,6 +62,11 @@ class Hello(Versioned, frozen=True, kw_only=True):
     instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""
     doubled: bool = False
 
+    @property
+    def hello(self) -> Hello:
+        """Itself: what every message of the DHT has."""
+        return self
+
 
 class Neighbour(msgspec.Struct, frozen=True):
     """A peer that may be nearer to a key; its addresses are hearsay."""
@@ -120,17 +125,18 @@ def decode(data: bytes, kind: type[_Message]) -> _Message:
     try:
         version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
         if version != PROTOCOL_VERSION:
-            raise VersionError(_which_is_older(version))
+            age, hint = (
+                ("newer", "upgrade this machine's")
+                if version > PROTOCOL_VERSION
+                else ("older", "have it upgraded")
+            )
+            versions = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
+            raise VersionError(
+                f"its equipoise is {age} ({versions}): {hint} with pip install --upgrade equipoise"
+            )
         message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
     except sanitize.Malformed as error:
         raise MessageError(f"malformed message: {error}") from None
     if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
         raise MessageError(f"expected at most {PAGE_BYTES} bytes of records")
     return message
-
-
-def _which_is_older(version: int) -> str:
-    versions = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
-    if version > PROTOCOL_VERSION:
-        return f"its equipoise is newer ({versions}): upgrade this machine's with pip install --upgrade equipoise"
-    return f"its equipoise is older ({versions}): have it upgraded with pip install --upgrade equipoise"

@@ -20,8 +20,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
+
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.sanitize import printable
+from equipoise.dht.tasks import sleep_until
 
 START_SECONDS = 15.0
 """p2pd answers 0.1 s after its start on an idle machine; a loaded one gets a hundred times that."""
@@ -103,7 +106,8 @@ class P2pd:
 
     process: asyncio.subprocess.Process
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
-    _ready: asyncio.Event = field(default_factory=asyncio.Event)
+    _answers: bool = False
+    _begun: asyncio.Event = field(default_factory=asyncio.Event)
     _reader: asyncio.Task[None] | None = None
 
     @classmethod
@@ -117,16 +121,10 @@ class P2pd:
         for address in options.listen:
             check_free(address)
         options.control.unlink(missing_ok=True)
+        guard = (sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid()), options.guard)
         process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-I",
-                "-S",
-                str(_PARENT_DEATH_SIGNAL),
-                str(os.getpid()),
-                options.guard,
-                *options.arguments(),
-            ),
+            *guard,
+            *options.arguments(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -163,21 +161,14 @@ class P2pd:
             os.killpg(self.process.pid, number)
 
     async def _await_ready(self) -> None:
-        ready = asyncio.create_task(self._ready.wait())
-        ended = asyncio.create_task(self.wait())
         try:
-            await asyncio.wait({ready, ended}, timeout=START_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-            if self._ready.is_set():
-                return
-            why = ended.result() if ended.done() else f"it does not answer within {START_SECONDS:.0f} s"
-        except BaseException:
-            await self.stop()
-            raise
+            await sleep_until(self._begun, START_SECONDS)
         finally:
-            ready.cancel()
-            ended.cancel()
-        await self.stop()
-        raise P2pdError(f"p2pd does not start: {why}")
+            if not self._answers:
+                await self.stop()
+        if not self._answers:
+            late = f"it does not answer within {START_SECONDS:.0f} s"
+            raise P2pdError(f"p2pd does not start: {await self.wait() if self._begun.is_set() else late}")
 
     async def _read_output(self) -> None:
         assert self.process.stdout is not None
@@ -187,10 +178,12 @@ class P2pd:
             for line in lines:
                 self._take_line(line)
             partial = partial[:LINE_CHARACTERS]
+        self._begun.set()  # It has ended.
 
     def _take_line(self, line: str) -> None:
         if line.startswith("Peer ID:"):
-            self._ready.set()
+            self._answers = True
+            self._begun.set()
         elif not line.startswith(("Control socket:", "Peer Addrs:", "/")):
             self.lines.append(printable(line, LINE_CHARACTERS))
 
@@ -244,24 +237,9 @@ def make_runtime_dir() -> Path:
     return made
 
 
-def remove_runtime_dir(path: Path) -> None:
-    """Remove a directory made by `make_runtime_dir`, with what is in it."""
-    shutil.rmtree(path, ignore_errors=True)
-
-
 def _sweep(base: Path) -> None:
     for entry in base.glob("eqp-*"):
         match = _NAME.fullmatch(entry.name)
         with contextlib.suppress(OSError):
-            if match and entry.lstat().st_uid == os.geteuid() and not _alive(int(match[1])):
-                remove_runtime_dir(entry)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+            if match and entry.lstat().st_uid == os.geteuid() and not psutil.pid_exists(int(match[1])):
+                shutil.rmtree(entry, ignore_errors=True)

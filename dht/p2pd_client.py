@@ -10,8 +10,11 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import base58
 
 from equipoise.dht.address import is_relayed
 from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2
@@ -63,11 +66,13 @@ class P2pdClient:
             P2pdClientError: p2pd does not answer; to be followed by `detach`.
         """
         if self._anchor is None:
-            self._anchor = await self._ask("attach", type=p2pd_pb2.Request.PERSISTENT_CONN_UPGRADE)
+            self._anchor = await self._ask("attach", type="PERSISTENT_CONN_UPGRADE")
         p2p = await _bounded(P2P.replicate(Multiaddr(f"/unix{self.control}")), "attach")
         self._p2p = p2p
         for name, handler in calls.items():
-            await _bounded(p2p._client.add_unary_handler(name, _by_name(handler)), "register a call")
+            # Its author is named as everywhere else, by a string.
+            named = partial(lambda handler, request, peer: handler(str(peer), request), handler)
+            await _bounded(p2p._client.add_unary_handler(name, named), "register a call")
 
     async def detach(self, *, for_good: bool = True) -> None:
         """Give up the attachment; calls in flight fail at once. For good: p2pd ends if nobody else is attached."""
@@ -103,17 +108,13 @@ class P2pdClient:
         Raises:
             P2pdClientError: It cannot be reached; the message is libp2p's.
         """
-        target = p2pd_pb2.ConnectRequest(
-            peer=PeerID.from_base58(peer).to_bytes(), addrs=[address], timeout=max(1, int(seconds))
-        )
-        kind = p2pd_pb2.Request.CONNECT
-        (await self._ask(f"connect to {peer}", seconds, type=kind, connect=target)).close()
+        target = {"peer": base58.b58decode(peer), "addrs": [address], "timeout": max(1, int(seconds))}
+        (await self._ask(f"connect to {peer}", seconds, type="CONNECT", connect=target)).close()
 
     async def disconnect(self, peer: str) -> None:
         """Close every connection to `peer`; raises P2pdClientError if p2pd does not answer."""
-        target = p2pd_pb2.DisconnectRequest(peer=PeerID.from_base58(peer).to_bytes())
-        kind = p2pd_pb2.Request.DISCONNECT
-        (await self._ask(f"disconnect {peer}", type=kind, disconnect=target)).close()
+        target = {"peer": base58.b58decode(peer)}
+        (await self._ask(f"disconnect {peer}", type="DISCONNECT", disconnect=target)).close()
 
     async def connections(self) -> dict[str, tuple[str, ...]]:
         """Return the multiaddrs of the other ends of p2pd's connections, by PeerID; a relayed one has the relay's."""
@@ -135,11 +136,8 @@ class P2pdClient:
 
     async def listen_streams(self, protocol: str, path: Path) -> None:
         """Have p2pd hand inbound streams of `protocol` to the unix socket `path`."""
-        handler = p2pd_pb2.StreamHandlerRequest(
-            addr=Multiaddr(f"/unix{path}").to_bytes(), proto=[protocol], balanced=False
-        )
-        kind = p2pd_pb2.Request.STREAM_HANDLER
-        (await self._ask("accept streams", type=kind, streamHandler=handler)).close()
+        handler = {"addr": Multiaddr(f"/unix{path}").to_bytes(), "proto": [protocol], "balanced": False}
+        (await self._ask("accept streams", type="STREAM_HANDLER", streamHandler=handler)).close()
 
     async def open_stream(self, peer: str, protocol: str, seconds: float = REQUEST_SECONDS) -> Stream:
         """Open a stream of `protocol` to `peer`.
@@ -147,11 +145,8 @@ class P2pdClient:
         Raises:
             P2pdClientError: The peer cannot be reached, or does not speak the protocol.
         """
-        target = p2pd_pb2.StreamOpenRequest(
-            peer=PeerID.from_base58(peer).to_bytes(), proto=[protocol], timeout=max(1, int(seconds))
-        )
-        kind = p2pd_pb2.Request.STREAM_OPEN
-        return await self._ask(f"open a stream to {peer}", seconds, type=kind, streamOpen=target)
+        target = {"peer": base58.b58decode(peer), "proto": [protocol], "timeout": max(1, int(seconds))}
+        return await self._ask(f"open a stream to {peer}", seconds, type="STREAM_OPEN", streamOpen=target)
 
     async def _ask(self, what: str, seconds: float | None = None, **request: Any) -> Stream:
         """Make one request on a connection of its own, and return that."""
@@ -182,13 +177,6 @@ def inbound_stream(message: bytes) -> tuple[str, bool]:
     return str(PeerID(info.peer)), is_relayed(str(Multiaddr(bytes(info.addr))))
 
 
-def _by_name(handler: CallHandler) -> Callable[[bytes, Any], Awaitable[bytes]]:
-    async def handle(request: bytes, peer: Any) -> bytes:
-        return await handler(str(peer), request)
-
-    return handle
-
-
 async def _bounded(request: Awaitable[Any], what: str, seconds: float | None = None) -> Any:
     seconds = REQUEST_SECONDS if seconds is None else seconds
     try:
@@ -202,12 +190,8 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float | None = N
         raise P2pdClientError(f"{what}: p2pd is gone ({printable(str(error))})") from error
     except Exception as error:
         # hivemind's P2PDaemonError, P2PHandlerError and whatever protobuf raises on a torn answer.
-        raise P2pdClientError(f"{what}: {printable(_message(error), ERROR_CHARACTERS)}") from error
-
-
-def _message(error: Exception) -> str:
-    text = str(error) or type(error).__name__
-    return text.removeprefix("Connect failed. msg=")
+        text = (str(error) or type(error).__name__).removeprefix("Connect failed. msg=")
+        raise P2pdClientError(f"{what}: {printable(text, ERROR_CHARACTERS)}") from error
 
 
 class Inbound:

@@ -5,6 +5,7 @@ Other peers remember addresses, so a port is kept in the home (`peer_cache`) and
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,12 +33,11 @@ class Claim:
 
     listen: tuple[ListenAddress, ...]
     drawn: int
-    _locks: tuple[socket.socket, ...]
+    _locks: contextlib.ExitStack
 
     def release(self) -> None:
         """Leave the ports to others; idempotent."""
-        for lock in self._locks:
-            lock.close()
+        self._locks.close()
 
 
 def claim(listen: Sequence[ListenAddress], wishes: Iterable[int]) -> Claim:
@@ -52,19 +52,14 @@ def claim(listen: Sequence[ListenAddress], wishes: Iterable[int]) -> Claim:
     """
     wishes = tuple(wishes)
     taken: list[ListenAddress] = []
-    locks: list[socket.socket] = []
-    try:
+    with contextlib.ExitStack() as locks:
         for address in listen:
             check_free(address)
             found, lock = _take(address, wishes)
             taken.append(found)
-            locks.append(lock)
-    except ListenError:
-        for lock in locks:
-            lock.close()
-        raise
-    drawn = next((one.port for one, asked in zip(taken, listen, strict=True) if asked.port == 0), 0)
-    return Claim(tuple(taken), drawn, tuple(locks))
+            locks.enter_context(lock)
+        drawn = next((one.port for one, asked in zip(taken, listen, strict=True) if asked.port == 0), 0)
+        return Claim(tuple(taken), drawn, locks.pop_all())
 
 
 def with_port(address: ListenAddress, port: int) -> ListenAddress:

@@ -61,7 +61,7 @@ LOOKUP_SECONDS = 6.0
 MAX_BANS = 4096
 """Peers whose failures are remembered."""
 
-_Answer = TypeVar("_Answer", bound=messages.Versioned)
+_Answer = TypeVar("_Answer", messages.Hello, messages.Found, messages.Stored)
 
 _log = logging.getLogger(__name__)
 
@@ -120,6 +120,7 @@ class RecordProtocol:
         on_hello: Called with the PeerID of every peer that answers look-ups, and whether it relays for others.
         serves: Whether this peer answers look-ups, which one that cannot be dialled does not.
         relays: Whether it relays for others.
+        traversals: The look-ups that go on; they end soon once the link is detached and calls fail at once.
         doubled_until: How long another daemon counts as speaking with this one's identity, on the monotonic clock.
     """
 
@@ -151,7 +152,7 @@ class RecordProtocol:
         self._scrutiny = Scrutiny()
         self._held = Tally()
         self._dht = _make_dht_node(self)
-        self._traversals = TaskSet()
+        self.traversals = TaskSet()
 
     @property
     def peers(self) -> list[str]:
@@ -161,7 +162,7 @@ class RecordProtocol:
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""
         return {
-            messages.PING: self._guarded(messages.Hello, self._on_ping),
+            messages.PING: self._guarded(messages.Hello, lambda peer, _: self._hello(peer)),
             messages.FIND: self._guarded(messages.Find, self._on_find),
             messages.STORE: self._guarded(messages.Store, self._on_store),
         }
@@ -172,8 +173,7 @@ class RecordProtocol:
         Raises:
             CallError: It does not answer, or not as an equipoise daemon of this version.
         """
-        answer = await self._call(peer, messages.PING, self._hello(peer), messages.Hello)
-        self._meet(peer, answer)
+        await self._call(peer, messages.PING, self._hello(peer), messages.Hello)
 
     async def store(self, peer: str, records: Sequence[Kept]) -> int:
         """Have `peer` keep `records`; return how many it took as valid.
@@ -181,14 +181,8 @@ class RecordProtocol:
         Raises:
             CallError: It does not answer.
         """
-        answer = await self._call(
-            peer,
-            messages.STORE,
-            messages.Store(hello=self._hello(peer), records=tuple(records)),
-            messages.Stored,
-        )
-        self._meet(peer, answer.hello)
-        return answer.accepted
+        request = messages.Store(hello=self._hello(peer), records=tuple(records))
+        return (await self._call(peer, messages.STORE, request, messages.Stored)).accepted
 
     async def meet(self, peer: str) -> None:
         """Ping `peer`, then look for this peer's own neighbours through it; raises CallError as `ping` does."""
@@ -203,22 +197,14 @@ class RecordProtocol:
         if len(self.blacklist.ban_counter) > MAX_BANS:
             self.blacklist.clear()
         # hivemind's traversal leaves tasks behind when it is cancelled: it is waited for, or left to end by itself.
-        task = self._traversals.spawn(self._traverse(keys))
+        nodes = [DHTID.from_bytes(key) for key in keys]
+        search = self._dht.find_nearest_nodes(nodes, k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True)
+        task = self.traversals.spawn(search)
         await asyncio.wait({task}, timeout=LOOKUP_SECONDS)
         if not task.done():
             _log.info("a look-up takes more than %.0f s", LOOKUP_SECONDS)
             return dict.fromkeys(keys, ())
-        return task.result()
-
-    async def _traverse(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        found = await self._dht.find_nearest_nodes(
-            [DHTID.from_bytes(key) for key in keys], k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True
-        )
-        return {key.to_bytes(): tuple(map(str, nearest.values())) for key, nearest in found.items()}
-
-    async def stop(self) -> None:
-        """Wait for look-ups to end; to be called once calls fail at once, for the link is detached."""
-        await self._traversals.join()
+        return {key.to_bytes(): tuple(map(str, nearest.values())) for key, nearest in task.result().items()}
 
     async def call_find(
         self, peer: Any, keys: Collection[Any]
@@ -234,7 +220,6 @@ class RecordProtocol:
         except CallError as error:
             _log.debug("%s", error)
             return None
-        self._meet(str(peer), answer.hello)
         self.take(answer.records, str(peer))
         return {
             key: (None, self._neighbours(nearest)) for key, nearest in zip(keys, answer.nearest, strict=False)
@@ -251,7 +236,7 @@ class RecordProtocol:
                 entry = self.record_store.accept(kept, now, self.clock.now())
             except Forged as error:
                 self._scrutiny.distrust(sender, now)
-                self._lose(sender)
+                self.lose(sender)
                 _log.info("nothing is taken from %s for a while: %s", sender, error)
                 break
             except RecordError as error:
@@ -275,17 +260,16 @@ class RecordProtocol:
                 data = await self._link.call(peer, name, messages.encode(request), CALL_SECONDS)
             answer = messages.decode(data, kind)
         except TimeoutError:
-            self._lose(peer)
+            self.lose(peer)
             raise CallError(f"{peer} does not answer within {CALL_SECONDS:.0f} s") from None
         except messages.VersionError as error:
-            self._lose(peer)
+            self.lose(peer)
             raise OtherVersion(f"connected, but {error}") from error
         except (ConnectionError, messages.MessageError) as error:
-            self._lose(peer)
+            self.lose(peer)
             raise CallError(f"{peer}: {str(error).removeprefix(f'call {peer}: ')}") from error
-        hello = answer if isinstance(answer, messages.Hello) else getattr(answer, "hello", None)
-        if isinstance(hello, messages.Hello):
-            self.clock.learn(peer, hello.time, asked, time.time())
+        self.clock.learn(peer, answer.hello.time, asked, time.time())
+        self._meet(peer, answer.hello)
         return answer
 
     def _guarded(self, kind: type[Any], handle: Callable[[str, Any], Any]) -> CallHandler:
@@ -303,6 +287,7 @@ class RecordProtocol:
             except messages.VersionError:
                 # The bare version, from which the caller tells which side is older: an error's text would be ours.
                 return messages.encode(messages.Versioned())
+            self._meet(peer, request.hello)
             return messages.encode(handle(peer, request))
 
         return guarded
@@ -314,19 +299,13 @@ class RecordProtocol:
         with self._held.counting(peer):
             await asyncio.sleep(HELD_SECONDS)
 
-    def _on_ping(self, peer: str, hello: messages.Hello) -> messages.Hello:
-        self._meet(peer, hello)
-        return self._hello(peer)
-
     def _on_find(self, peer: str, request: messages.Find) -> messages.Found:
-        self._meet(peer, request.hello)
         now = time.monotonic()
         records = [kept for key in dict.fromkeys(request.keys) for kept in self.record_store.under(key, now)]
         nearest = tuple(self._nearest(key, peer) for key in request.keys)
         return messages.Found(hello=self._hello(peer), records=_page(records), nearest=nearest)
 
     def _on_store(self, peer: str, request: messages.Store) -> messages.Stored:
-        self._meet(peer, request.hello)
         return messages.Stored(hello=self._hello(peer), accepted=self.take(request.records, peer))
 
     def _hello(self, peer: str) -> messages.Hello:
@@ -379,14 +358,11 @@ class RecordProtocol:
             _log.info("met %s", peer)
             self.on_peer(peer)
 
-    def _lose(self, peer: str) -> None:
-        if self._link.attached:
-            self.lose(peer)
-
     def lose(self, peer: str) -> None:
-        """Take `peer` for gone until it is heard again."""
-        self.acquainted.discard(peer)
-        self._forget(peer)
+        """Take `peer` for gone until it is heard again; not while p2pd is, for then nobody can be heard."""
+        if self._link.attached:
+            self.acquainted.discard(peer)
+            self._forget(peer)
 
     def _forget(self, peer: str) -> None:
         node_id = node_id_of(peer)

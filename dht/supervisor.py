@@ -59,8 +59,8 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """Process id of p2pd; None while it is not running."""
-        running = self._p2pd is not None and self._p2pd.process.returncode is None
-        return self._p2pd.process.pid if self._p2pd is not None and running else None
+        process = self._p2pd.process if self._p2pd is not None else None
+        return process.pid if process is not None and process.returncode is None else None
 
     @property
     def log(self) -> tuple[str, ...]:
@@ -113,21 +113,17 @@ class Supervisor:
             await self._link.detach()
             if loop.time() - began > HEALTHY_SECONDS:
                 delay = FIRST_RESTART_SECONDS
-            while not await self._relaunched():
-                await asyncio.sleep(delay)
-                delay = min(2 * delay, MAX_RESTART_SECONDS)
-
-    async def _relaunched(self) -> bool:
-        try:
-            if self._p2pd is not None:
-                await self._p2pd.stop()
-            await self._launch()
-        except (P2pdError, P2pdClientError) as error:
-            self.reason = str(error)
-            _log.warning("%s", error)
-            return False
-        self.restarts += 1
-        return True
+            while self.reason:
+                try:
+                    if self._p2pd is not None:
+                        await self._p2pd.stop()
+                    await self._launch()
+                    self.restarts += 1
+                except (P2pdError, P2pdClientError) as error:
+                    self.reason = str(error)
+                    _log.warning("%s", error)
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, MAX_RESTART_SECONDS)
 
     async def _until_broken(self) -> str:
         assert self._p2pd is not None

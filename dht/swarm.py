@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.interfaces import behind_router, private_networks
-from equipoise.dht.p2pd import P2pdOptions, make_runtime_dir, remove_runtime_dir
+from equipoise.dht.p2pd import P2pdOptions, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
@@ -280,10 +281,10 @@ class Swarm:
         for inbound in self._inbounds:
             await inbound.stop()
         await self._supervisor.stop()
-        await self._protocol.stop()
+        await self._protocol.traversals.join()
         if self._claim is not None:
             self._claim.release()
-        remove_runtime_dir(self._runtime)
+        shutil.rmtree(self._runtime, ignore_errors=True)
 
     def status(self) -> SwarmStatus:
         """Return a snapshot, without waiting."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,15 +17,7 @@ import pytest
 
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.p2pd import (
-    ListenError,
-    P2pd,
-    P2pdError,
-    P2pdOptions,
-    check_free,
-    make_runtime_dir,
-    remove_runtime_dir,
-)
+from equipoise.dht.p2pd import ListenError, P2pd, P2pdError, P2pdOptions, check_free, make_runtime_dir
 
 DAEMON = textwrap.dedent(
     """
@@ -55,7 +48,7 @@ DAEMON = textwrap.dedent(
 def runtime():
     path = make_runtime_dir()
     yield path
-    remove_runtime_dir(path)
+    shutil.rmtree(path)
 
 
 def family(pid: int) -> list[psutil.Process]:
