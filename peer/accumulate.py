@@ -12,7 +12,6 @@ from equipoise.averaging.schema import SchemaError
 LIMIT = torch.finfo(torch.float32).max
 """No partial sum may exceed it."""
 
-
 LAYOUTS = (torch.strided, torch.sparse_coo)
 """Sparse gradients, as those of nn.Embedding(sparse=True), are added to the rows that they touch."""
 
@@ -36,9 +35,8 @@ class Accumulator:
         }
         self.weight = 0.0
         self._bound = 0.0  # No value of the sums is larger than that.
-        self._bare = (
-            True  # Nothing was added, whatever is in their memory: to zero it would be one more pass.
-        )
+        # Nothing was added, whatever is in their memory: to zero it would be one more pass.
+        self._bare = True
 
     def add(self, gradients: Mapping[str, torch.Tensor | None], weight: float) -> None:
         """Add `weight` * gradient; a gradient that is None counts as zeros. On an error nothing is added.
@@ -104,12 +102,14 @@ class Accumulator:
             gradient = gradients[name]
             if gradient is not None:
                 _check(name, gradient, total)
-                present[name] = _summed(gradient.detach())
-        for name in gradients:
-            if name not in self._sums:
-                raise SchemaError(
-                    f"gradient {name!r} is not part of the run, which has {len(self._sums)} of them"
+                # Of a sparse one the rows that were touched, each once, summed in fp32.
+                present[name] = (
+                    gradient.detach().float().coalesce() if gradient.is_sparse else gradient.detach()
                 )
+        for name in gradients.keys() - self._sums.keys():
+            raise SchemaError(
+                f"gradient {name!r} is not part of the run, which has {len(self._sums)} of them"
+            )
         return present
 
 
@@ -138,11 +138,6 @@ def _check(name: str, gradient: torch.Tensor, total: torch.Tensor) -> None:
         raise SchemaError(
             f"gradient {name!r}: expected shape {list(total.shape)}, got {list(gradient.shape)}"
         )
-
-
-def _summed(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient; of a sparse one the rows that were touched, each once, summed in fp32."""
-    return gradient.float().coalesce() if gradient.is_sparse else gradient
 
 
 def _largest(gradients: Mapping[str, torch.Tensor]) -> float:

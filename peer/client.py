@@ -8,7 +8,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from equipoise.averaging.options import RunOptions
@@ -223,9 +222,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -64,7 +64,10 @@ class Home:
             HomeError: It cannot be made, belongs to another user, or is open to others.
         """
         _prepare(path)
-        return cls(path, _lock(path))
+        try:
+            return cls(path, _lock(path))
+        except OSError as error:
+            raise unusable(f"write {path / PID_FILE}", error) from error
 
     @classmethod
     def inherit(cls, path: Path, lock: int) -> Self:
@@ -289,16 +292,7 @@ def _tighten(path: Path, mode: int) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Lock the pid file and write our pid into it."""
-    try:
-        return _open_and_lock(path)
-    except HomeError:
-        raise
-    except OSError as error:
-        raise unusable(f"write {path / PID_FILE}", error) from error
-
-
-def _open_and_lock(path: Path) -> int:
+    """Lock the pid file and write our pid into it; `OSError` if it cannot be written."""
     patient = True
     while True:
         lock = os.open(path / PID_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -316,9 +310,8 @@ def _open_and_lock(path: Path) -> int:
                     f"a daemon (pid {pid or 'unknown'}) is already running on {path}",
                     "see `equipoise status`, end it with `equipoise stop`, or give another --home",
                 ) from None
-            patient = (
-                False  # It may be a client that looks whether a daemon is there: it is done in microseconds.
-            )
+            patient = False
+            # It may be a client that looks whether a daemon is there, which takes microseconds.
             time.sleep(POLL_SECONDS)
         except OSError:
             os.close(lock)

@@ -21,7 +21,7 @@ import msgspec
 from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
 from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import Home
-from equipoise.peer.run_daemon import exit_at_once, load_daemon, on_signals, run_loop, start_daemon
+from equipoise.peer.run_daemon import load_daemon, on_signals, run_loop, say, serve
 
 if TYPE_CHECKING:
     from equipoise.peer.daemon import Daemon
@@ -91,10 +91,7 @@ def serve_launched() -> None:
         sys.exit(error.exit_status)
 
 
-async def _serve(daemon: Daemon) -> int:
-    def asked(number: signal.Signals) -> None:
-        daemon.request_stop("its script has ended")
-
+async def _serve(daemon: Daemon) -> None:
     def heard() -> None:
         if not os.read(sys.stdin.fileno(), 1):
             loop.remove_reader(sys.stdin.fileno())
@@ -102,13 +99,7 @@ async def _serve(daemon: Daemon) -> int:
 
     loop = asyncio.get_running_loop()
     loop.add_reader(sys.stdin.fileno(), heard)
-    with on_signals(asked, forced=exit_at_once):
-        await start_daemon(daemon)
-        try:
-            await daemon.serve()
-        finally:
-            await daemon.stop()
-    return 0
+    await serve(daemon, lambda _: daemon.request_stop("its script has ended"))
 
 
 class Keeper:
@@ -151,9 +142,12 @@ class Keeper:
             if restarts == MAX_RESTARTS:
                 _say(f"the daemon has ended {restarts} times in a row; the script goes on without")
                 return 0
-            _say(
-                f"the daemon (process {self._process.pid}) {_how(status)}; it is started again in {pause:g} s"
+            how = (
+                f"was ended by {signal.Signals(-status).name}"
+                if status < 0
+                else f"ended with status {status}"
             )
+            _say(f"the daemon (process {self._process.pid}) {how}; it is started again in {pause:g} s")
             await asyncio.sleep(pause)
             pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1
             try:
@@ -167,12 +161,7 @@ class Keeper:
         """Stop the daemon, and leave its home."""
         assert self._process is not None, "started"
         if self._process.returncode is None:
-            _send(self._process, signal.SIGTERM)
-            try:
-                await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                _send(self._process, signal.SIGKILL)
-                await self._process.wait()
+            await _end(self._process, STOP_SECONDS)
         self._home.release()
 
 
@@ -186,14 +175,14 @@ async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[s
             f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
         ) from error
     keeper = Keeper(loaded, home)
-    with on_signals(partial(_forward, script), forced=partial(_kill, script)):
+    with on_signals(partial(_forward, script), forced=lambda _: _send(script, signal.SIGKILL)):
         await keeper.start()
         ended = asyncio.create_task(script.wait())
         keeping = asyncio.create_task(keeper.keep())
         await asyncio.wait({ended, keeping}, return_when=asyncio.FIRST_COMPLETED)
         failed = keeping.result() if keeping.done() else 0
         if failed:
-            await _end(script)
+            await _end(script, END_SECONDS)
         status = await ended
     keeping.cancel()
     await asyncio.wait({keeping})
@@ -202,21 +191,17 @@ async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[s
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # The terminal may have gone.
-        print(f"launch: {line}", file=sys.stderr, flush=True)
+    say(sys.stderr, f"launch: {line}")
 
 
-def _how(status: int) -> str:
-    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-
-
-async def _end(child: asyncio.subprocess.Process) -> None:
-    """End a script whose daemon could not start."""
+async def _end(child: asyncio.subprocess.Process, seconds: float) -> int:
+    """End a process by SIGTERM, and by SIGKILL if it takes longer; returns its exit status."""
     _send(child, signal.SIGTERM)
     try:
-        await asyncio.wait_for(child.wait(), END_SECONDS)
+        return await asyncio.wait_for(child.wait(), seconds)
     except TimeoutError:
         _send(child, signal.SIGKILL)
+    return await child.wait()
 
 
 def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
@@ -224,10 +209,6 @@ def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     if number == signal.SIGINT and _in_foreground():
         return
     _send(child, number)
-
-
-def _kill(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    _send(child, signal.SIGKILL)
 
 
 def _send(child: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -11,15 +11,18 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import uvloop
 
 from equipoise.peer.config import Loaded
+from equipoise.peer.errors import EquipoiseError
 from equipoise.peer.home import Home
 
 if TYPE_CHECKING:
     from equipoise.peer.daemon import Daemon
+
+Result = TypeVar("Result")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,17 +37,22 @@ def run_daemon(loaded: Loaded) -> int:
         EquipoiseError: It cannot start, or has met no other peer though it was told whom to join.
     """
     home = Home.take(Path(loaded.config.home))  # Before libraries load: who connects meanwhile waits.
-    return run_loop(_serve(load_daemon(loaded, sys.stdout, home)))
+    daemon = load_daemon(loaded, sys.stdout, home)
+    failure = run_loop(serve(daemon, lambda number: daemon.request_stop(f"signal {number.name}")))
+    if failure is not None:
+        raise failure
+    return 0
 
 
-def run_loop(main: Coroutine[Any, Any, int]) -> int:
-    """Run the program's main coroutine; returns the exit status."""
+def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    """Run the program's main coroutine."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
 
 
-def _print(stream: TextIO, line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # Whoever reads it may have gone; the log has it too.
+def say(stream: TextIO, line: str) -> None:
+    """Print a line, unless its reader has gone."""
+    with contextlib.suppress(OSError, ValueError):
         print(line, file=stream, flush=True)
 
 
@@ -58,41 +66,24 @@ def load_daemon(loaded: Loaded, stream: TextIO, home: Home) -> Daemon:
     # Parts fit in cache, where one thread is fastest; more of them would wait for cores that training needs.
     torch.set_num_threads(1)
     bare_packages()
-    return Daemon(loaded, partial(_print, stream), home=home)
+    return Daemon(loaded, partial(say, stream), home=home)
 
 
-async def _serve(daemon: Daemon) -> int:
-    """Serve until a signal or a client asks to stop."""
-
-    def asked(number: signal.Signals) -> None:
-        daemon.request_stop(f"signal {number.name}")
-
-    with on_signals(asked, forced=exit_at_once):
-        await start_daemon(daemon)
-        try:
-            await daemon.serve()
-            failure = daemon.failure()
-        finally:
-            await daemon.stop()
-    if failure is not None:
-        raise failure
-    return 0
-
-
-async def start_daemon(daemon: Daemon) -> None:
-    """Start it, for the rest of this process' life.
+async def serve(daemon: Daemon, asked: Callable[[signal.Signals], None]) -> EquipoiseError | None:
+    """Serve until a client, or what is `asked` at a signal, stops it; returns why it has met no other peer, if so.
 
     Raises:
         EquipoiseError: It cannot start.
     """
-    await daemon.start()
-    # Nothing that torch and hivemind brought along is ever freed: not to look at it again saves a pause of 0.1 s.
-    gc.freeze()
-
-
-def exit_at_once(number: signal.Signals) -> NoReturn:
-    """What a second signal does."""
-    os._exit(128 + number)
+    with on_signals(asked, forced=lambda number: os._exit(128 + number)):
+        await daemon.start()
+        # Nothing that torch and hivemind brought along is ever freed: not to look at it again saves a pause of 0.1 s.
+        gc.freeze()
+        try:
+            await daemon.serve()
+            return daemon.failure()
+        finally:
+            await daemon.stop()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from equipoise.peer.control.client import Link, open_link
 from equipoise.peer.control.messages import Answer, AskPeers, AskRounds, AskStatus, Request, StopDaemon
 from equipoise.peer.errors import EquipoiseError, NoDaemon
 from equipoise.peer.history import last_of_each_run, read_history
-from equipoise.peer.home import wait_until_free
+from equipoise.peer.home import end_by_force, wait_until_free
 
 ANSWER_SECONDS = 8.0
 """For each of greeting and answer: milliseconds on most machines, seconds on one that swaps. People wait for them."""
@@ -118,8 +118,6 @@ def _ask_to_stop(home: Path) -> int:
 
 
 def _force(home: Path) -> dict[str, int | bool]:
-    from equipoise.peer.home import end_by_force
-
     try:
         return {"stopped": _ask_to_stop(home)}
     except EquipoiseError:

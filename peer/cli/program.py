@@ -12,9 +12,7 @@ import msgspec
 
 from equipoise.dht.sanitize import escaped
 from equipoise.peer.cli.asking import peers, rounds, show_here, status, stop
-from equipoise.peer.cli.daemon import daemon
-from equipoise.peer.cli.demo import demo
-from equipoise.peer.cli.launch import launch
+from equipoise.peer.cli.starting import daemon, demo, launch
 from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
 
 DEBUG_ENV = "EQUIPOISE_DEBUG"

@@ -6,7 +6,6 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -82,11 +81,9 @@ class LocalTraining(ABC, Generic[End]):
         self._hook.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._hook.stop()
-        if error is None and self.finished is None:
+        if kind is None and self.finished is None:
             self.finish()
 
 
