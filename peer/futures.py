@@ -9,13 +9,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
+from msgspec import field, structs
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
@@ -128,46 +127,26 @@ class PendingRound(Pending[Outcome]):
         return outcome
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """What a download came to.
+class Fetched(FetchOutcome, frozen=True, kw_only=True):
+    """What a download came to, and what it brought.
 
     Attributes:
-        ok: Whether there is an image, every byte of it proved by the digest that the donors agreed on.
-        reason: Why it ended so, in one line.
-        state: Which state the image is of; None if not ok.
         image: u8 [bytes] in shared memory, of this process alone from now on; None if not ok.
-        sources: PeerID -> bytes that came from it.
-        seconds: From the first question to the last byte.
     """
 
-    ok: bool
-    reason: str
-    state: StateId | None = None
     image: memoryview | None = None
-    sources: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """What became of a mean that this peer missed.
+class Recovered(MeanOutcome, frozen=True, kw_only=True):
+    """What became of a mean that this peer missed, and what it holds.
 
     Attributes:
-        outcome: What its round came to for those who did not; not ok if the mean is not to be had.
         values: By name, fp32, in shared memory: what `Run.mean` would hold. Empty if not ok.
         buffers: By name, fp32: what the module's buffers would become.
-        sources: PeerID -> bytes that came from it.
-        behind: If not ok: how many peers are not as far as this one.
-        unheard: If not ok: how many have not said whether they have it: a round may still be going on there.
     """
 
-    outcome: Outcome
     values: Named = field(default_factory=dict)
     buffers: Named = field(default_factory=dict)
-    sources: dict[str, int] = field(default_factory=dict)
-    behind: int = 0
-    unheard: int = 0
 
 
 class _Download(Pending[Ended]):
@@ -224,14 +203,12 @@ class PendingFetch(_Download[Fetched]):
         super().__init__(link, run, request, timeout, SharedMemory.reserve(limit))
 
     def _take(self, limit: float) -> Fetched:
-        outcome: FetchOutcome = self._link.wait(self._reply, limit)
+        outcome = self._link.wait(self._reply, limit)
         image = self._memory.view(outcome.size, writable=True) if outcome.ok else None
-        return Fetched(
-            outcome.ok, outcome.reason, outcome.state, image, dict(outcome.sources), outcome.seconds
-        )
+        return Fetched(**structs.asdict(outcome), image=image)
 
     def _failed(self, reason: str) -> Fetched:
-        return Fetched(False, reason)
+        return Fetched(ok=False, reason=reason)
 
 
 class PendingMean(_Download[Recovered]):
@@ -242,15 +219,15 @@ class PendingMean(_Download[Recovered]):
         self._read = read
 
     def _take(self, limit: float) -> Recovered:
-        found: MeanOutcome = self._link.wait(self._reply, limit)
+        found = self._link.wait(self._reply, limit)
         if not found.round.ok:
-            return Recovered(found.round, behind=found.behind, unheard=found.unheard)
+            return Recovered(**structs.asdict(found))
         memory = self._memory.view(self._memory.capacity, writable=True)
         values, buffers = self._read(torch.frombuffer(memory, dtype=torch.float32))
-        return Recovered(found.round, values, buffers, dict(found.sources))
+        return Recovered(**structs.asdict(found), values=values, buffers=buffers)
 
     def _failed(self, reason: str) -> Recovered:
-        return Recovered(Outcome(ok=False, reason=reason, run=self._run, started=time.time()))
+        return Recovered(round=Outcome(ok=False, reason=reason, run=self._run, started=time.time()))
 
 
 def check_timeout(timeout: float) -> float:

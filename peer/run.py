@@ -368,12 +368,7 @@ class Run:
     ) -> PendingFetch: ...
 
     def fetch(
-        self,
-        at_least: int,
-        limit: int,
-        timeout: float = 60.0,
-        wait: bool = True,
-        among: tuple[str, ...] = (),
+        self, at_least: int, limit: int, timeout: float = 60.0, wait: bool = True, among: tuple[str, ...] = ()
     ) -> Fetched | PendingFetch:
         """Download a snapshot of the run's state from all peers that have the same, verified; one at a time.
 

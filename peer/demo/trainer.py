@@ -21,10 +21,7 @@ from equipoise.peer.training import Gossip
 def train(run: Run, learner: Learner, options: DemoOptions) -> None:
     """Make all updates together with the others, and report each."""
     optimizer = run.optimizer(
-        learner.optimizer,
-        target_batch_size=options.target,
-        alone="wait",
-        wait_for=options.peers - 1,
+        learner.optimizer, target_batch_size=options.target, alone="wait", wait_for=options.peers - 1
     )
     losses: list[float] = []
     while optimizer.epoch < options.rounds:
@@ -69,11 +66,7 @@ def main() -> None:
     with (
         connect(home=home) as peer,
         peer.join(
-            "digits",
-            learner.model,
-            strategy=options.strategy,
-            codec=options.codec,
-            group_size=options.peers,
+            "digits", learner.model, strategy=options.strategy, codec=options.codec, group_size=options.peers
         ) as run,
     ):
         (gossip if run.strategy.pairs else train)(run, learner, options)

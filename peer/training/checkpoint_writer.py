@@ -18,8 +18,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.home import CHECKPOINTS
 from equipoise.peer.run import Run
-from equipoise.peer.training.checkpoint import CheckpointError, Subject
-from equipoise.peer.training.checkpoint_dir import Folder, Found, Read, folder_name
+from equipoise.peer.training.checkpoint import CheckpointError, Folder, Found, Read, Subject, folder_name
 from equipoise.peer.training.member import Member
 
 log = logging.getLogger(__name__)

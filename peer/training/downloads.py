@@ -115,7 +115,7 @@ class Downloads:
             found = ended.result()
         except Refused as error:
             return events.RecoveryFailed(str(error))
-        outcome, self.behind, self.unheard = found.outcome, found.behind, found.unheard
+        outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
         if not outcome.ok or outcome.state is None:
             return events.RecoveryFailed(outcome.reason, decided=not found.unheard)
         self.mean = found

@@ -126,7 +126,8 @@ class TrainingState:
             found, state = about["format"], StateId(about["epoch"], about["lineage"])
             trees = {name: _join(about["plain"][name], tensors) for name in self._parts}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ImageError(f"expected an image of a training's state, {_told(error)}") from None
+            told = f"{type(error).__name__}: {str(error)[:120]}"
+            raise ImageError(f"expected an image of a training's state, {told}") from None
         if found != FORMAT:
             raise ImageError(f"expected an image of format {FORMAT}, got {found!r}")
         for name, part in self._parts.items():
@@ -241,7 +242,7 @@ class OptimizerPart:
     def load(self, tree: Tree) -> None:
         """See `Part`."""
         for ours, theirs in zip(self._optimizer.param_groups, tree["groups"], strict=True):
-            ours.update({key: _owned(value) for key, value in theirs.items() if key != "params"})
+            ours.update({key: copy.deepcopy(value) for key, value in theirs.items() if key != "params"})
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 kept = tree["state"].get(self._names[id(parameter)])
@@ -250,27 +251,6 @@ class OptimizerPart:
                     self._optimizer.state[parameter] = {
                         key: _placed(key, value, parameter, group) for key, value in kept.items()
                     }
-
-
-class SchedulerPart:
-    """A learning-rate scheduler."""
-
-    def __init__(self, scheduler: Stateful) -> None:
-        self._scheduler = scheduler
-
-    def tree(self) -> Tree:
-        """See `Part`."""
-        return self._scheduler.state_dict()
-
-    def check(self, tree: Tree, foreign: bool = False) -> None:
-        """See `Part`."""
-        theirs = _as_dict(tree)
-        if foreign:
-            _check_terms(_settings(theirs), _settings(self._scheduler.state_dict()))
-
-    def load(self, tree: Tree) -> None:
-        """See `Part`."""
-        self._scheduler.load_state_dict(_owned(tree))
 
 
 class UserPart:
@@ -289,7 +269,17 @@ class UserPart:
 
     def load(self, tree: Tree) -> None:
         """See `Part`."""
-        self._what.load_state_dict(_owned(tree))
+        self._what.load_state_dict(copy.deepcopy(tree))  # Which does not share the image's memory.
+
+
+class SchedulerPart(UserPart):
+    """A learning-rate scheduler."""
+
+    def check(self, tree: Tree, foreign: bool = False) -> None:
+        """See `Part`."""
+        super().check(tree)
+        if foreign:
+            _check_terms(_settings(tree), _settings(self.tree()))
 
 
 def digest(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -305,23 +295,17 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, Any]) -> Tree:
     """A value where torch's optimizers want it: all on the parameter's device, but steps that kernels do not read."""
     if not isinstance(value, torch.Tensor):
-        return _owned(value)
+        return copy.deepcopy(value)
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         return value.clone()
     return value.to(parameter.device, copy=True)
 
 
-def _owned(tree: Tree) -> Tree:
-    """A copy that does not share the image's memory."""
-    return copy.deepcopy(tree)
-
-
 def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> None:
     found = _as_dict(tree)
     for name in sorted(set(like) ^ set(found)):
-        raise ImageError(
-            f"expected the tensors that are here: {name[:80]!r} {of}is only {_side(name in like)}"
-        )
+        where = "here" if name in like else "in the image"
+        raise ImageError(f"expected the tensors that are here: {name[:80]!r} {of}is only {where}")
     for name, tensor in like.items():
         if not isinstance(found[name], torch.Tensor) or found[name].dtype != tensor.dtype:
             raise ImageError(
@@ -374,10 +358,6 @@ def _check_spread(what: str, value: torch.Tensor, parameter: torch.Tensor) -> No
         raise ImageError(f"{what} has shape {list(value.shape)}, expected one for {list(parameter.shape)}")
 
 
-def _side(here: bool) -> str:
-    return "here" if here else "in the image"
-
-
 def _names(group: Tree) -> Tree:
     return _as_dict(group).get("params")
 
@@ -392,10 +372,6 @@ def _as_list(tree: Tree) -> list[Any]:
     if not isinstance(tree, list):
         raise ImageError(f"expected a list in the image, got {type(tree).__name__}")
     return tree
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:120]}"
 
 
 def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int = 0) -> Any:

@@ -1,7 +1,13 @@
-"""How the id of a state follows from the one before and what was applied to it."""
+"""How the id of a state follows from the one before and what was applied to it, and the means that a peer has missed:
+which to ask for, one after another, and whether they lead to the group's state.
+
+A lineage is a digest over all that was applied. So the digests of a chain of means, from a peer's own state to one that
+the group has said it holds, prove all of them together, whoever they come from; none is applied before.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 from blake3 import blake3
@@ -11,6 +17,10 @@ from equipoise.averaging.state import StateId
 CHECK_EVERY = 64
 """Epochs between two looks at the parameters themselves: hashing them takes about as long as a step of a small
 model."""
+
+
+MAX_MISSED = 8
+"""Means that are asked for at most, as many as daemons keep; who has missed more takes a snapshot."""
 
 
 class Link(NamedTuple):
@@ -50,3 +60,59 @@ def leads_to(link: Link, state: StateId) -> bool:
 def told(state: StateId) -> str:
     """The state as a reason says it."""
     return f"epoch {state.epoch} ({state.lineage[:8]})"
+
+
+class Missed:
+    """The chain, as far as it has come.
+
+    Attributes:
+        links: Means that are here and not applied.
+        asked: The state whose next mean is being fetched, if any.
+        given_up: Why they are not to be had from where this peer stands; empty if they may be.
+    """
+
+    def __init__(self) -> None:
+        self.links: deque[Link] = deque()
+        self.asked: StateId | None = None
+        self.given_up = ""
+
+    def next(self, state: StateId, target: StateId | None, most: int = MAX_MISSED) -> StateId | None:
+        """After which state to ask for a mean, on the way from `state` to `target`, of `most` that memory has room for;
+        None where that leads nowhere."""
+        end = self.links[-1].after if self.links else state
+        if self.given_up or self.asked or target is None or end.epoch >= target.epoch:
+            return None
+        if not within_reach(state, target, min(most, MAX_MISSED)):
+            return None
+        self.asked = end
+        return end
+
+    def ask(self, state: StateId) -> bool:
+        """Whether to ask for the mean after `state`, wherever it leads: from now on it is being fetched."""
+        if self.asked is not None:
+            return False
+        self.asked = state
+        return True
+
+    def take(self, before: StateId, digest: str) -> bool:
+        """A mean has come; returns whether it is the one that was asked for."""
+        if before != self.asked:
+            return False
+        self.asked = None
+        self.links.append(link_of(before, digest))
+        return True
+
+    def completes(self, target: StateId) -> bool:
+        """Whether what is here leads to `target`."""
+        return bool(self.links) and leads_to(self.links[-1], target)
+
+    def clear(self, given_up: str = "") -> list[Link]:
+        """Begin anew, or give up; returns what was here."""
+        links, self.links, self.asked, self.given_up = list(self.links), deque(), None, given_up
+        return links
+
+
+def within_reach(state: StateId, target: StateId, most: int = MAX_MISSED) -> bool:
+    """Whether means may lead there: few, and to no state whose id only its parameters tell."""
+    epochs = range(state.epoch + 1, target.epoch + 1)
+    return 0 < len(epochs) <= most and not any(map(is_checked, epochs))

@@ -190,12 +190,7 @@ class Fragment:
     """
 
     def __init__(
-        self,
-        run: Run,
-        local: Mapping[str, torch.Tensor],
-        outer: Outer,
-        options: LocalOptions,
-        at: int,
+        self, run: Run, local: Mapping[str, torch.Tensor], outer: Outer, options: LocalOptions, at: int
     ) -> None:
         self.sent_at = 0
         self.run = run

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
 from equipoise.peer.futures import PendingRound
 from equipoise.peer.run import Run
+from equipoise.peer.shared_memory import VALUE_BYTES
 from equipoise.peer.tensors import Gradients, named_gradients
 from equipoise.peer.training import events
 from equipoise.peer.training import replica as machine
@@ -70,9 +71,6 @@ HELD_MEMORY = 0.25
 """Share of the memory that is available for means that are kept while a snapshot comes: that takes as much again, and
 the loop goes on."""
 
-MEAN_BYTES = 4
-"""Of a value of a mean."""
-
 LEAST_HELD = 2
 """Means kept whatever memory there is: with fewer no snapshot, which always is some rounds old, could be used."""
 
@@ -120,29 +118,8 @@ class Mean(NamedTuple):
 
     def copy(self) -> Mean:
         """A copy in the machine's memory: an accelerator has less of it."""
-        return Mean(_copied(self.values), _copied(self.buffers))
-
-
-class Crowd:
-    """What is wrong with how many there are.
-
-    Attributes:
-        told: One line; empty as long as nothing is.
-    """
-
-    def __init__(self, run: str, group_size: int) -> None:
-        self.told = ""
-        self._run = run
-        self._group_size = group_size
-
-    def look(self, outcome: Outcome, state: RunState) -> None:
-        """Say it where some cannot have been in the group: those who are make another state of it, and so on."""
-        others = missing(outcome, state)
-        full = len(outcome.group) >= self._group_size
-        told = crowd_told(len(outcome.group) + others, self._group_size) if full and others else ""
-        if told and not self.told:
-            log.warning("run %s: %s", self._run, told)
-        self.told = told
+        copies = ({name: one.detach().to("cpu", copy=True) for name, one in named.items()} for named in self)
+        return Mean(*copies)
 
 
 class Member:
@@ -188,7 +165,7 @@ class Member:
         self._held: dict[StateId, Mean] = {}
         self._offered = -1
         self._told = ""
-        self._crowd = Crowd(run.name, run.group_size)
+        self._crowded = ""
         self._why_alone = ""
 
     @property
@@ -204,7 +181,7 @@ class Member:
     @property
     def reason(self) -> str:
         """Why this peer does what it does, one line."""
-        return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._crowd.told)))
+        return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._crowded)))
 
     @property
     def pending(self) -> bool:
@@ -320,7 +297,7 @@ class Member:
             self._look_for_download()
             # A round that has just ended may have put this peer in step, however long ago it was asked for.
             overdue = self._clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
-            if overdue and not self._exchanges:
+            if overdue and not isinstance(self._run.state, Exchanging):
                 self._do(self._replica.handle(events.Overdue(), self._clock()))
             if self._clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
@@ -351,15 +328,12 @@ class Member:
         if self._is_past(outcome):
             return
         if outcome.ok:
-            standing = self._run.state
-            self._crowd.look(outcome, standing)
+            state = self._run.state
+            # Of the peers that are known so many were not in the group.
+            missing = max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
+            self._look_at_crowd(len(outcome.group), missing)
             event: events.Event = events.RoundSucceeded(
-                outcome.state,
-                outcome.states,
-                outcome.digest,
-                outcome.contributors,
-                outcome.group,
-                missing(outcome, standing),
+                outcome.state, outcome.states, outcome.digest, outcome.contributors, outcome.group, missing
             )
         else:
             event = events.RoundFailed(outcome.reason, formed=bool(outcome.group))
@@ -368,6 +342,18 @@ class Member:
             self._move_accumulated()
         if self.in_step:
             self._downloads.stop_snapshot()
+
+    def _look_at_crowd(self, group: int, missing: int) -> None:
+        """Say it where some cannot have been in the group: those who are make another state of it, and so on."""
+        before, self._crowded = self._crowded, ""
+        peers, most = group + missing, self._run.group_size
+        if group >= most and missing:
+            self._crowded = (
+                f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
+                f"join with group_size >= {peers}"
+            )
+        if self._crowded and not before:
+            log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _is_past(self, outcome: Outcome) -> bool:
         """Whether a round was of a state that this peer has left behind since the round began, by a download: it tells
@@ -449,15 +435,10 @@ class Member:
         self._why_alone = standing.reason if isinstance(standing, NoPeers) and standing != NoPeers() else ""
         return not isinstance(standing, NoPeers)
 
-    @property
-    def _exchanges(self) -> bool:
-        """Whether a group has formed with this peer, and its round goes on."""
-        return isinstance(self._run.state, Exchanging)
-
     def _replica_at(self, state: StateId) -> Replica:
         options, subject = self._options, self._subject
         values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
-        held = affordable(values * MEAN_BYTES, psutil.virtual_memory().available)
+        held = affordable(values * VALUE_BYTES, psutil.virtual_memory().available)
         now = options.clock()
         return Replica(self._run.peer, state, now, options.alone, options.patience, held, options.trust)
 
@@ -531,11 +512,15 @@ class Member:
                 case events.Recover(after):
                     todo.extendleft(reversed(self._recover(after)))
                 case events.Keep(before):
-                    self._keep(before)
+                    mean = self._downloads.mean
+                    assert mean is not None, "it was fetched"
+                    self._held[before] = Mean(dict(mean.values), dict(mean.buffers))
                 case events.DropGiven():
                     self._run.take()
                 case events.Load():
-                    self._load()
+                    assert self._downloads.image is not None, "it was fetched"
+                    with self._changing():
+                        self._downloads.image.load()
                 case events.Meet():
                     self._meet(wait)
                 case events.StepAlone():
@@ -627,11 +612,6 @@ class Member:
             event = events.RecoveryFailed(f"not within {LOOK_AHEAD_SECONDS:g} s", decided=False)
         return self._replica.handle(event, self._clock())
 
-    def _keep(self, before: StateId) -> None:
-        mean = self._downloads.mean
-        assert mean is not None, "it was fetched"
-        self._held[before] = Mean(dict(mean.values), dict(mean.buffers))
-
     def _look_for_download(self) -> None:
         event = self._downloads.ended()
         if event is None:
@@ -639,12 +619,6 @@ class Member:
         self._do(self._replica.handle(event, self._clock()))
         if self.in_step:
             self._own = None  # Gradients of what it held before.
-
-    def _load(self) -> None:
-        image = self._downloads.image
-        assert image is not None, "it was fetched"
-        with self._changing():
-            image.load()
 
 
 def wait_for(runs: Sequence[Run], peers: int) -> None:
@@ -673,20 +647,3 @@ def mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[
     }
     accumulator.mean_into(mean)
     return mean
-
-
-def missing(outcome: Outcome, state: RunState) -> int:
-    """How many of the peers that are known were not in a round's group."""
-    return max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
-
-
-def crowd_told(peers: int, most: int) -> str:
-    """What is wrong with so many, one line."""
-    return (
-        f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
-        f"join with group_size >= {peers}"
-    )
-
-
-def _copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

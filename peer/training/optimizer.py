@@ -21,11 +21,7 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import NotFinite
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
-from equipoise.peer.tensors import (
-    persistent_buffers,
-    sparse_gradients,
-    stepped_tensors,
-)
+from equipoise.peer.tensors import persistent_buffers, sparse_gradients, stepped_tensors
 from equipoise.peer.training.batch_quota import Pace
 from equipoise.peer.training.image import (
     EXTRA,

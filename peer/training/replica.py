@@ -30,38 +30,8 @@ from typing import Literal
 
 from equipoise.averaging.state import StateId
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.peer.training.events import (
-    Action,
-    Apply,
-    Check,
-    Checked,
-    Deserted,
-    DropGiven,
-    Due,
-    Ending,
-    Event,
-    Fetch,
-    FetchFailed,
-    Forget,
-    Hold,
-    ImageFetched,
-    Interrupted,
-    Keep,
-    Load,
-    MeanFetched,
-    Meet,
-    OthersBegun,
-    Overdue,
-    Recover,
-    RecoveryFailed,
-    RoundFailed,
-    RoundSucceeded,
-    StepAlone,
-    SteppedAlone,
-    Stopped,
-)
-from equipoise.peer.training.lineage import Link, follow, is_checked, leads_to, link_of, told
-from equipoise.peer.training.missed import MAX_MISSED, Missed, within_reach
+from equipoise.peer.training import events, lineage
+from equipoise.peer.training.events import Action, Event
 from equipoise.peer.training.trust import Known, Trust
 
 HELD_MEANS = 32
@@ -149,8 +119,8 @@ class Replica:
         self._company_at = now
         self._known = Known(name, trust, patience, now)
         self._failures = 0
-        self._links: deque[Link] = deque()
-        self._missed = Missed()
+        self._links: deque[lineage.Link] = deque()
+        self._missed = lineage.Missed()
         self._looks_ahead = 0
         self._unsure = self._meets = False
         self._looked_back: tuple[StateId, int] = (state, 0)
@@ -201,37 +171,37 @@ class Replica:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take note of what happened, in seconds of any steady clock; returns what to do, in order."""
         match event:
-            case RoundSucceeded():
+            case events.RoundSucceeded():
                 return self._round_succeeded(event, now)
-            case RoundFailed(reason, formed):
+            case events.RoundFailed(reason, formed):
                 return self._round_failed(reason, formed, now)
-            case ImageFetched(state):
+            case events.ImageFetched(state):
                 return self._image_fetched(state, now)
-            case FetchFailed(reason):
+            case events.FetchFailed(reason):
                 return self._fetch_failed(reason, now)
-            case MeanFetched(before, digest, counted):
+            case events.MeanFetched(before, digest, counted):
                 return self._mean_fetched(before, digest, counted, now)
-            case RecoveryFailed(reason, decided):
+            case events.RecoveryFailed(reason, decided):
                 return self._recovery_failed(reason, decided, now)
-            case Overdue():
+            case events.Overdue():
                 return self._overdue(now)
-            case Deserted():
+            case events.Deserted():
                 return self._deserted(now)
-            case Stopped():
+            case events.Stopped():
                 self._fetching = self._meets = False
                 return _forget(self._missed.clear())
-            case OthersBegun():
+            case events.OthersBegun():
                 return self._others_begun(now)
-            case Ending():
+            case events.Ending():
                 return self._ending(now)
-            case Due(company):
+            case events.Due(company):
                 return self._due(company, now)
-            case SteppedAlone(digest):
+            case events.SteppedAlone(digest):
                 return self._stepped_alone(digest)
-            case Interrupted():
+            case events.Interrupted():
                 return self._interrupted()
-            case Checked(digest):
-                self.state = StateId(self.state.epoch, follow(self.state.lineage, f"parameters {digest}"))
+            case events.Checked(digest):
+                self._become(self.state.epoch, f"parameters {digest}")
                 return self._replay(now) if self._replaying else []
 
     def _round_failed(self, reason: str, formed: bool, now: float) -> list[Action]:
@@ -250,14 +220,17 @@ class Replica:
         self.reason = f"astray: no snapshot yet: {reason}; it looks for one again in {pause:g} s"
         return []
 
+    def _become(self, epoch: int, what: str) -> None:
+        """Hold another state, by what happened to this one."""
+        self.state = StateId(epoch, lineage.follow(self.state.lineage, what))
+
     def _interrupted(self) -> list[Action]:
         """What it holds now nobody else does: an id of its own, of the epoch before, so that it outvotes no equal."""
-        lineage = follow(self.state.lineage, f"interrupted at {self._name}")
-        self.state = StateId(max(self.state.epoch - 1, 0), lineage)
+        self._become(max(self.state.epoch - 1, 0), f"interrupted at {self._name}")
         self._replaying = False
         return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
 
-    def _round_succeeded(self, event: RoundSucceeded, now: float) -> list[Action]:
+    def _round_succeeded(self, event: events.RoundSucceeded, now: float) -> list[Action]:
         self._failures, self._company_at, self._unsure = 0, now, False
         group, most = self._known.group(event, now), event.group
         if group is None:
@@ -278,16 +251,20 @@ class Replica:
             actions = self._forget_all()
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
             if most is not None and most != group:
-                self.reason = _kept_from(sum(state == most for state in event.states.values()), most)
+                strangers = sum(state == most for state in event.states.values())
+                self.reason = (
+                    f"it keeps the state of those it has trained with: {strangers} others hold {lineage.told(most)}, "
+                    'and it has trained with none of them; trust="heads" would follow most'
+                )
             self._fetch_pause, self._fetch_after = FETCH_PAUSE, now
             if not introduced:
                 self._known.add(name for name in givers if event.states.get(name) == group)
-                self._links.append(link_of(group, event.digest))
+                self._links.append(lineage.link_of(group, event.digest))
                 actions += self._replay(now)
         else:
             actions = self._stray(group)
             if not introduced:
-                actions += self._hold(link_of(group, event.digest))
+                actions += self._hold(lineage.link_of(group, event.digest))
             self._wanted = self._wanted if self._fetching else self._ahead(group, now)
             actions += self._return(now)
         self._last_round = now
@@ -300,7 +277,7 @@ class Replica:
             return []
         return self._give_up_astray("nobody is left who holds the group's state")
 
-    def _is_inconclusive(self, event: RoundSucceeded) -> bool:
+    def _is_inconclusive(self, event: events.RoundSucceeded) -> bool:
         """Whether newcomers met only each other, while there may be a group that has long begun."""
         return self.state.epoch == 0 and event.missing > 0 and self._introductions < MAX_INTRODUCTIONS
 
@@ -308,16 +285,16 @@ class Replica:
         if self.phase is Phase.ASTRAY:
             return []
         self.phase = Phase.ASTRAY
-        self.reason = f"astray: it holds {told(self.state)}, the group {told(group)}"
+        self.reason = f"astray: it holds {lineage.told(self.state)}, the group {lineage.told(group)}"
         return []
 
-    def _hold(self, link: Link) -> list[Action]:
-        gap = bool(self._links) and not leads_to(self._links[-1], link.before)
+    def _hold(self, link: lineage.Link) -> list[Action]:
+        gap = bool(self._links) and not lineage.leads_to(self._links[-1], link.before)
         forgotten: list[Action] = list(self._forget_all()) if gap else []
         if len(self._links) == self._most_held:
-            forgotten.append(Forget(self._links.popleft().before))
+            forgotten.append(events.Forget(self._links.popleft().before))
         self._links.append(link)
-        return [*forgotten, Hold(link.before)]
+        return [*forgotten, events.Hold(link.before)]
 
     def _image_fetched(self, state: StateId, now: float) -> list[Action]:
         self._fetching = False
@@ -328,19 +305,19 @@ class Replica:
                 f"that of epoch {state.epoch} is of another state than the group's", now
             )
         older = bool(self._links) and state.epoch < self._links[0].before.epoch
-        if older and not within_reach(state, self._links[0].before):
+        if older and not lineage.within_reach(state, self._links[0].before):
             self.reason = (
                 f"astray: the snapshot of epoch {state.epoch} is older than the means that were kept"
             )
             return self._fetch(self._links[0].before.epoch, now)
-        actions: list[Action] = [Load(), *_forget(self._missed.clear())]
+        actions: list[Action] = [events.Load(), *_forget(self._missed.clear())]
         self.state = state
         while self._links and self._links[0].before.epoch < state.epoch:
-            actions.append(Forget(self._links.popleft().before))
+            actions.append(events.Forget(self._links.popleft().before))
         lone = not self._links
         actions += self._replay(now)
         # What the group did since it has not been told.
-        return [*actions, *self._look_ahead(MAX_MISSED)] if lone else actions
+        return [*actions, *self._look_ahead(lineage.MAX_MISSED)] if lone else actions
 
     # ---- means that were missed ----
 
@@ -350,7 +327,7 @@ class Replica:
             return []
         after = self._missed.next(self.state, self._target, self._most_held - len(self._links) + 1)
         if after is not None:
-            return [Recover(after)]
+            return [events.Recover(after)]
         return [*_forget(self._missed.clear(self._missed.given_up)), *self._fetch(self._wanted, now)]
 
     @property
@@ -361,19 +338,19 @@ class Replica:
     def _look_ahead(self, most: int = 1) -> list[Action]:
         """Ask whether the group has applied a mean to this peer's state, and so on, for so many at most."""
         self._looks_ahead = most
-        return [Recover(self.state)] if most and self._missed.ask(self.state) else []
+        return [events.Recover(self.state)] if most and self._missed.ask(self.state) else []
 
     def _mean_fetched(self, before: StateId, digest: str, counted: bool, now: float) -> list[Action]:
         if not self._missed.take(before, digest):
             return []
-        actions: list[Action] = [Keep(before)]
+        actions: list[Action] = [events.Keep(before)]
         if self.phase is not Phase.ASTRAY:
             self._meets = self._unsure = False
             self._links.extend(self._missed.clear())
-            actions += [DropGiven()] if counted else []
+            actions += [events.DropGiven()] if counted else []
             self.phase, self.reason = (
                 Phase.IN_STEP,
-                f"it missed the mean after {told(before)}, and has it now",
+                f"it missed the mean after {lineage.told(before)}, and has it now",
             )
             actions += self._replay(now)
             return actions if self._replaying else [*actions, *self._look_ahead(self._looks_ahead - 1)]
@@ -395,7 +372,7 @@ class Replica:
         meets, self._meets = self._meets, False
         # Asked once more before it gives anything again, and then no more: the next round tells.
         self._unsure = not decided and not meets and self._failures > 0
-        return [Meet()] if meets else []
+        return [events.Meet()] if meets else []
 
     def _give_up_means(self, reason: str, now: float) -> list[Action]:
         self.reason += f"; the means between are not to be had: {reason}"
@@ -445,19 +422,24 @@ class Replica:
         self._replaying = True
         while self._links and self._links[0].before == self.state:
             link = self._links.popleft()
-            actions.append(Apply(link.before))
+            actions.append(events.Apply(link.before))
             self.state = link.after
-            if is_checked(self.state.epoch):
-                return [*actions, Check()]
+            if lineage.is_checked(self.state.epoch):
+                return [*actions, events.Check()]
         self._replaying = False
         if self._links:
             before = self._links[0].before
             self.phase, self._wanted = Phase.ASTRAY, before.epoch
-            self.reason = f"astray: it came to {told(self.state)}, the group to {told(before)}"
+            self.reason = (
+                f"astray: it came to {lineage.told(self.state)}, the group to {lineage.told(before)}"
+            )
             return [*actions, *self._return(now)]
         if self.phase is not Phase.IN_STEP:
             # The next round tells whether it is the group's; most likely it is.
-            self.phase, self.reason = Phase.IN_STEP, f"it caught up with the group at {told(self.state)}"
+            self.phase, self.reason = (
+                Phase.IN_STEP,
+                f"it caught up with the group at {lineage.told(self.state)}",
+            )
         return actions
 
     def _due(self, company: bool, now: float) -> list[Action]:
@@ -467,7 +449,7 @@ class Replica:
                 return self._step_alone(f"{self._failures} rounds in a row failed")
             ahead = self._look_ahead() if self._unsure else []
             self._meets, self._unsure = bool(ahead), False
-            return ahead or [Meet()]
+            return ahead or [events.Meet()]
         left = self._deserted(now)
         if left:
             return left
@@ -484,12 +466,11 @@ class Replica:
     def _step_alone(self, why: str) -> list[Action]:
         actions = self._give_up_astray("") if self.phase is Phase.ASTRAY else []
         self.phase, self.reason = Phase.MEETING, f"it trains alone: {why}"
-        return [*actions, StepAlone()]
+        return [*actions, events.StepAlone()]
 
     def _stepped_alone(self, digest: str) -> list[Action]:
-        lineage = follow(self.state.lineage, f"alone {digest}")
-        self.state = StateId(self.state.epoch + 1, lineage)
-        return [Check()] if is_checked(self.state.epoch) else []
+        self._become(self.state.epoch + 1, f"alone {digest}")
+        return [events.Check()] if lineage.is_checked(self.state.epoch) else []
 
     def _give_up_astray(self, reason: str) -> list[Action]:
         self.phase, self.reason, self._fetching = Phase.MEETING, reason, False
@@ -504,7 +485,7 @@ class Replica:
         if self._fetching or now < self._fetch_after:
             return []
         self._fetching, self._wanted = True, at_least
-        return [Fetch(at_least)]
+        return [events.Fetch(at_least)]
 
     def _ahead(self, group: StateId, now: float) -> int:
         """The epoch to ask for: one that all donors will have heard of before they reach it."""
@@ -512,13 +493,5 @@ class Replica:
         return group.epoch + min(max(math.ceil(NOTICE_SECONDS / interval), 1), self._most_held // 2)
 
 
-def _forget(links: Sequence[Link]) -> list[Action]:
-    return [Forget(link.before) for link in links]
-
-
-def _kept_from(strangers: int, state: StateId) -> str:
-    """Why a state is kept though more peers hold another, one line."""
-    return (
-        f"it keeps the state of those it has trained with: {strangers} others hold {told(state)}, and it has trained "
-        'with none of them; trust="heads" would follow most'
-    )
+def _forget(links: Sequence[lineage.Link]) -> list[Action]:
+    return [events.Forget(link.before) for link in links]

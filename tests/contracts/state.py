@@ -120,28 +120,28 @@ class StateContract:
 
         def recovered() -> Any:
             found = late.recover(state_of(4), SOON, proved=True).result()
-            return found if found.outcome.ok else None
+            return found if found.round.ok else None
 
         found = eventually(recovered, "the mean, from peers that know the late one by then")
 
-        assert found.outcome.digest == outcome.digest
-        assert found.outcome.contributors == outcome.contributors
+        assert found.round.digest == outcome.digest
+        assert found.round.contributors == outcome.contributors
         assert {name: value.tolist() for name, value in found.values.items()} == {"0": [1.0, 1.0]}
         assert found.sources
         again = members[0].recover(state_of(4), SOON, proved=True).result()
-        assert again.outcome.counted(members[0].peer)
+        assert again.round.counted(members[0].peer)
         # Whoever knows nobody by whom it has its state cannot tell whose round it was.
         alone = late.recover(state_of(4), SOON).result()
-        assert not alone.outcome.ok
-        assert alone.outcome.reason
+        assert not alone.round.ok
+        assert alone.round.reason
 
     def test_a_mean_that_nobody_keeps_is_not_waited_for(self, peers: Peers) -> None:
         run, _ = step_all(peers, 2)
 
         found = run.recover(state_of(4), 100 * SOON).result()
 
-        assert not found.outcome.ok
-        assert found.outcome.reason
+        assert not found.round.ok
+        assert found.round.reason
         assert found.values == {}
 
     def test_what_cannot_be_offered_or_fetched_is_said(self, peers: Peers) -> None:

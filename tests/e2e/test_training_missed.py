@@ -54,7 +54,7 @@ class Watched:
     @property
     def recovered(self) -> list[Recovered]:
         """The means that it missed and got."""
-        return [found for one in self._asked if one.done() and (found := one.result()).outcome.ok]
+        return [found for one in self._asked if one.done() and (found := one.result()).round.ok]
 
     def backward(self) -> None:
         loss_of(self.model, batch_of(self.index, self.batches, SAMPLES)).backward()
@@ -115,7 +115,7 @@ def test_one_that_missed_rounds_gets_their_means_and_nobody_takes_a_snapshot(
         assert len({optimizer.id for optimizer in optimizers}) == 1
         assert all(trainer.parameters() == trainers[0].parameters() for trainer in trainers)
         missed = trainers[-1].recovered
-        assert [found.outcome.state.epoch for found in missed if found.outcome.state][:3] == [3, 4, 5]
+        assert [found.round.state.epoch for found in missed if found.round.state][:3] == [3, 4, 5]
         assert all(found.sources for found in missed)
         assert not any(trainer.offers for trainer in trainers)
 

@@ -430,9 +430,9 @@ class FakeRecovery:
         found = swarm.kept.get(self._after)
         if found is None or not self._donors:
             outcome = Outcome(ok=False, reason="nobody keeps it", run=run.name)
-            return SimpleNamespace(outcome=outcome, values={}, buffers={}, behind=self.behind, unheard=0)
+            return SimpleNamespace(round=outcome, values={}, buffers={}, behind=self.behind, unheard=0)
         outcome, mean = found
         swarm.recovered.append((run.peer_name, self._after))
         run.stands = self._after.epoch + 1
         values, buffers = run._binding.named(mean.clone())
-        return SimpleNamespace(outcome=outcome, values=values, buffers=buffers, behind=0, unheard=0)
+        return SimpleNamespace(round=outcome, values=values, buffers=buffers, behind=0, unheard=0)

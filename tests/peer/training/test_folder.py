@@ -15,14 +15,16 @@ import torch
 from equipoise.averaging.state import StateId
 from equipoise.peer.training.checkpoint import (
     IMAGE_FILE,
+    MAX_FOLDER_CHARS,
     PARTIAL,
     CheckpointError,
     Damaged,
+    Folder,
     Misfit,
     Subject,
+    folder_name,
     read_manifest,
 )
-from equipoise.peer.training.checkpoint_dir import MAX_FOLDER_CHARS, Folder, folder_name
 from equipoise.peer.training.image import Image
 from equipoise.peer.training.safetensors_io import ImageError
 

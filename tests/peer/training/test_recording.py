@@ -12,8 +12,7 @@ import torch
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
-from equipoise.peer.training.checkpoint import CheckpointError, Subject, read_manifest
-from equipoise.peer.training.checkpoint_dir import Folder
+from equipoise.peer.training.checkpoint import CheckpointError, Folder, Subject, read_manifest
 from equipoise.peer.training.checkpoint_writer import Checkpoints, Recorder
 from equipoise.peer.training.image import Image
 from equipoise.peer.training.safetensors_io import ImageError

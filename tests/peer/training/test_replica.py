@@ -36,9 +36,8 @@ from equipoise.peer.training.events import (
     SteppedAlone,
     Stopped,
 )
-from equipoise.peer.training.lineage import CHECK_EVERY, beginning, follow
+from equipoise.peer.training.lineage import CHECK_EVERY, MAX_MISSED, beginning, follow, within_reach
 from equipoise.peer.training.member import affordable
-from equipoise.peer.training.missed import MAX_MISSED, within_reach
 from equipoise.peer.training.replica import (
     ATTENDANCE,
     FAILED_ROUNDS,

@@ -30,8 +30,7 @@ from equipoise.peer.training.events import (
     StepAlone,
     SteppedAlone,
 )
-from equipoise.peer.training.lineage import beginning
-from equipoise.peer.training.missed import MAX_MISSED
+from equipoise.peer.training.lineage import MAX_MISSED, beginning
 from equipoise.peer.training.replica import ATTENDANCE, HELD_MEANS, Phase, Replica
 
 
