@@ -19,25 +19,11 @@ if TYPE_CHECKING:
     from equipoise.peer.run import Run
     from equipoise.peer.status import Status
 
-_HOMES = {
-    "equipoise.averaging.outcome": ("Exchanging", "Gathering", "Idle", "NoPeers", "Outcome"),
-    "equipoise.averaging.schema": ("SchemaError",),
-    "equipoise.averaging.spec": ("SpecError",),
-    "equipoise.peer.client": ("Client", "connect"),
-    "equipoise.peer.embedded": ("Peer",),
-    "equipoise.peer.errors": (
-        "ConfigError",
-        "DaemonLost",
-        "EquipoiseError",
-        "NoDaemon",
-        "Refused",
-        "RoundPending",
-    ),
-    "equipoise.peer.control.messages": ("Progress",),
-    "equipoise.peer.futures": ("PendingRound",),
-    "equipoise.peer.run": ("Run",),
-    "equipoise.peer.status": ("Status",),
-}
+_HOMES = (
+    *("peer.errors", "averaging.outcome", "averaging.schema", "averaging.spec", "peer.status"),
+    *("peer.control.messages", "peer.futures", "peer.run", "peer.client", "peer.embedded"),
+)
+"""Where the names are, those first that load fast."""
 
 __all__ = [
     "Client",
@@ -71,7 +57,9 @@ def __getattr__(name: str) -> Any:
     # The command line imports this package and must not wait for torch.
     import importlib
 
-    for module, names in _HOMES.items():
+    homes = _HOMES if name in __all__ else ()
+    found = (vars(importlib.import_module(f"equipoise.{home}")) for home in homes)
+    for names in found:
         if name in names:
-            return getattr(importlib.import_module(module), name)
+            return names[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

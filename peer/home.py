@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import stat
-import sys
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +33,6 @@ BACKLOG = 128
 
 POLL_SECONDS = 0.05
 """How often a lock is tried again; file locks have no timeout of their own."""
-
 
 TERM_SECONDS = 5.0
 """What a daemon that does not answer has to end by itself after SIGTERM."""
@@ -217,7 +216,11 @@ def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.
         raise NoDaemon(
             f"may not open {home / SOCKET_FILE}", "it belongs to another user; give your own --home"
         ) from None
-    _require_same_user(control, home / SOCKET_FILE)
+    credentials = peer_credentials(control)
+    if credentials is not None and credentials[1] not in (0, os.geteuid()):
+        control.close()
+        told = f"the daemon behind {home / SOCKET_FILE} belongs to uid {credentials[1]}, not to you"
+        raise NoDaemon(told, "give your own --home")
     return control
 
 
@@ -247,26 +250,12 @@ def _connect(home: Path, timeout: float) -> socket.socket | None:
     return control
 
 
-def peer_user(control: socket.socket) -> int | None:
-    """Uid of the process at the other end of a unix socket; None where the system cannot tell."""
-    credentials = peer_credentials(control)
-    return credentials[1] if credentials else None
-
-
 def peer_credentials(control: socket.socket) -> tuple[int, int] | None:
     """(pid, uid) of the process at the other end of a unix socket; None where the system cannot tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return None
-    record = control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid, uid = (int.from_bytes(record[at : at + 4], sys.byteorder) for at in (0, 4))
+    pid, uid, _ = struct.unpack("=iii", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
-
-
-def _require_same_user(control: socket.socket, path: Path) -> None:
-    user = peer_user(control)
-    if user not in (None, 0, os.geteuid()):
-        control.close()
-        raise NoDaemon(f"the daemon behind {path} belongs to uid {user}, not to you", "give your own --home")
 
 
 def _prepare(path: Path) -> None:

@@ -55,6 +55,9 @@ LEAVE_SECONDS = 10.0
 SETTLE_SECONDS = 1.0
 """The outcome of that round is sent right after."""
 
+Peers = tuple[str, ...]
+"""PeerIDs."""
+
 Write = Callable[[Region, Mapping[str, torch.Tensor]], None]
 """Writes the mean that the shared memory holds into the tensors."""
 
@@ -349,26 +352,15 @@ class Run:
 
     @overload
     def fetch(
-        self,
-        at_least: int,
-        limit: int,
-        timeout: float = ...,
-        wait: Literal[True] = ...,
-        among: tuple[str, ...] = ...,
+        self, at_least: int, limit: int, timeout: float = ..., wait: Literal[True] = ..., among: Peers = ...
     ) -> Fetched: ...
     @overload
     def fetch(
-        self,
-        at_least: int,
-        limit: int,
-        timeout: float = ...,
-        *,
-        wait: Literal[False],
-        among: tuple[str, ...] = ...,
+        self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False], among: Peers = ...
     ) -> PendingFetch: ...
 
     def fetch(
-        self, at_least: int, limit: int, timeout: float = 60.0, wait: bool = True, among: tuple[str, ...] = ()
+        self, at_least: int, limit: int, timeout: float = 60.0, wait: bool = True, among: Peers = ()
     ) -> Fetched | PendingFetch:
         """Download a snapshot of the run's state from all peers that have the same, verified; one at a time.
 

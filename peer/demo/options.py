@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 
 import msgspec
 
@@ -63,8 +62,8 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     strategy: str = "allreduce"
     seconds: float = 0.0
 
-    def check(self) -> None:
-        """Refuse what cannot work before anything is started.
+    def check(self) -> DemoOptions:
+        """Refuse what cannot work before anything is started; returns the options with their codec named.
 
         Raises:
             DemoUsageError: A count is out of its range, or the codec or the strategy is unknown.
@@ -79,32 +78,26 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise DemoUsageError(
                 f"expected --kill from 0 to {most}, so that {MIN_SURVIVORS} remain, got {self.kill}"
             )
-        self._check_exchange()
+        codec = self._check_exchange()
         if importlib.util.find_spec("sklearn") is None:
             raise DemoError(
                 "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
             )
+        return msgspec.structs.replace(self, codec=codec)
 
-    def _check_exchange(self) -> None:
+    def _check_exchange(self) -> str:
         # They import torch, which the command line does without until the demo really runs.
         from equipoise.averaging.strategy import parse_strategy
         from equipoise.compression import parse_codec
 
-        given: dict[str, tuple[str, Callable[[str], object]]] = {
-            "strategy": (self.strategy, parse_strategy),
-            "codec": (self.codec or "fp32", parse_codec),
-        }
-        for option, (spec, parse) in given.items():
-            try:
-                parse(spec)
-            except ValueError as error:
-                raise DemoUsageError(f"--{option}: {error}") from error
-
-    def complete(self) -> DemoOptions:
-        """Options that name their codec."""
-        from equipoise.averaging.strategy import parse_strategy
-
-        return msgspec.structs.replace(self, codec=self.codec or parse_strategy(self.strategy).codec)
+        option = "strategy"
+        try:
+            codec = parse_strategy(self.strategy).codec
+            option, codec = "codec", self.codec or codec
+            parse_codec(codec)
+        except ValueError as error:
+            raise DemoUsageError(f"--{option}: {error}") from error
+        return codec
 
     @property
     def limit(self) -> float:

@@ -183,8 +183,7 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
         DemoUsageError: An option is out of its range.
         DemoError: scikit-learn is missing, or a daemon did not come up.
     """
-    options.check()
-    options = options.complete()
+    options = options.check()
     console = Console(stderr=json)
     with (
         _terminated_like_interrupted(),

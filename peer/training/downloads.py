@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import PendingFetch, PendingMean, Recovered
+from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, Recovered
 from equipoise.peer.run import Run
 from equipoise.peer.training import events
 from equipoise.peer.training.image import Image, TrainingState
@@ -35,86 +37,83 @@ class Downloads:
         self.behind = self.unheard = 0
         self._run = run
         self._state = state
-        self._fetch: PendingFetch | None = None
-        self._recovery: PendingMean | None = None
+        self._going: PendingFetch | PendingMean | None = None
+        self._failed: type[events.FetchFailed | events.RecoveryFailed] = events.FetchFailed
         self._refused: events.Event | None = None
 
     @property
     def busy(self) -> bool:
         """Whether something is being fetched."""
-        return any(one is not None for one in (self._recovery, self._fetch, self._refused))
+        return self._going is not None or self._refused is not None
 
     @property
     def recovering(self) -> bool:
         """Whether a mean is being fetched."""
-        return self._recovery is not None
+        return self._going is not None and self._failed is events.RecoveryFailed
 
     def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
         """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
-        self.stop()
-        try:
-            self._fetch = self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False, among=among)
-        except Refused as error:
-            self._refused = events.FetchFailed(str(error))
+        self._begin(
+            lambda: self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False, among=among),
+            events.FetchFailed,
+        )
 
     def recover(
         self, after: StateId, timeout: float = RECOVER_SECONDS, proved: bool = False, patient: bool = False
     ) -> None:
         """Begin to fetch the mean that leads on from a state; see `Run.recover`."""
+        self._begin(lambda: self._run.recover(after, timeout, proved, patient), events.RecoveryFailed)
+
+    def _begin(
+        self,
+        start: Callable[[], PendingFetch | PendingMean],
+        failed: type[events.FetchFailed | events.RecoveryFailed],
+    ) -> None:
         self.stop()
+        self._failed = failed
         try:
-            self._recovery = self._run.recover(after, timeout, proved, patient)
+            self._going = start()
         except Refused as error:
-            self._refused = events.RecoveryFailed(str(error))
+            self._refused = failed(str(error))
 
     def stop(self) -> None:
         """Fetch nothing more, and let go of what has come."""
-        going = self._fetch or self._recovery
-        self._fetch = self._recovery = self._refused = self.image = self.mean = None
+        going = self._going
+        self._going = self._refused = self.image = self.mean = None
         if going is not None:
             going.cancel()
 
     def stop_snapshot(self) -> None:
         """Fetch no snapshot any more; a mean may be on its way."""
-        if self._fetch is not None:
+        if self._going is not None and not self.recovering:
             self.stop()
 
     def wait(self, seconds: float) -> bool:
         """Wait for what is being fetched, at most so long; returns whether nothing is, or it has ended."""
-        going = self._fetch or self._recovery
-        return going is None or going.wait(seconds)
+        return self._going is None or self._going.wait(seconds)
 
     def ended(self) -> events.Event | None:
         """What the download came to, if it has ended just now."""
-        if self._refused is not None:
+        if self._going is None or not self._going.done():
             refused, self._refused = self._refused, None
             return refused
-        if self._recovery is not None and self._recovery.done():
-            recovery, self._recovery = self._recovery, None
-            return self._recovered(recovery)
-        if self._fetch is not None and self._fetch.done():
-            fetch, self._fetch = self._fetch, None
-            return self._fetched(fetch)
-        return None
-
-    def _fetched(self, ended: PendingFetch) -> events.Event:
+        going, self._going = self._going, None
         try:
-            fetched = ended.result()
-            if not fetched.ok or fetched.image is None:
-                return events.FetchFailed(fetched.reason)
-            image = self._state.read(torch.frombuffer(fetched.image, dtype=torch.uint8), foreign=True)
-            if image.id != fetched.state:
-                raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
+            found = going.result()
+            return self._fetched(found) if isinstance(found, Fetched) else self._recovered(found)
         except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
-            return events.FetchFailed(str(error))
+            return self._failed(str(error))
+
+    def _fetched(self, fetched: Fetched) -> events.Event:
+        if not fetched.ok or fetched.image is None:
+            return events.FetchFailed(fetched.reason)
+        image = self._state.read(torch.frombuffer(fetched.image, dtype=torch.uint8), foreign=True)
+        if image.id != fetched.state:
+            raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
         self.image = image
         return events.ImageFetched(image.id)
 
-    def _recovered(self, ended: PendingMean) -> events.Event:
-        try:
-            found = ended.result()
-        except Refused as error:
-            return events.RecoveryFailed(str(error))
+    def _recovered(self, found: Recovered) -> events.Event:
         outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
         if not outcome.ok or outcome.state is None:
             return events.RecoveryFailed(outcome.reason, decided=not found.unheard)

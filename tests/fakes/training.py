@@ -24,6 +24,7 @@ from equipoise.averaging.statesync.kept import KEPT_MEANS
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.control.messages import AgreeRun, LeaveRun, ReportAccumulated
+from equipoise.peer.futures import Fetched, Recovered
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
 from equipoise.peer.tensors import Binding, Tensors
@@ -392,9 +393,9 @@ class FakeFetch:
     def result(self) -> Any:
         self._run.wants = None
         if self._image is None:
-            return SimpleNamespace(ok=False, reason="nobody offers it", state=None, image=None)
+            return Fetched(ok=False, reason="nobody offers it")
         state, image = self._image
-        return SimpleNamespace(ok=True, reason="", state=state, image=bytearray(image))
+        return Fetched(ok=True, reason="", state=state, image=memoryview(bytearray(image)))
 
 
 class FakeRecovery:
@@ -430,9 +431,9 @@ class FakeRecovery:
         found = swarm.kept.get(self._after)
         if found is None or not self._donors:
             outcome = Outcome(ok=False, reason="nobody keeps it", run=run.name)
-            return SimpleNamespace(round=outcome, values={}, buffers={}, behind=self.behind, unheard=0)
+            return Recovered(round=outcome, behind=self.behind)
         outcome, mean = found
         swarm.recovered.append((run.peer_name, self._after))
         run.stands = self._after.epoch + 1
         values, buffers = run._binding.named(mean.clone())
-        return SimpleNamespace(round=outcome, values=values, buffers=buffers, behind=0, unheard=0)
+        return Recovered(round=outcome, values=values, buffers=buffers)
