@@ -17,7 +17,7 @@ from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.config import find_home
-from equipoise.peer.control.client import CONNECT_SECONDS, START_SECONDS, Link, open_link
+from equipoise.peer.control.client import ANSWER_SECONDS, START_SECONDS, Link, open_link
 from equipoise.peer.control.messages import AgreeRun, AskPeers, AskRounds, AskStatus, JoinRun
 from equipoise.peer.errors import DaemonLost, EquipoiseError, NoDaemon
 from equipoise.peer.purposes import AVERAGE, swarm_name
@@ -45,9 +45,8 @@ log = logging.getLogger(__name__)
 class Client:
     """A connection to one daemon; runs joined through it are left when it closes, or this process ends.
 
-    Where the daemon is lost, one line says why, rounds fail with that reason, and a thread looks for a daemon on the
-    same home: it then joins the runs again, on the terms that were agreed on, with new shared memory, and says what was
-    accumulated.
+    Where the daemon is lost, one line says why, and rounds fail with that reason. A thread looks for a daemon on the
+    same home. It joins the runs again with new shared memory, agrees on the same terms, and says what was accumulated.
     """
 
     def __init__(self, link: Link, reopen: Callable[[], Link] | None = None) -> None:
@@ -226,7 +225,7 @@ class Client:
         self.close()
 
 
-def connect(home: str | os.PathLike[str] | None = None, timeout: float = CONNECT_SECONDS) -> Client:
+def connect(home: str | os.PathLike[str] | None = None, timeout: float = ANSWER_SECONDS) -> Client:
     """Connect to the daemon that runs on this machine; one that is just starting is waited for.
 
     Args:

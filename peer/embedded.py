@@ -14,18 +14,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-import uvloop
 
 from equipoise.peer.client import Client
 from equipoise.peer.config import Loaded, load
 from equipoise.peer.control.client import Link
 from equipoise.peer.daemon import Assemble, Daemon, assemble
+from equipoise.peer.home import STOP_SECONDS
+from equipoise.peer.run_daemon import run_loop
 
 START_SECONDS = 60.0
 """Starting takes a second; the first import of the libraries on a slow disk takes many more."""
-
-STOP_SECONDS = 30.0
-"""More than all parts of the daemon may take to stop."""
 
 
 class Peer(Client):
@@ -90,7 +88,7 @@ class DaemonThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._daemon: Daemon | None = None
         self._thread = threading.Thread(
-            target=self._run, args=(loaded, assemble), name="equipoise-daemon", daemon=True
+            target=lambda: run_loop(self._serve(loaded, assemble)), name="equipoise-daemon", daemon=True
         )
         self._thread.start()
         self._started.result(START_SECONDS)
@@ -111,10 +109,6 @@ class DaemonThread:
         assert self._loop is not None, "started"
         assert self._daemon is not None, "started"
         self._loop.call_soon_threadsafe(action, self._daemon)
-
-    def _run(self, loaded: Loaded, assemble: Assemble) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._serve(loaded, assemble))
 
     async def _serve(self, loaded: Loaded, assemble: Assemble) -> None:
         daemon = Daemon(loaded, assemble=assemble)

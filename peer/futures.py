@@ -89,8 +89,7 @@ class PendingRound(Pending[Outcome]):
     """The outcome of a round, and the tensors' new values, once the daemon has it.
 
     Tensors are written by the thread that calls `result`, the first time that it returns, and never before: the script
-    that trains meanwhile decides when they change. If the daemon has gone, the outcome is not ok and says so, and they
-    are untouched.
+    that trains meanwhile decides when they change. If the daemon has gone, the outcome says so, and they do not change.
     """
 
     what = "round"

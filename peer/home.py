@@ -34,6 +34,9 @@ BACKLOG = 128
 POLL_SECONDS = 0.05
 """How often a lock is tried again; file locks have no timeout of their own."""
 
+STOP_SECONDS = 30.0
+"""A daemon that is asked to end finishes or fails its open rounds first, and bounds each step of its stop."""
+
 TERM_SECONDS = 5.0
 """What a daemon that does not answer has to end by itself after SIGTERM."""
 

@@ -20,7 +20,7 @@ import msgspec
 
 from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
 from equipoise.peer.errors import EquipoiseError
-from equipoise.peer.home import Home
+from equipoise.peer.home import STOP_SECONDS, Home
 from equipoise.peer.run_daemon import load_daemon, on_signals, run_loop, say, serve
 
 if TYPE_CHECKING:
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 END_SECONDS = 5.0
 """What a script has to clean up in, where its daemon cannot start."""
-
-STOP_SECONDS = 30.0
-"""More than all parts of a daemon may take to stop; then it is killed."""
 
 FIRST_PAUSE = 1.0
 """Seconds until a daemon that has ended is started again; twice as many after each end in a row."""
@@ -59,8 +56,7 @@ class Given(msgspec.Struct, frozen=True):
 def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
     """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
 
-    The command is started first, so that both load their libraries at the same time; its `connect` waits for the daemon
-    that has taken the home.
+    The command is started first, so both load their libraries at the same time. Its `connect` waits for the daemon.
 
     Args:
         loaded: The daemon's configuration.
@@ -68,8 +64,7 @@ def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
         resume: Whether the script is told, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
 
     Returns:
-        The command's exit status; 128 and the number of the signal that ended it; or the daemon's, if that cannot
-        start.
+        The command's exit status, or 128 and the number of the signal that ended it; the daemon's if it cannot start.
 
     Raises:
         EquipoiseError: The home cannot be used, or the command cannot start.

@@ -67,13 +67,11 @@ log = logging.getLogger(__name__)
 class Run:
     """Takes part in rounds with this script's tensors; one round at a time.
 
-    `average` exchanges the tensors themselves, `step` exchanges accumulated gradients. Peers that call one never meet
-    peers that call the other.
+    `average` exchanges the tensors, `step` accumulated gradients. Peers that average never meet peers that step.
 
     Attributes:
         name: The run's name.
-        mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before; overwritten by the
-            next.
+        mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before the first one.
         options: How it averages.
         left: Whether it was left.
         terms: What was agreed on.
@@ -135,8 +133,7 @@ class Run:
                 overwritten by their weighted mean when its outcome is collected. Integer ones, as counters, never do.
 
         Raises:
-            Refused: Those who are there have something else; says which thing, here and there. Or the run has
-                accumulated or stepped already.
+            Refused: The peers who are there have something else; says what. Or the run has accumulated or stepped.
             SpecError: A term is too long or not printable.
             SchemaError: There are no buffers to speak of, since the run was not joined with a module.
             DaemonLost: The daemon has gone.
@@ -205,8 +202,8 @@ class Run:
         """Add weight * gradient, in fp32 on the tensors' device, to what this peer contributes to the next step.
 
         Args:
-            gradients: A module (the `.grad` of its parameters), a mapping by the names of the tensors, or a list in
-                their order. None counts as zeros.
+            gradients: A module (the `.grad` of its parameters), a mapping by tensors' names, or a list in their order.
+                None counts as zeros.
             weight: A finite number >= 0, usually the number of samples.
 
         Raises:
@@ -303,8 +300,7 @@ class Run:
     def wait_for(self, peers: int, timeout: float = 60.0) -> bool:
         """Wait until so many other peers of this run are known, `timeout` seconds at most; returns whether they are.
 
-        On a run that is stepped it is called after what agrees on terms, as `optimizer` does: only peers with equal
-        ones count.
+        Only peers with equal terms count, so a run that is stepped agrees on its terms first, as `optimizer` does.
 
         Raises:
             ValueError: The timeout is out of range.

@@ -1,8 +1,7 @@
 """What a daemon does for its clients: a session is one client's part in one run.
 
 It has shared memory and a run driver for each purpose. Each purpose is a run of the swarm, with its own schema, and is
-joined when it is first used. Right after its join a script either agrees on terms, which says that it steps, or is
-announced to those that average.
+joined when it is first used. A script that steps agrees on terms after its join; any other is announced as averaging.
 """
 
 from __future__ import annotations
@@ -100,8 +99,8 @@ class Session:
         """Have `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
 
         Raises:
-            Refused: Those who are there have something else; says what differs. Or it has been used already with other
-                terms, or has no gradients.
+            Refused: The peers who are there have something else; says what. Or the run has stepped on other terms, or
+                has no gradients.
             ValueError: A term is too long or not printable, or a buffer is named as a gradient is.
         """
         if self._joined is None:

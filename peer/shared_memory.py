@@ -5,8 +5,7 @@ daemon only reads. What a script fetches the daemon writes into memory that the 
 pages to it once its size is known.
 
 The memory is anonymous: it lives as long as a process has it mapped or holds the descriptor, so nothing is left behind
-when a process dies. On Linux it is a memfd sealed against resizing: a client that could shrink it would end the daemon
-by SIGBUS.
+when a process dies. On Linux it is a memfd that cannot be resized: one that shrinks ends the daemon by SIGBUS.
 """
 
 from __future__ import annotations

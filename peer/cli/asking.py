@@ -11,17 +11,14 @@ import click
 from equipoise.peer.cli.options import home_option, json_option
 from equipoise.peer.cli.output import print_headline, print_json, print_peers, print_rounds, print_status
 from equipoise.peer.config import find_home
-from equipoise.peer.control.client import Link, open_link
+from equipoise.peer.control.client import open_link
 from equipoise.peer.control.messages import Answer, AskPeers, AskRounds, AskStatus, Request, StopDaemon
 from equipoise.peer.errors import EquipoiseError, NoDaemon
 from equipoise.peer.history import last_of_each_run, read_history
-from equipoise.peer.home import end_by_force, wait_until_free
+from equipoise.peer.home import STOP_SECONDS, end_by_force, wait_until_free
 
 ANSWER_SECONDS = 8.0
 """For each of greeting and answer: milliseconds on most machines, seconds on one that swaps. People wait for them."""
-
-STOP_SECONDS = 30.0
-"""A daemon finishes or fails its open rounds first, and bounds each step of its stop."""
 
 START = """\
   equipoise demo                        a whole swarm on this machine
@@ -106,7 +103,7 @@ def stop(home: str | None, force: bool, as_json: bool) -> None:
 
 
 def _ask_to_stop(home: Path) -> int:
-    with linked(home) as link:
+    with contextlib.closing(open_link(home, ANSWER_SECONDS)) as link:
         pid = link.welcome.pid
         link.ask(StopDaemon())
     if not wait_until_free(home, STOP_SECONDS):
@@ -126,17 +123,12 @@ def _force(home: Path) -> dict[str, int | bool]:
     return {"stopped": end_by_force(home), "forced": True}
 
 
-def linked(home: Path) -> contextlib.closing[Link]:
-    """A connection to the daemon on `home`.
+def ask(home: str | None, request: Request[Answer]) -> Answer:
+    """Connect, ask, disconnect.
 
     Raises:
         NoDaemon: None runs there; says how to start one.
         DaemonLost: It does not answer; says what to do.
     """
-    return contextlib.closing(open_link(home, ANSWER_SECONDS))
-
-
-def ask(home: str | None, request: Request[Answer]) -> Answer:
-    """Connect, ask, disconnect; errors as of `linked`."""
-    with linked(find_home(home, os.environ)[0]) as link:
+    with contextlib.closing(open_link(find_home(home, os.environ)[0], ANSWER_SECONDS)) as link:
         return link.ask(request, ANSWER_SECONDS)

@@ -130,7 +130,8 @@ def _overview(status: Status) -> Iterator[RenderableType]:
     connected = f"{_count(len(status.swarm.connected), 'peer')}, {_count(status.clients, 'client')}"
     rows = [("daemon", process), ("connected", connected)]
     entries = sorted(status.swarm.bootstrap, key=lambda row: row.state == "connected")
-    rows += [("joins through", _fate(row)) for row in entries[:SHOWN_ENTRIES]]
+    for row in entries[:SHOWN_ENTRIES]:  # The reason why one leads nowhere names its host and port.
+        rows.append(("joins through", row.address if row.state == "connected" else _why(row)))
     if status.swarm.reach is not None:
         rows.append(("reached", f"{status.swarm.reach.state}: {status.swarm.reach.reason}"))
     if not status.runs:
@@ -153,7 +154,7 @@ def _details(status: Status) -> Iterator[RenderableType]:
     yield _line("daemon", f"{status.name}, pid {status.pid}, up {_duration(status.uptime)}")
     yield _line("peer", status.peer_id)
     yield from (_line("address", address) for address in swarm.addresses)
-    yield from (_line("joins through", _entry(row)) for row in swarm.bootstrap)
+    yield from (_line("joins through", f"{row.address} ({_why(row)})") for row in swarm.bootstrap)
     yield from (_line("reached", line) for line in _reach(swarm.reach))
     yield _line("connected", f"{_count(len(swarm.connected), 'peer')}, {_count(status.clients, 'client')}")
     yield from (_line("direct", line) for line in _direct(swarm.direct))
@@ -172,15 +173,6 @@ def _details(status: Status) -> Iterator[RenderableType]:
         yield from (_line(name, line) for _, line in _told(run))
     if not status.runs:
         yield _line("runs", "none: a training script joins them")
-
-
-def _fate(row: BootstrapStatus) -> str:
-    """What became of an address, first of all why it leads nowhere; the reason names its host and port."""
-    return row.address if row.state == "connected" else _why(row)
-
-
-def _entry(row: BootstrapStatus) -> str:
-    return f"{row.address} ({_why(row)})"
 
 
 def _why(row: BootstrapStatus) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import array
 import concurrent.futures
 import contextlib
 import itertools
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -28,10 +28,7 @@ SEND_SECONDS = 0.5
 """A daemon that reads nothing for so long while the socket's buffer is full is stopped; calls still end in time."""
 
 ANSWER_SECONDS = 10.0
-"""What is answered at once takes milliseconds; on a machine that swaps, seconds."""
-
-CONNECT_SECONDS = 10.0
-"""A daemon that listens answers at once, before it has joined anything."""
+"""What is answered at once, a greeting among it, takes milliseconds; on a machine that swaps, seconds."""
 
 ASKING_SECONDS = 5.0
 """For a daemon to start that somebody asks something of: it takes two, where nothing else needs the processor."""
@@ -69,12 +66,14 @@ class Link:
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_SECONDS))
+        connected.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(SEND_SECONDS * 1e6))
+        )
         self._reader = threading.Thread(target=self._read, name="equipoise-link", daemon=True)
 
     @classmethod
     def open(
-        cls, connected: socket.socket, home: Path | None = None, timeout: float = CONNECT_SECONDS
+        cls, connected: socket.socket, home: Path | None = None, timeout: float = ANSWER_SECONDS
     ) -> Link:
         """Greet the daemon at the other end of a connected socket, which is taken over.
 
@@ -114,7 +113,8 @@ class Link:
             self._waiting[number] = request, reply
         try:
             with self._sending:
-                _send(self._socket, frame, fds)
+                sent = socket.send_fds(self._socket, [frame], fds) if fds else 0
+                self._socket.sendall(memoryview(frame)[sent:])
         except (BrokenPipeError, ConnectionResetError):
             pass  # The daemon has closed the connection, and the reader finds what it said last: it may be why.
         except BlockingIOError:
@@ -159,9 +159,7 @@ class Link:
     def _read(self) -> None:
         decoder = FrameDecoder()
         try:
-            with contextlib.suppress(
-                ConnectionResetError
-            ):  # Of a process that was killed with requests unread.
+            with contextlib.suppress(ConnectionResetError):  # A process was killed with requests unread.
                 while data := self._socket.recv(READ_BYTES):
                     for frame in decoder.feed(data):
                         self._deliver(*messages.decode_reply(frame))
@@ -209,14 +207,11 @@ class Link:
         """The error of a daemon that has closed the socket and said nothing."""
         if not hasattr(self, "welcome"):
             return DaemonLost(f"{self._daemon} closed the connection")
-        deadline = time.monotonic() + END_SECONDS
-        while not _has_ended(self.welcome.pid):
+        pid, deadline = self.welcome.pid, time.monotonic() + END_SECONDS
+        while not _has_ended(pid):
             if time.monotonic() >= deadline:
-                return DaemonLost(
-                    f"{self._daemon} (process {self.welcome.pid}) has dropped this script and goes on"
-                )
+                return DaemonLost(f"{self._daemon} (process {pid}) has dropped this script and goes on")
             time.sleep(LOOK_SECONDS)
-        pid = self.welcome.pid
         return self._ended(f"(process {pid}) has ended without a word: it was killed, or has crashed")
 
     def _lose(self, error: EquipoiseError) -> None:
@@ -235,7 +230,7 @@ class Link:
             return
 
 
-def open_link(home: Path, timeout: float = CONNECT_SECONDS, patience: float = ASKING_SECONDS) -> Link:
+def open_link(home: Path, timeout: float = ANSWER_SECONDS, patience: float = ASKING_SECONDS) -> Link:
     """Connect to the daemon on `home`; where one is just starting, wait for it with some patience, in seconds.
 
     Raises:
@@ -246,13 +241,6 @@ def open_link(home: Path, timeout: float = CONNECT_SECONDS, patience: float = AS
     return Link.open(connect_socket(home, timeout, patience), home, timeout)
 
 
-def _send(connected: socket.socket, frame: bytes, fds: Sequence[int]) -> None:
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    sent = connected.sendmsg([frame], rights)
-    while sent < len(frame):
-        sent += connected.send(memoryview(frame)[sent:])
-
-
 def _has_ended(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
@@ -260,8 +248,3 @@ def _has_ended(pid: int) -> bool:
         return True
     except psutil.Error:  # It may not be looked at; so it is there.
         return False
-
-
-def _timeval(seconds: float) -> bytes:
-    whole = int(seconds)
-    return array.array("l", [whole, int((seconds - whole) * 1e6)]).tobytes()

@@ -145,10 +145,9 @@ class Progress(msgspec.Struct, frozen=True):
 
     Attributes:
         local: By this peer.
-        swarm: By all peers of the run that answer, this one included, as far as their word counts; a little behind for
-            the others.
-        wanted: Epoch of which some peer wants a snapshot; None while none does. A peer that holds
-            that state offers it. A later state serves too, but donors may then differ and the newcomer must ask again.
+        swarm: By this peer and, a moment ago, by all others of the run that answer, as far as their word counts.
+        wanted: Epoch of which some peer wants a snapshot; None while none does. A peer that holds that state offers it.
+            A later state serves too, but donors may then differ and the newcomer must ask again.
     """
 
     local: float

@@ -191,7 +191,7 @@ class Ledger:
             failed_rounds=len(self.failures),
             accuracy=_mean([report.accuracy for report in done.values()]),
             accuracy_alone=_mean([report.alone for report in done.values()]),
-            bit_identical=_identical(done, len(survivors)),
+            bit_identical=len(done) == len(survivors) and len({one.digest for one in done.values()}) == 1,
             bytes_sent=sent,
             bytes_saved=sum(round_.fp32_bytes(values) for round_ in self.rounds.values()) - sent,
             seconds=seconds,
@@ -214,10 +214,6 @@ class Ledger:
                 f"expected {100 * MIN_GAIN:+.1f}; more --rounds help"
             )
         return problems
-
-
-def _identical(done: Mapping[int, Finished], expected: int) -> bool:
-    return len(done) == expected and len({report.digest for report in done.values()}) == 1
 
 
 def _mean(values: list[float]) -> float:

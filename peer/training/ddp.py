@@ -78,8 +78,7 @@ class Machine:
         Args:
             run: On rank 0, joined with `model.module`; on others None.
             model: What the hook is registered with.
-            batch_size: Samples of one rank between two exchanges, with those of passes in `model.no_sync()`; all ranks
-                have as many.
+            batch_size: Samples of each rank between two exchanges, passes in `model.no_sync()` included.
             timeout: Seconds for one round.
             group: DDP's process group; None: the default one.
 

@@ -22,14 +22,9 @@ from equipoise.peer.errors import Refused
 from equipoise.peer.futures import PendingRound
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import named_tensors
+from equipoise.peer.training.local import LocalTraining, StepHook
+from equipoise.peer.training.member import FINISH_SECONDS, LEAST_SECONDS
 from equipoise.peer.training.options import GossipKeywords, GossipOptions, from_keywords
-from equipoise.peer.training.step_hook import LocalTraining, StepHook
-
-FINISH_SECONDS = 10.0
-"""How long the end takes at most, by default: an exchange that goes on, and the all-reduce of those that end too."""
-
-LEAST_SECONDS = 0.1
-"""For the all-reduce, however long the exchange before it took."""
 
 NEWCOMER = ATTENDANCE_LIMIT
 """Weight of a peer in its first exchange: its partner's model is as good as all of the mean."""

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from blake3 import blake3
@@ -24,8 +24,7 @@ FORMAT = 1
 """Raised when an older reader would misread an image."""
 
 STATE_FACTOR = 8
-"""An image holds parameters and what an optimizer remembers of each: two values in fp32 where parameters may be
-fp16."""
+"""An image holds parameters, fp16 perhaps, and what an optimizer remembers of each: two values in fp32."""
 
 SPARE_BYTES = 64 * 2**20
 """For the header, the scheduler, and what the user adds."""
@@ -43,6 +42,8 @@ SETTINGS = re.compile(
 
 EXTRA = "extra "
 """Begins the names of the user's own parts, whose values are not checked."""
+
+Kind = TypeVar("Kind")
 
 Tree = Any
 """None, bool, int, float, str, tensors, and dicts, lists and tuples of those."""
@@ -65,8 +66,7 @@ class Part(Protocol):
         """The part as it is now; its tensors are not copies."""
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
-        """Raise ImageError unless `load` will take it. A `foreign` tree is another peer's, and must keep to the run's
-        terms."""
+        """Raise ImageError unless `load` takes it; a `foreign` tree, another peer's, must keep to the run's terms."""
 
     def load(self, tree: Tree) -> None:
         """Become that."""
@@ -218,8 +218,8 @@ class OptimizerPart:
         ours = self.tree()
         if not isinstance(tree, dict) or set(tree) != {"state", "groups"}:
             raise ImageError("expected an optimizer's state and groups, there are none")
-        if [_names(group) for group in _as_list(tree["groups"])] != [
-            _names(group) for group in ours["groups"]
+        if [_as(dict, one).get("params") for one in _as(list, tree["groups"])] != [
+            one["params"] for one in ours["groups"]
         ]:
             raise ImageError(
                 "expected the optimizer's groups to hold the parameters that they hold here, they differ"
@@ -227,12 +227,12 @@ class OptimizerPart:
         if foreign:
             for group, terms in zip(tree["groups"], self._terms, strict=True):
                 _check_terms(_told_terms(group, self._scheduled), terms)
-        for name, kept in _as_dict(tree["state"]).items():
+        for name, kept in _as(dict, tree["state"]).items():
             if name not in self._parameters:
                 raise ImageError(
                     f"expected what an optimizer remembers of the run's parameters, got {name[:80]!r}"
                 )
-            for key, value in _as_dict(kept).items():
+            for key, value in _as(dict, kept).items():
                 if self._is_elementwise and isinstance(value, torch.Tensor):
                     _check_spread(f"{key[:80]!r} of {name!r}", value, self._parameters[name])
                 known = ours["state"].get(name, {}).get(key)
@@ -265,7 +265,7 @@ class UserPart:
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
         """See `Part`."""
-        _as_dict(tree)
+        _as(dict, tree)
 
     def load(self, tree: Tree) -> None:
         """See `Part`."""
@@ -302,7 +302,7 @@ def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, 
 
 
 def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> None:
-    found = _as_dict(tree)
+    found = _as(dict, tree)
     for name in sorted(set(like) ^ set(found)):
         where = "here" if name in like else "in the image"
         raise ImageError(f"expected the tensors that are here: {name[:80]!r} {of}is only {where}")
@@ -358,19 +358,9 @@ def _check_spread(what: str, value: torch.Tensor, parameter: torch.Tensor) -> No
         raise ImageError(f"{what} has shape {list(value.shape)}, expected one for {list(parameter.shape)}")
 
 
-def _names(group: Tree) -> Tree:
-    return _as_dict(group).get("params")
-
-
-def _as_dict(tree: Tree) -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        raise ImageError(f"expected a dict in the image, got {type(tree).__name__}")
-    return tree
-
-
-def _as_list(tree: Tree) -> list[Any]:
-    if not isinstance(tree, list):
-        raise ImageError(f"expected a list in the image, got {type(tree).__name__}")
+def _as(kind: type[Kind], tree: Tree) -> Kind:
+    if not isinstance(tree, kind):
+        raise ImageError(f"expected a {kind.__name__} in the image, got {type(tree).__name__}")
     return tree
 
 

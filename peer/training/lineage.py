@@ -15,8 +15,7 @@ from blake3 import blake3
 from equipoise.averaging.state import StateId
 
 CHECK_EVERY = 64
-"""Epochs between two looks at the parameters themselves: hashing them takes about as long as a step of a small
-model."""
+"""Epochs between two looks at the parameters themselves: to hash them takes as long as a step of a small model."""
 
 
 MAX_MISSED = 8

@@ -12,10 +12,15 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
-from typing import Unpack
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from typing import Generic, Self, TypeVar, Unpack
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.outer import Average, Nesterov, Outer
@@ -25,30 +30,99 @@ from equipoise.peer.run import Run
 from equipoise.peer.tensors import stepped_tensors
 from equipoise.peer.training.checkpoint_writer import Checkpoints, Keeper
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
-from equipoise.peer.training.member import (
-    CATCH_UP_SECONDS,
-    FINISH_SECONDS,
-    Finished,
-    Member,
-    Subject,
-    wait_for,
-)
+from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
-from equipoise.peer.training.step_hook import LocalTraining, StepHook
+
+End = TypeVar("End")
 
 log = logging.getLogger(__name__)
 
+_watching: list[StepHook] = []
+_hook: list[RemovableHandle] = []
+_lock = threading.Lock()
+
 RETRIES = 10
-"""Attempts, spread over the steps to the next exchange, after a round that failed: the others may be there in a
-moment."""
+"""Attempts after a round that failed, spread over the steps to the next exchange: the others may be about to come."""
+
+
+def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for watching in tuple(_watching):
+        watching.tell(optimizer)
+
+
+class StepHook:
+    """Calls back after each step of the optimizer that holds some parameters; of several such the first one counts.
+
+    Args:
+        parameters: Some of them must be the optimizer's.
+        stepped: Called with the optimizer, in the thread that made the step.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], stepped: Callable[[torch.optim.Optimizer], None]
+    ) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._stepped = stepped
+        self._counted: weakref.ref[torch.optim.Optimizer] | None = None
+
+    def start(self) -> None:
+        """Begin: one hook serves all, for torch may be calling its hooks in another thread."""
+        with _lock:
+            _watching.append(self)
+            if not _hook:
+                _hook.append(register_optimizer_step_post_hook(_tell))
+
+    def stop(self) -> None:
+        """Call back no more."""
+        with _lock:
+            _watching.remove(self)
+            if not _watching:
+                _hook.pop().remove()
+
+    def tell(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer of this process has made a step."""
+        if self._counted is None or self._counted() is None:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if not held & self._parameters:
+                return
+            self._counted = weakref.ref(optimizer)
+        if self._counted() is optimizer:
+            self._stepped(optimizer)
+
+
+class LocalTraining(ABC, Generic[End]):
+    """A `with` block in which the steps of the loop's optimizer are followed. It ends with `finish`, unless it fails.
+
+    Attributes:
+        steps: Steps of the loop's optimizer.
+        finished: What `finish` has returned.
+    """
+
+    _hook: StepHook
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.finished: End | None = None
+
+    @abstractmethod
+    def finish(self) -> End:
+        """End together with the others."""
+
+    def __enter__(self) -> Self:
+        self._hook.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._hook.stop()
+        if kind is None and self.finished is None:
+            self.finish()
 
 
 class DiLoCo(LocalTraining[Finished]):
     """Local steps with an outer optimizer (Douillard 2023, 2311.08105), streaming where there are several fragments.
 
-    A context manager: it watches the steps of the optimizer that holds the run's parameters, and no longer when it
-    ends.
+    A context manager: until it ends, it watches the steps of the optimizer that holds the run's parameters.
 
     Attributes:
         steps: Inner steps, as the group counts them.
@@ -77,8 +151,8 @@ class DiLoCo(LocalTraining[Finished]):
         Raises:
             TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
-            Refused: Something trains with the run already, those who are there have agreed on something else, or are as
-                many as fit into one group.
+            Refused: Something trains with the run already, or the peers who are there agreed on something else, or
+                fill a group.
             CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
         """
         self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
@@ -95,7 +169,7 @@ class DiLoCo(LocalTraining[Finished]):
         for fragment in self._fragments:
             fragment.agree(type(self).__name__, outer)
         wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
-        self._keepers = [fragment.keep(checkpoints) for fragment in self._fragments] if checkpoints else []
+        self._keepers = [Keeper(one.member, one.run, checkpoints) for one in self._fragments if checkpoints]
         if checkpoints:
             self.steps = max(fragment.group_step for fragment in self._fragments)
 
@@ -220,10 +294,6 @@ class Fragment:
             }
         )
 
-    def keep(self, checkpoints: Checkpoints) -> Keeper:
-        """Start from a checkpoint, if that is wanted, and write others."""
-        return Keeper(self.member, self.run, checkpoints)
-
     def tick(self, step: int) -> int | None:
         """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""
         epoch, ended = self.member.id.epoch, self.member.outcomes
@@ -232,7 +302,7 @@ class Fragment:
         if self.member.in_step and self.member.pending and self._may_collect(step):
             self._collect(step)
         if not self.member.in_step:
-            self.member.find_group(CATCH_UP_SECONDS if step == 1 else 0.0)
+            self.member.find_group() if step == 1 else self.member.find_group(0.0)
         if step % max(self._options.every // RETRIES, 1) == 0:
             self.member.serve()
         # The end of a round tells where the others are; that a mean which was missed has come does not.

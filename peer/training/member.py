@@ -54,22 +54,18 @@ of, in place of one that the group has not come to: it may have ended, and those
 GONE_SECONDS = 0.25
 """Longest time from when the last other peer has gone to when a step that waits for a group notices."""
 
-SHORTEST_SECONDS = 0.1
-"""For the last question."""
-
 WAIT_SECONDS = 60.0
 """Sixteen processes that import torch on two cores take half of it."""
 
-LOOK_SECONDS = 0.1
-"""For one more look, where that time is over."""
+LEAST_SECONDS = 0.1
+"""For the last look, question or exchange, where the time for all of them is over."""
 
 FINISH_SECONDS = 10.0
 """Bounds how long a peer that ends stays for the others, in seconds: a stalled round, or the snapshot of a small model,
 fits in. The peer leaves at once where all others are as far."""
 
 HELD_MEMORY = 0.25
-"""Share of the memory that is available for means that are kept while a snapshot comes: that takes as much again, and
-the loop goes on."""
+"""Largest share of the available memory for means that are kept while a snapshot comes, which takes as much again."""
 
 LEAST_HELD = 2
 """Means kept whatever memory there is: with fewer no snapshot, which always is some rounds old, could be used."""
@@ -212,8 +208,7 @@ class Member:
         self._own.add(named_gradients(gradients), weight)
 
     def swarm_accumulated(self) -> float:
-        """Weight accumulated towards the next update, by all who will contribute; offers a snapshot if one is
-        wanted."""
+        """Weight that all who will contribute have accumulated for the update; offers a snapshot if one is wanted."""
         swarm = self.serve()
         return swarm if self.in_step else self.accumulated
 
@@ -282,8 +277,7 @@ class Member:
         return isinstance(event, events.RecoveryFailed) and self._replica.phase is not machine.Phase.ASTRAY
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
-        """Where this peer does not hold the group's state, or does not know, find out and catch up, for some
-        seconds."""
+        """For some seconds: find out whether this peer holds the group's state, and catch up where it does not."""
         deadline = self._clock() + seconds
         while not self.in_step:
             company = self.has_company()
@@ -572,8 +566,7 @@ class Member:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """What is in memory is no state at all until it is done; whoever catches an error and goes on must not claim
-        one."""
+        """What is in memory is no state at all until it is done: after an error this peer must not claim one."""
         self._whole = None
         try:
             yield
@@ -583,8 +576,7 @@ class Member:
             raise
 
     def _offer(self, wanted: int | None) -> None:
-        """Serve the state that is wanted: two copies of it in memory, the image and what the daemon shares of it; the
-        first is dropped at once."""
+        """Serve the state that is wanted: in memory as an image, which is dropped at once, and as the daemon's copy."""
         if wanted is None or self._offered >= wanted or self.id.epoch < wanted or self._replica.claim is None:
             return
         self._offered = self.id.epoch
@@ -599,7 +591,7 @@ class Member:
             self._stays_away_until = self._clock() + STAY_AWAY_SECONDS
         astray = self._replica.phase is machine.Phase.ASTRAY
         if self._ends_at is not None:
-            left = max(self._ends_at - self._clock(), SHORTEST_SECONDS)
+            left = max(self._ends_at - self._clock(), LEAST_SECONDS)
             self._downloads.recover(after, left, proved=astray, patient=not astray and self.has_company())
             return []
         self._downloads.recover(after, proved=astray)
@@ -631,7 +623,7 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
         raise ValueError(f"wait_for: expected a whole number of peers >= 0, got {peers!r}")
     deadline = time.monotonic() + WAIT_SECONDS
     for run in runs if peers else ():
-        if not run.wait_for(peers, max(deadline - time.monotonic(), LOOK_SECONDS)):
+        if not run.wait_for(peers, max(deadline - time.monotonic(), LEAST_SECONDS)):
             log.warning("run %s: not all of %d others came within %g s", run.name, peers, WAIT_SECONDS)
 
 

@@ -1,8 +1,7 @@
 """`SwarmOptimizer`: any torch optimizer, stepped by the whole swarm at once.
 
 In the spirit of torchft's OptimizerWrapper: the loop stays what it is. `step` adds this micro-batch's gradients to
-what this peer will contribute; when the swarm has the target batch, one round averages them, and every peer makes the
-same step.
+what this peer will contribute. When the swarm has the target batch, one round averages them, and all peers step alike.
 """
 
 from __future__ import annotations
@@ -22,17 +21,8 @@ from equipoise.peer.accumulate import NotFinite
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import persistent_buffers, sparse_gradients, stepped_tensors
+from equipoise.peer.training import image
 from equipoise.peer.training.batch_quota import Pace
-from equipoise.peer.training.image import (
-    EXTRA,
-    ModelPart,
-    OptimizerPart,
-    Part,
-    SchedulerPart,
-    TrainingState,
-    UserPart,
-    digest,
-)
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import Options, number
 
@@ -52,8 +42,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     different steps, and all but the largest of them resynchronise.
 
     A parameter whose averaged gradient is exactly zero is skipped, weight decay and moments included, as torch skips
-    one whose `.grad` is None: after an average nobody can tell them apart. So is LoRA's A in the first step, as long
-    as B is zero.
+    one whose `.grad` is None: after an average nobody can tell them apart. LoRA's A is skipped as long as B is zero.
 
     The wrapped optimizer's gradients lie where the next mean will, as after `zero_grad(set_to_none=False)`: one that
     keeps some of them for its next step keeps copies.
@@ -86,23 +75,22 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._options = options
         self._run = run
         self._parameters = parameters
-        source = run.source
-        is_module = isinstance(source, torch.nn.Module)
-        self._sparse = sparse_gradients(source) if isinstance(source, torch.nn.Module) else frozenset()
+        module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
+        self._sparse = sparse_gradients(module)
         if isinstance(inner, torch.optim.SparseAdam):
             self._sparse = frozenset(parameters)
-        buffers = (
-            persistent_buffers(source) if options.buffers and isinstance(source, torch.nn.Module) else {}
-        )
-        model = ModelPart(parameters, buffers)
-        parts: dict[str, Part] = {EXTRA + name: UserPart(what) for name, what in options.extra.items()}
+        buffers = persistent_buffers(module) if options.buffers else {}
+        model = image.ModelPart(parameters, buffers)
+        parts: dict[str, image.Part] = {}
+        for name, what in options.extra.items():
+            parts[image.EXTRA + name] = image.UserPart(what)
         if self.scheduler is not None:
-            parts["scheduler"] = SchedulerPart(self.scheduler)
+            parts["scheduler"] = image.SchedulerPart(self.scheduler)
         scheduled = self.scheduler is not None
-        parts |= {"optimizer": OptimizerPart(inner, parameters, scheduled), "model": model}
-        frozen = _frozen(source) if is_module else {}
+        parts |= {"optimizer": image.OptimizerPart(inner, parameters, scheduled), "model": model}
+        frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
-        subject = Subject(parameters, buffers, model, TrainingState(parts), self._update)
+        subject = Subject(parameters, buffers, model, image.TrainingState(parts), self._update)
         self.member = Member(run, subject, options, options.target_batch_size)
         self._clock = options.clock
         self._pace = Pace(options.target_batch_size)
@@ -308,7 +296,7 @@ def terms_of(
         "extra state": _short(", ".join(sorted(options.extra))) or "none",
     }
     if frozen:
-        terms["frozen parameters"] = digest(frozen)[:16]
+        terms["frozen parameters"] = image.digest(frozen)[:16]
     return terms
 
 
@@ -375,11 +363,6 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
             "give it all of them, or freeze those with requires_grad_(False) before join",
         )
     return parameters
-
-
-def _frozen(source: Any) -> dict[str, torch.Tensor]:
-    kept = dict(source.named_parameters())
-    return {name: tensor for name, tensor in kept.items() if not tensor.requires_grad}
 
 
 def _norms(mean: Mapping[str, torch.Tensor]) -> dict[str, float]:

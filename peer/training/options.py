@@ -13,8 +13,7 @@ from typing import Any, Required, TypedDict, TypeVar
 import torch
 
 from equipoise.peer.training.image import Stateful
-from equipoise.peer.training.replica import Alone
-from equipoise.peer.training.trust import Trust
+from equipoise.peer.training.replica import Alone, Trust
 
 MAX_FRAGMENTS = 12
 """Most fragments of one `DiLoCo`: each is a run, and a daemon takes 16 of one script."""
@@ -59,11 +58,9 @@ class CommonOptions:
     """What steps and local steps have in common.
 
     Attributes:
-        wait_for: How many other peers to wait for before the first step, `WAIT_SECONDS` at most: a short loop would be
-            over before they are known.
+        wait_for: Other peers to wait for before the first step, for `WAIT_SECONDS` at most: a short loop would be over.
         alone: Where nobody else is known: `train` on with the own gradients or differences, or `wait` for others.
-            `step` then returns all the same and goes on adding gradients up, but makes no update; `epoch` stands still,
-            `reason` says so.
+            `step` then returns all the same and adds gradients up, but makes no update; `epoch` stands, `reason` tells.
         patience: Seconds without company before it trains alone.
         timeout: Seconds for one round.
         trust: Whose word for the group's state this peer takes. `known`: of those it has trained with; it leaves their
@@ -93,8 +90,7 @@ class Options(CommonOptions):
     Attributes:
         target_batch_size: Samples, of all peers together, that make an update.
         batch_size: Samples in one call of `step`; `SwarmOptimizer.batch_size` can be set before any of them.
-        clip: Largest norm, over all parameters, of the averaged gradient; larger ones are scaled down to it. None:
-            none.
+        clip: Largest norm, over all parameters, of the averaged gradient; larger ones are scaled down. None: any.
         scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
         buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
             not, each peer has its own, and neither newcomers nor checkpoints get them. Counters stay each peer's own in
@@ -127,10 +123,9 @@ class LocalOptions(CommonOptions):
 
     Attributes:
         every: Inner steps, H, between two exchanges of the same parameters.
-        fragments: Parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly; Streaming
-            DiLoCo (2501.18512, section 2.1).
-        delay: Inner steps, tau, from when an exchange begins to when its result is applied; the loop goes on meanwhile
-            (section 2.2). Below H / P.
+        fragments: Parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly (Streaming
+            DiLoCo, 2501.18512, section 2.1).
+        delay: Inner steps, tau, below H / P, that the loop makes while an exchange goes on (section 2.2).
         merge: How much of its own, alpha, a peer keeps of what it did in those steps: own <- agreed + alpha (own -
             agreed); equation 4.
         weight: Of this peer in the mean.

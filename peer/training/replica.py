@@ -1,12 +1,10 @@
-"""Whether this peer holds the state that its group holds, and what to do where it does not; reads no clock and no
-tensor.
+"""Whether this peer holds its group's state, and what to do where it does not; reads no clock and no tensor.
 
 All peers apply the same means in the same order to the same state, so they stay alike without sending parameters.
 Each says in every round which state it holds (`StateId`); the most common, among the peers that this one has trained
-with, or else among all, is the group's (`group_state`, `trust`). From that a peer knows where it stands:
+with, or else among all, is the group's (`group_state`). From that a peer knows where it stands:
 
-- *meeting*: it does not know yet: it has just started, or has trained alone. It attends a round with nothing to find
-  out.
+- *meeting*: it does not know yet: it has just started, or has trained alone. It attends a round to find out.
 - *in step*: its state is the group's: it contributes, and applies each mean.
 - *astray*: it is not. It attends with nothing, keeps the means it receives, each with the state that it belongs to, and
   meanwhile gets the few means that it missed, which all daemons keep for a while, or else fetches a snapshot. When that
@@ -14,6 +12,12 @@ with, or else among all, is the group's (`group_state`, `trust`). From that a pe
 
 A round that failed here may have come to a mean for the others. So one in step asks for that at once; if its own
 contribution is in it, that must not be given again.
+
+Identities are free, so heads alone prove nothing. A peer that has trained with others, by rounds in which they held one
+state, does not leave that state for one that only strangers hold, whatever their number or epoch. It believes those
+that it has trained with (`Known`), so a peer that was cut off, or has trained alone meanwhile, comes back to them. Only
+where none of them is left does it follow the strangers: so a survivor of one island joins the other island, while two
+islands of several peers each keep their states.
 
 An id's lineage is a running digest: of the first parameters, and of everything applied since. Every `CHECK_EVERY`
 epochs it takes in the parameters as they really are, so that hardware that computes otherwise is found out. That link
@@ -23,16 +27,15 @@ of the chain can be computed only by who holds the parameters, so it is not comp
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Literal
 
-from equipoise.averaging.state import StateId
+from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
 from equipoise.peer.training import events, lineage
 from equipoise.peer.training.events import Action, Event
-from equipoise.peer.training.trust import Known, Trust
 
 HELD_MEANS = 32
 """Most means kept while a snapshot comes, where memory allows, each as large as the parameters in fp32. A snapshot
@@ -40,12 +43,10 @@ with Adam's two moments is twelve bytes a value where a round in int8 is about t
 takes six rounds, and more if shared."""
 
 NOTICE_SECONDS = 1.0
-"""In which donors hear that a snapshot is wanted. Asking for the epoch that comes after it has all of them offer the
-same."""
+"""Time for donors to hear that a snapshot is wanted: all offer the same if it is of an epoch that comes later."""
 
 MAX_LEAD = HELD_MEANS // 2
-"""Most epochs to ask ahead, half of the means that are kept: those from there on must be held when the download
-ends."""
+"""Most epochs to ask ahead, half of the means kept: those from there on must be held when the download ends."""
 
 ATTENDANCE = ATTENDANCE_LIMIT
 """Weight of a peer that has nothing to give, in a round that would lack its second contributor without it. Beside any
@@ -78,6 +79,16 @@ MAX_FETCH_PAUSE = 600.0
 
 Alone = Literal["train", "wait"]
 
+Trust = Literal["known", "heads"]
+"""Whose claims make the group's state: of those that this peer has trained with, or of all, each counting alike."""
+
+MAX_KNOWN = 256
+"""Peers remembered as those that this one has trained with: four groups of the largest size. The least recent go."""
+
+ROUNDS_APART = 3
+"""Rounds without any peer that is known, before strangers are followed: where a round takes longer than `patience`, one
+round that the others were late for must not be enough."""
+
 
 class Phase(Enum):
     """Where a peer stands; see the top of this file."""
@@ -85,6 +96,56 @@ class Phase(Enum):
     MEETING = "meeting"
     IN_STEP = "in step"
     ASTRAY = "astray"
+
+
+class Known:
+    """The peers that one peer, `name`, has trained with.
+
+    Args:
+        name: PeerID of the one that remembers them.
+        trust: `heads`: it takes the word of all, whether it has trained with them or not.
+        patience: Seconds without any of them after which strangers are followed, if no other peer is known either, and
+            `ROUNDS_APART` rounds have passed.
+        now: Seconds of the clock that `group` is given.
+    """
+
+    def __init__(self, name: str, trust: Trust, patience: float, now: float) -> None:
+        self._name = name
+        self._trust = trust
+        self._patience = patience
+        self._names: OrderedDict[str, None] = OrderedDict()
+        self._met_at = now
+        self._apart = 0
+
+    def add(self, names: Iterable[str]) -> None:
+        """Remember peers that gave to a mean, and held the state to which it was applied."""
+        for name in names:
+            if name != self._name:
+                self._names[name] = None
+                self._names.move_to_end(name)
+        while len(self._names) > MAX_KNOWN:
+            self._names.popitem(last=False)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """PeerIDs of the only peers whose snapshots are taken, while one of them is there; empty if all peers' are."""
+        return () if self._trust == "heads" else tuple(self._names)
+
+    def group(self, round: events.RoundSucceeded, now: float) -> StateId | None:
+        """The state that this peer takes for the group's after a round; None if nobody whom it believes claims one."""
+        if self._trust == "heads" or not self._names:
+            return round.group
+        claims = {
+            name: state for name, state in round.states.items() if name in self._names or name == self._name
+        }
+        if any(name in self._names for name in round.members):
+            self._met_at, self._apart = now, 0
+        elif not round.missing:
+            self._apart += 1
+            if self._apart >= ROUNDS_APART and now - self._met_at >= self._patience:
+                self._names.clear()
+                return round.group
+        return group_state(claims.values())
 
 
 class Replica:
@@ -271,8 +332,7 @@ class Replica:
         return actions
 
     def _nobody_knows(self, now: float) -> list[Action]:
-        """All in the group were astray. If that lasts, whoever held the state has gone, and each claims its own
-        again."""
+        """All in the group were astray. If that lasts, its holders have gone, and each peer claims its own again."""
         if self.phase is not Phase.ASTRAY or now - self._group_at < self._patience:
             return []
         return self._give_up_astray("nobody is left who holds the group's state")

@@ -59,8 +59,7 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
         u8 [bytes], on the CPU: the same for the same tensors and metadata, in whatever order they come.
 
     Raises:
-        ImageError: A tensor is sparse or of a dtype that the format has no name for; names it. Or the header would be
-            longer than `unpack` takes.
+        ImageError: A tensor is sparse or of a dtype without a name in the format; names it. Or the header is too long.
     """
     header: dict[str, Any] = {METADATA: dict(sorted(metadata.items()))}
     at = 0

@@ -16,8 +16,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     """Has a `Trainer` step with the swarm: `callbacks=[SwarmCallback(run, target_batch_size=4096, batch_size=32)]`.
 
     It takes over when fitting starts: the optimizer steps when the swarm has its target batch, the learning rate
-    follows the swarm's epochs, and `gradient_clip_val` applies to the averaged gradient. What Lightning counts as steps
-    are its own micro-batches.
+    follows the swarm's epochs, and `gradient_clip_val` applies to the average. Lightning's steps are micro-batches.
 
     Attributes:
         optimizer: What steps, from the start of fitting on: its `epoch`, `reason`, `last`.
@@ -52,8 +51,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
         """Take over the module's optimizer, its scheduler and the Trainer's clipping.
 
         Raises:
-            Refused: There is more than one process or optimizer, gradients are clipped by value, or the run was joined
-                with another module.
+            Refused: There is more than one process or optimizer, or clipping by value, or the run has another module.
             TypeError: The scheduler wants a metric.
         """
         _check(trainer, pl_module)

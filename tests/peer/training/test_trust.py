@@ -10,8 +10,7 @@ from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from equipoise.peer.training.events import RoundSucceeded
 from equipoise.peer.training.lineage import beginning
-from equipoise.peer.training.replica import ATTENDANCE, Phase, Replica
-from equipoise.peer.training.trust import MAX_KNOWN, Known
+from equipoise.peer.training.replica import ATTENDANCE, MAX_KNOWN, Known, Phase, Replica
 from fakes.trainers import SAMPLES, Trainer, assert_alike
 from fakes.training import FakeSwarm
 from oracles.training import network
