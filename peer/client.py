@@ -47,13 +47,14 @@ class Client:
 
     Where the daemon is lost, one line says why, and rounds fail with that reason. A thread looks for a daemon on the
     same home. It joins the runs again with new shared memory, agrees on the same terms, and says what was accumulated.
+    Meanwhile what asks the daemon raises `DaemonLost`.
     """
 
     def __init__(self, link: Link, reopen: Callable[[], Link] | None = None) -> None:
         """`reopen` connects to a daemon in place of one that was lost; without it there can be none."""
         self._link = link
         self._reopen = reopen
-        self._joined: list[tuple[Run, JoinRun]] = []
+        self._joined: list[Run] = []
         self._closing = threading.Event()
         self._lock = threading.Lock()
         link.watch(self._lost)
@@ -128,46 +129,34 @@ class Client:
         request = JoinRun(name, options, binding.schema, binding.gradients, binding.values)
         link = self._link
         region = _share(link, request)
-        run = Run(link, name, binding, region, self._join, options)
+        run = Run(link, request, binding, region, self._join)
         with self._lock:
-            self._joined = [*((one, asked) for one, asked in self._joined if not one.left), (run, request)]
+            self._joined = [*(one for one in self._joined if not one.left), run]
         return run
 
     def status(self) -> Status:
-        """What the daemon is doing, and why.
-
-        Raises:
-            DaemonLost: The daemon has gone.
-        """
+        """What the daemon is doing, and why."""
         return self._link.ask(AskStatus())
 
     def peers(self) -> tuple[PeerRow, ...]:
-        """The known peers of the runs that the daemon takes part in, itself included.
-
-        Raises:
-            DaemonLost: The daemon has gone.
-        """
+        """The known peers of the runs that the daemon takes part in, itself included."""
         return self._link.ask(AskPeers())
 
     def rounds(self, limit: int = 20) -> tuple[Outcome, ...]:
-        """The last `limit` outcomes, at most 64, of each run of the daemon, oldest first.
-
-        Raises:
-            DaemonLost: The daemon has gone.
-        """
+        """The last `limit` outcomes, at most 64, of each run of the daemon, oldest first."""
         return self._link.ask(AskRounds(limit))
 
     def close(self) -> None:
         """Leave all runs and disconnect; idempotent."""
         with self._lock:
             self._closing.set()  # From now on no link takes the place of this one.
-        for run, _ in self._joined:
+        for run in self._joined:
             run.leave()
         self._link.close()
 
     def __repr__(self) -> str:
         welcome = self._link.welcome
-        runs = ", ".join(repr(run.name) for run, _ in self._joined if not run.left)
+        runs = ", ".join(repr(run.name) for run in self._joined if not run.left)
         lost = f"; {self.lost}" if self.lost else ""
         return (
             f"<{type(self).__name__} of daemon {welcome.name!r} (...{welcome.peer_id[-SHOWN_CHARS:]}) "
@@ -204,12 +193,12 @@ class Client:
     def _renew(self, link: Link) -> None:
         """Have `link` take the place of the one that was lost, for all runs, or for none where one is refused."""
         with self._lock:
-            joined = [(run, request) for run, request in self._joined if not run.left]
+            joined = [run for run in self._joined if not run.left]
         try:
-            regions = [_share(link, request, run.agreed) for run, request in joined]
+            regions = [_share(link, run.request, run.agreed) for run in joined]
             with self._lock:
                 if not self._closing.is_set():
-                    for (run, _), region in zip(joined, regions, strict=True):
+                    for run, region in zip(joined, regions, strict=True):
                         run.renew(link, region)
                     self._link = link
         finally:

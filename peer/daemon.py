@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
@@ -70,7 +70,8 @@ class Daemon:
     """Runs on the current event loop between `start` and `stop`.
 
     Attributes:
-        service: What it does for its clients.
+        server: Hears its clients.
+        service: What it does for them.
     """
 
     service: Service
@@ -87,16 +88,13 @@ class Daemon:
         self._config = loaded.config
         self._say = say
         self._assemble = assemble
-        self._server = ControlServer(self)
+        self.server = ControlServer(self)
         self._stopping = asyncio.Event()
         self._why = "it failed; see its log"
         self._started = time.monotonic()
         self._home = home
         self._swarm: Swarm | None = None
-        self._router: Router | None = None
-        self._history: History | None = None
-        self._log: logging.Handler | None = None
-        self._watching: asyncio.Task[None] | None = None
+        self._ending = contextlib.AsyncExitStack()
         self._met = False
 
     async def start(self) -> None:
@@ -130,31 +128,10 @@ class Daemon:
         standing = self._standing(self._swarm)
         return None if self._met else _failure(standing.reason, standing.bootstrap)
 
-    def adopt(self, connected: socket.socket) -> None:
-        """Serve a client of this process through a connected socket."""
-        self._server.adopt(connected)
-
     async def stop(self) -> None:
         """Finish or fail open rounds, leave, end what was started, release the home; bounded and idempotent."""
         self._stopping.set()
-        if self._watching is not None:
-            self._watching.cancel()
-        await _bounded(self._server.stop(self._why), "leaving the runs")
-        if self._router is not None:
-            await _bounded(self._router.stop(), "stopping the router")
-        if self._swarm is not None:
-            await _bounded(self._swarm.stop(), "leaving the swarm")
-        self._router = self._swarm = self._watching = None
-        if self._history is not None:
-            self._history.close()
-            self._history = None
-        if self._log is not None:
-            log.info("stopped")
-            close_log(self._log)
-            self._log = None
-        if self._home is not None:
-            self._home.release()
-            self._home = None
+        await self._ending.aclose()
 
     def welcome(self) -> Welcome:
         """Who this is."""
@@ -178,7 +155,7 @@ class Daemon:
             tasks=len(asyncio.all_tasks()),
             threads=process.num_threads(),
             files=process.num_fds(),
-            clients=self._server.clients,
+            clients=self.server.clients,
             swarm=swarm,
             runs=tuple(session.status() for session in self.service.sessions),
             kernels=Kernels(kernels().name, kernels().reason),
@@ -190,18 +167,23 @@ class Daemon:
 
     async def _start(self) -> None:
         self._home = self._home or Home.take(Path(self._config.home))
-        self._log = open_log(self._home.log, self._config.log_level)
+        self._ending.callback(self._home.release)
+        self._ending.callback(close_log, open_log(self._home.log, self._config.log_level))
+        self._ending.callback(log.info, "stopped")
         for warning in self._loaded.warnings:
             log.warning(warning)
             self._say(f"warning: {warning}")
-        chosen = kernels()
-        log.info("kernels: %s (%s)", chosen.name, chosen.reason)
-        self._swarm, self._router = await self._assemble(self._config)
-        self._history = History(self._home.path)
-        self.service = Service(self._router, self._swarm, self._history)
-        self._server.start(self._home.listen())
+        log.info("kernels: %s (%s)", kernels().name, kernels().reason)
+        history = History(self._home.path)
+        self._ending.callback(history.close)
+        self._swarm, router = await self._assemble(self._config)
+        self._ending.push_async_callback(_bounded, self._swarm.stop, "leaving the swarm")
+        self._ending.push_async_callback(_bounded, router.stop, "stopping the router")
+        self.service = Service(router, self._swarm, history)
+        self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
+        self.server.start(self._home.listen())
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
-        self._watching = asyncio.create_task(self._watch())
+        self._ending.callback(asyncio.create_task(self._watch(self._swarm)).cancel)
 
     def _standing(self, swarm: Swarm) -> SwarmStatus:
         """The swarm's status, with the addresses that it was not given, and with what a person does next."""
@@ -214,12 +196,12 @@ class Daemon:
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)
         return msgspec.structs.replace(status, reason=reason, bootstrap=status.bootstrap + malformed)
 
-    async def _watch(self) -> None:
+    async def _watch(self, swarm: Swarm) -> None:
         addresses: tuple[str, ...] = ()
         warned: set[str] = set()
         state = ""
-        while self._swarm is not None:
-            status = self._standing(self._swarm)
+        while True:
+            status = self._standing(swarm)
             if status.addresses != addresses:
                 addresses = status.addresses
                 for address in addresses:
@@ -256,9 +238,9 @@ def _failure(reason: str, entries: Sequence[BootstrapStatus]) -> EquipoiseError 
     return kind(f"ended without having met another peer: {reason.replace('; trying again', '')}")
 
 
-async def _bounded(stopping: Awaitable[None], what: str) -> None:
+async def _bounded(stop: Callable[[], Awaitable[None]], what: str) -> None:
     try:
-        await asyncio.wait_for(stopping, STOP_SECONDS)
+        await asyncio.wait_for(stop(), STOP_SECONDS)
     except TimeoutError:
         log.error("%s took longer than %g s and was abandoned", what, STOP_SECONDS)
     except Exception:

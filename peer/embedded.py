@@ -96,7 +96,7 @@ class DaemonThread:
     def connect(self) -> Link:
         """A link to the daemon."""
         ours, theirs = socket.socketpair()
-        self._call(lambda daemon: daemon.adopt(theirs))
+        self._call(lambda daemon: daemon.server.adopt(theirs))
         return Link.open(ours)
 
     def stop(self) -> None:

@@ -73,6 +73,7 @@ class Run:
         name: The run's name.
         mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before the first one.
         options: How it averages.
+        request: By which it was joined.
         left: Whether it was left.
         terms: What was agreed on.
         agreed: The request by which it was, for a daemon that takes the place of a lost one.
@@ -85,14 +86,14 @@ class Run:
     def __init__(
         self,
         link: Link,
-        name: str,
+        request: messages.JoinRun,
         binding: Binding,
         region: Region,
         join: Callable[[RunOptions, str, Tensors], Run],
-        options: RunOptions,
     ) -> None:
-        self.name = name
-        self.options = options
+        self.request = request
+        self.name = request.run
+        self.options = request.options
         self.mean: dict[str, torch.Tensor] = {}
         self.pending: PendingRound | None = None
         self._link = link

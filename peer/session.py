@@ -150,7 +150,11 @@ class Session:
             self._round = None
         if not outcome.started:  # It ended before a run driver was asked, or after it was given up.
             outcome = msgspec.structs.replace(outcome, started=started)
-        self._tell(outcome)
+        how = f"{len(outcome.contributors)} of {len(outcome.group)} contributed" if outcome.ok else "failed"
+        seconds = outcome.seconds.get("total", 0.0)
+        log.info(
+            "run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, seconds
+        )
         if purpose == STEP and outcome.counted(self._swarm.peer):
             # Until the client says what is left, the others must not count it towards the next round.
             self._accumulated = 0.0
@@ -223,12 +227,9 @@ class Session:
             raise Refused(f"expected an epoch of 0 to {MAX_EPOCH}, got {request.at_least}")
 
         async def room(size: int) -> memoryview:
-            try:
-                # For gigabytes the kernel takes seconds to provide the pages.
-                await asyncio.get_running_loop().run_in_executor(None, image.allocate, size)
-                return image.view(size, writable=True)
-            except Refused as error:
-                raise ValueError(str(error)) from error
+            # For gigabytes the kernel takes seconds to provide the pages.
+            await asyncio.get_running_loop().run_in_executor(None, image.allocate, size)
+            return image.view(size, writable=True)
 
         transfer, among = await self.transfer(), frozenset(request.among)
         return await transfer.fetch(request.at_least, image.capacity, request.timeout, room, among)
@@ -246,11 +247,8 @@ class Session:
             raise Refused(f"expected shared memory of {size} bytes, got {memory.capacity}")
 
         def result() -> torch.Tensor:
-            try:
-                memory.allocate(size)
-                return torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)
-            except Refused as error:
-                raise ValueError(str(error)) from error
+            memory.allocate(size)
+            return torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)
 
         return await transfer.recover(request.after, request.timeout, result, request.proved, request.patient)
 
@@ -375,13 +373,6 @@ class Session:
         if round_.cancelled():
             return Outcome(ok=False, reason="the run was left before the round ended", run=self.name)
         return round_.result()
-
-    def _tell(self, outcome: Outcome) -> None:
-        seconds, members = outcome.seconds.get("total", 0.0), len(outcome.group)
-        how = f"{len(outcome.contributors)} of {members} contributed" if outcome.ok else "failed"
-        log.info(
-            "run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, seconds
-        )
 
     async def _leave(self, reason: str) -> None:
         self._announcing.cancel()

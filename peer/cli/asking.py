@@ -8,7 +8,6 @@ from pathlib import Path
 
 import click
 
-from equipoise.peer.cli.options import home_option, json_option
 from equipoise.peer.cli.output import print_headline, print_json, print_peers, print_rounds, print_status
 from equipoise.peer.config import find_home
 from equipoise.peer.control.client import open_link
@@ -19,6 +18,11 @@ from equipoise.peer.home import STOP_SECONDS, end_by_force, wait_until_free
 
 ANSWER_SECONDS = 8.0
 """For each of greeting and answer: milliseconds on most machines, seconds on one that swaps. People wait for them."""
+
+HOME = "Directory of identity, control socket and log.  [env: EQUIPOISE_HOME; default: the user's data directory]"
+
+home_option = click.option("--home", metavar="DIR", type=click.Path(), help=HOME)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 START = """\
   equipoise demo                        a whole swarm on this machine

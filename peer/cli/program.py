@@ -32,22 +32,6 @@ Exit status:
 """
 
 
-class Complaint(click.ClickException):
-    """An error as the command line shows it: one line, or one JSON object."""
-
-    def __init__(self, kind: str, message: str, hint: str, status: int) -> None:
-        super().__init__(" ".join(escaped(part.strip()) for part in message.splitlines() if part.strip()))
-        self.kind = kind
-        self.hint = escaped(hint)
-        self.status = status
-
-    def print(self, as_json: bool) -> None:
-        """Print it to standard error."""
-        said = {"kind": self.kind, "message": self.message, "hint": self.hint, "exit_status": self.status}
-        text = msgspec.json.encode({"error": said}).decode() if as_json else f"error: {self.message}"
-        click.echo(text, err=True)
-
-
 @click.group(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     invoke_without_command=True,
@@ -94,10 +78,9 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if os.environ.get(DEBUG_ENV):
             traceback.print_exc()
-        complaint = _complaint(_unwritten() or error)
+        told = _unwritten() or error
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    complaint.print(as_json="--json" in own)
-    return complaint.status
+    return _complain(told, as_json="--json" in own)
 
 
 def _unwritten() -> EquipoiseError | None:
@@ -110,21 +93,27 @@ def _unwritten() -> EquipoiseError | None:
     return None
 
 
-def _complaint(error: Exception) -> Complaint:
-    if isinstance(error, click.UsageError):
-        command = error.ctx.command_path if error.ctx else "equipoise"
-        hint = f"see `{command} --help`"
-        return Complaint(
-            "UsageError", f"{error.format_message().rstrip('.')}; {hint}", hint, ExitStatus.USAGE
-        )
-    if isinstance(error, click.ClickException):
-        return Complaint(type(error).__name__, error.format_message(), "", ExitStatus.FAILURE)
+def _complain(error: Exception, as_json: bool) -> int:
+    """Print an error to standard error as one line, or as one JSON object; returns the exit status."""
     if isinstance(error, OSError) and not isinstance(error, EquipoiseError) and error.filename:
         error = unusable(f"use {error.filename}", error)
-    kind, text = type(error).__name__, str(error) or type(error).__name__
-    if isinstance(error, EquipoiseError):
-        return Complaint(kind, text, error.hint, error.exit_status)
-    if isinstance(error, ValueError | OSError):
-        return Complaint(kind, text, "", ExitStatus.FAILURE)
-    hint = f"set {DEBUG_ENV}=1 to see where"
-    return Complaint(kind, f"{kind}: {text}; {hint}", hint, ExitStatus.FAILURE)
+    kind, text, hint, status = (
+        type(error).__name__,
+        str(error) or type(error).__name__,
+        "",
+        ExitStatus.FAILURE,
+    )
+    if isinstance(error, click.UsageError):
+        hint = f"see `{error.ctx.command_path if error.ctx else 'equipoise'} --help`"
+        kind, text, status = "UsageError", f"{error.format_message().rstrip('.')}; {hint}", ExitStatus.USAGE
+    elif isinstance(error, click.ClickException):
+        text = error.format_message()
+    elif isinstance(error, EquipoiseError):
+        hint, status = error.hint, error.exit_status
+    elif not isinstance(error, ValueError | OSError):
+        hint = f"set {DEBUG_ENV}=1 to see where"
+        text = f"{kind}: {text}; {hint}"
+    line = " ".join(escaped(part.strip()) for part in text.splitlines() if part.strip())
+    said = {"kind": kind, "message": line, "hint": escaped(hint), "exit_status": status}
+    click.echo(msgspec.json.encode({"error": said}).decode() if as_json else f"error: {line}", err=True)
+    return status

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from equipoise.peer.cli.options import Command, home_option, json_option
+from equipoise.peer.cli.asking import home_option, json_option
 from equipoise.peer.cli.output import print_json, print_settings
 from equipoise.peer.config import CHANNELS, LOG_LEVELS, load
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 _several = partial(click.option, metavar="ADDRESS", multiple=True)
 _switch = partial(click.option, default=None)

@@ -70,9 +70,6 @@ HELD_MEMORY = 0.25
 LEAST_HELD = 2
 """Means kept whatever memory there is: with fewer no snapshot, which always is some rounds old, could be used."""
 
-Update = Callable[[Mapping[str, torch.Tensor]], None]
-"""Takes the mean, fp32, by name, and makes the update that all peers make alike."""
-
 log = logging.getLogger(__name__)
 
 
@@ -84,14 +81,14 @@ class Subject(NamedTuple):
         buffers: Those that travel with them.
         model: The part of the state that holds both.
         state: All of it.
-        update: Makes an update.
+        update: Takes the mean, fp32, by name, and makes the update that all peers make alike.
     """
 
     tensors: Mapping[str, torch.Tensor]
     buffers: Mapping[str, torch.Tensor]
     model: ModelPart
     state: TrainingState
-    update: Update
+    update: Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Finished(NamedTuple):
@@ -253,7 +250,7 @@ class Member:
         """What `finish` came to; whatever it was still waiting for is given up."""
         self._ends_at = None
         self._downloads.stop()
-        self._do(self._replica.handle(events.Stopped(), self._clock()))
+        self._hear(events.Stopped())
         behind, unheard = self._downloads.behind, self._downloads.unheard
         notes = [self.reason]
         notes += [f"{behind} others were not as far"] if behind else []
@@ -266,14 +263,14 @@ class Member:
         if self._pending is not None and self._pending.done():
             self.collect()
         if not self._downloads.busy:
-            self._do(self._replica.handle(events.Ending(), self._clock()))
+            self._hear(events.Ending())
         if not self._downloads.busy:
             return True
         self._downloads.wait(POLL_SECONDS)
         event = self._downloads.ended()
         if event is None:
             return False
-        self._do(self._replica.handle(event, self._clock()))
+        self._hear(event)
         return isinstance(event, events.RecoveryFailed) and self._replica.phase is not machine.Phase.ASTRAY
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
@@ -292,7 +289,7 @@ class Member:
             # A round that has just ended may have put this peer in step, however long ago it was asked for.
             overdue = self._clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
             if overdue and not isinstance(self._run.state, Exchanging):
-                self._do(self._replica.handle(events.Overdue(), self._clock()))
+                self._hear(events.Overdue())
             if self._clock() >= deadline or (self._replica.gives_up and not self.pending):
                 break
         made_good = self.in_step and self._target is not None
@@ -301,11 +298,11 @@ class Member:
 
     def look_back(self) -> None:
         """Nobody else is known any more: catch up with what the others have left behind, if there is any."""
-        self._do(self._replica.handle(events.Deserted(), self._clock()))
+        self._hear(events.Deserted())
 
     def meet(self, wait: bool = True) -> None:
         """Make the update that is due: with the group, or alone, or not yet; `wait=False` only starts the round."""
-        self._do(self._replica.handle(events.Due(self.has_company()), self._clock()), wait)
+        self._hear(events.Due(self.has_company()), wait)
 
     def collect(self) -> None:
         """Wait for the round that goes on, and do what follows from it; or until others turn out to be further."""
@@ -331,7 +328,7 @@ class Member:
             )
         else:
             event = events.RoundFailed(outcome.reason, formed=bool(outcome.group))
-        self._do(self._replica.handle(event, self._clock()))
+        self._hear(event)
         if was_in_step != self.in_step:
             self._move_accumulated()
         if self.in_step:
@@ -366,7 +363,7 @@ class Member:
             if isinstance(state, NoPeers):
                 self._stop_search()
             elif self._gave and self._ends_at is None and now - since >= LOOK_AHEAD_SECONDS:
-                self._do(self._replica.handle(events.Overdue(), now))
+                self._hear(events.Overdue())
                 since = self._clock()
             if self.id != before:
                 self._stop_search()
@@ -453,7 +450,7 @@ class Member:
         self._run.take()
         others_give = self._others_give()
         if others_give:
-            self._do(self._replica.handle(events.OthersBegun(), self._clock()))
+            self._hear(events.OthersBegun())
         weight = self._replica.attendance(others_give)
         if weight:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
@@ -488,8 +485,9 @@ class Member:
         if own is not None and own.weight > 0:
             self._run.accumulate(mean_of(own, self._subject.tensors), own.weight)
 
-    def _do(self, actions: list[events.Action], wait: bool = True) -> None:
-        todo = deque(actions)
+    def _hear(self, event: events.Event, wait: bool = True) -> None:
+        """Tell the replica, and do what follows; `wait` for the round that is met for, if so."""
+        todo = deque(self._replica.handle(event, self._clock()))
         while todo:
             match todo.popleft():
                 case events.Apply(before):
@@ -561,7 +559,7 @@ class Member:
         with self._changing():
             self._subject.update(mean)
             self._subject.model.settle()
-        self._do(self._replica.handle(events.SteppedAlone(digest(mean)), self._clock()))
+        self._hear(events.SteppedAlone(digest(mean)))
         self.last = Outcome(ok=False, reason=self.reason, run=self._run.name)
 
     @contextmanager
@@ -608,19 +606,13 @@ class Member:
         event = self._downloads.ended()
         if event is None:
             return
-        self._do(self._replica.handle(event, self._clock()))
+        self._hear(event)
         if self.in_step:
             self._own = None  # Gradients of what it held before.
 
 
 def wait_for(runs: Sequence[Run], peers: int) -> None:
-    """Wait until so many others have joined each of these on equal terms; who does not come in time is met later.
-
-    Raises:
-        ValueError: That is no number of peers.
-    """
-    if isinstance(peers, bool) or not isinstance(peers, int) or peers < 0:
-        raise ValueError(f"wait_for: expected a whole number of peers >= 0, got {peers!r}")
+    """Wait until so many others have joined each of these on equal terms; who does not come in time is met later."""
     deadline = time.monotonic() + WAIT_SECONDS
     for run in runs if peers else ():
         if not run.wait_for(peers, max(deadline - time.monotonic(), LEAST_SECONDS)):

@@ -77,6 +77,7 @@ class CommonOptions:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
+        _require_number("wait_for", self.wait_for, 0, math.inf, "a whole number of peers >= 0", int)
         _require_positive("timeout", self.timeout)
         _require("alone", self.alone, self.alone in ("train", "wait"), "'train' or 'wait'")
         _require("trust", self.trust, self.trust in ("known", "heads"), "'known' or 'heads'")

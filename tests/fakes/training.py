@@ -23,7 +23,7 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.kept import KEPT_MEANS
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
-from equipoise.peer.control.messages import AgreeRun, LeaveRun, ReportAccumulated
+from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated
 from equipoise.peer.futures import Fetched, Recovered
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import Region
@@ -231,17 +231,16 @@ class FakeRun(Run):
 
     def __init__(self, swarm: FakeSwarm, peer: str, name: str, tensors: Tensors) -> None:
         self.swarm, self.peer_name = swarm, peer
-        binding = Binding(tensors, swarm.codec)
+        binding, options = Binding(tensors, swarm.codec), RunOptions(group_size=swarm.group_size)
         link: Any = SimpleNamespace(
             welcome=SimpleNamespace(peer_id=peer, home=""), start=self._start_request, ask=self._ask_request
         )
         super().__init__(
             link,
-            name,
+            JoinRun(name, options, binding.schema, binding.gradients, binding.values),
             binding,
             Region.create(2 * binding.values + 1024),
             lambda options, name, tensors: swarm.join(peer, name, tensors),
-            RunOptions(group_size=swarm.group_size),
         )
         self._region.memory.close()
         self.terms: Mapping[str, str] = {}
