@@ -125,11 +125,7 @@ def parse_listen(text: str) -> ListenAddress:
 
 
 def parse_announce(text: str) -> str:
-    """Check what `--announce` takes: `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT`.
-
-    Raises:
-        AddressError: It is malformed.
-    """
+    """Check what `--announce` takes, `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT`; raises AddressError if it is malformed."""
     parts = _split(text, ANNOUNCE_EXAMPLE)
     _, port = _first_hop(text, parts, ANNOUNCE_EXAMPLE)
     if port == 0:

@@ -210,11 +210,7 @@ class Dialer:
 
 
 async def probe(host: str, port: int, greeting: bytes = b"") -> None:
-    """Open and close a TCP connection, on which whoever listens must say `greeting` first.
-
-    Raises:
-        Unreached: Nobody answers; says why.
-    """
+    """Open a connection, on which the listener must say `greeting` first; raises Unreached, and why, if none does."""
     async with told(host, port):
         reader, writer = await asyncio.open_connection(host, port)
         try:

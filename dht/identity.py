@@ -57,11 +57,7 @@ def peer_of(public: bytes) -> str:
 
 
 def public_key_of(peer: str) -> bytes:
-    """Return the raw public key that an Ed25519 PeerID contains.
-
-    Raises:
-        ValueError: `peer` is not the PeerID of an Ed25519 key.
-    """
+    """Return the raw public key in the PeerID of an Ed25519 key; raises ValueError if it is none."""
     raw = b""
     if len(peer) == _PEER_CHARACTERS:
         with contextlib.suppress(ValueError):

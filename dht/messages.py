@@ -117,11 +117,7 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes, kind: type[_Message]) -> _Message:
-    """Decode a message of `kind` from a stranger.
-
-    Raises:
-        MessageError: It is malformed, too large, or of another version.
-    """
+    """Decode a stranger's message; raises MessageError if it is malformed, too large, or of another version."""
     try:
         version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
         if version != PROTOCOL_VERSION:

@@ -189,11 +189,7 @@ class P2pd:
 
 
 def check_free(address: ListenAddress) -> None:
-    """Check that `address` can be bound: p2pd binds with SO_REUSEPORT, and would share a port that is taken.
-
-    Raises:
-        ListenError: It cannot.
-    """
+    """Check that `address` can be bound; p2pd would share a taken port. Raises ListenError if it cannot."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -60,11 +60,7 @@ class P2pdClient:
         return self._p2p is not None
 
     async def attach(self, calls: dict[str, CallHandler]) -> None:
-        """Attach to p2pd and register the unary handlers `calls`.
-
-        Raises:
-            P2pdClientError: p2pd does not answer; to be followed by `detach`.
-        """
+        """Attach and register unary handlers; raises P2pdClientError, to be followed by `detach`, if p2pd is silent."""
         if self._anchor is None:
             self._anchor = await self._ask("attach", type="PERSISTENT_CONN_UPGRADE")
         p2p = await _bounded(P2P.replicate(Multiaddr(f"/unix{self.control}")), "attach")
@@ -103,11 +99,7 @@ class P2pdClient:
         return [str(address) for address in addresses]
 
     async def connect(self, peer: str, address: bytes, seconds: float = REQUEST_SECONDS) -> None:
-        """Connect to `peer` at `address` (a binary multiaddr without PeerID).
-
-        Raises:
-            P2pdClientError: It cannot be reached; the message is libp2p's.
-        """
+        """Connect to `peer` at a binary multiaddr without PeerID; raises P2pdClientError in libp2p's words."""
         target = {"peer": base58.b58decode(peer), "addrs": [address], "timeout": max(1, int(seconds))}
         (await self._ask(f"connect to {peer}", seconds, type="CONNECT", connect=target)).close()
 
@@ -125,11 +117,7 @@ class P2pdClient:
         return found
 
     async def call(self, peer: str, name: str, request: bytes, seconds: float = REQUEST_SECONDS) -> bytes:
-        """Call the unary handler `name` of `peer`.
-
-        Raises:
-            P2pdClientError: No answer in time, or the answer is an error.
-        """
+        """Call the unary handler `name` of `peer`; raises P2pdClientError if no answer comes in time, or an error."""
         call = self._client().call_unary_handler(PeerID.from_base58(peer), name, request)
         answer: bytes = await _bounded(call, f"call {peer}", seconds)
         return answer
@@ -140,11 +128,7 @@ class P2pdClient:
         (await self._ask("accept streams", type="STREAM_HANDLER", streamHandler=handler)).close()
 
     async def open_stream(self, peer: str, protocol: str, seconds: float = REQUEST_SECONDS) -> Stream:
-        """Open a stream of `protocol` to `peer`.
-
-        Raises:
-            P2pdClientError: The peer cannot be reached, or does not speak the protocol.
-        """
+        """Open a stream of `protocol` to `peer`; raises P2pdClientError if it is not there, or does not speak it."""
         target = {"peer": base58.b58decode(peer), "proto": [protocol], "timeout": max(1, int(seconds))}
         return await self._ask(f"open a stream to {peer}", seconds, type="STREAM_OPEN", streamOpen=target)
 

@@ -168,19 +168,11 @@ class RecordProtocol:
         }
 
     async def ping(self, peer: str) -> None:
-        """Make acquaintance with `peer`.
-
-        Raises:
-            CallError: It does not answer, or not as an equipoise daemon of this version.
-        """
+        """Make acquaintance with `peer`; raises CallError if no daemon of this version answers."""
         await self._call(peer, messages.PING, self._hello(peer), messages.Hello)
 
     async def store(self, peer: str, records: Sequence[Kept]) -> int:
-        """Have `peer` keep `records`; return how many it took as valid.
-
-        Raises:
-            CallError: It does not answer.
-        """
+        """Have `peer` keep `records`; return how many it took as valid. Raises CallError if it does not answer."""
         request = messages.Store(hello=self._hello(peer), records=tuple(records))
         return (await self._call(peer, messages.STORE, request, messages.Stored)).accepted
 

@@ -179,11 +179,7 @@ class Claim(NamedTuple):
 
 
 def unseal(data: bytes) -> Claim:
-    """Decode a record and check its bounds, but not yet its signature.
-
-    Raises:
-        RecordError: It is malformed, or breaks a bound.
-    """
+    """Decode a record without verifying its signature; raises RecordError if it is malformed, or breaks a bound."""
     try:
         envelope = decode(_envelopes, data, MAX_RECORD_BYTES)
     except Malformed as error:

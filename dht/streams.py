@@ -131,19 +131,11 @@ class Stream:
         return bytes(ahead[:count])
 
     async def receive_some(self, view: memoryview) -> int:
-        """Wait, without a bound, for bytes; put those that are there into `view`, and return how many.
-
-        Raises:
-            StreamClosed: The stream ended or broke.
-        """
+        """Wait, without a bound, for bytes; return how many came into `view`. Raises StreamClosed if it has ended."""
         return self._drain(view) if self._ahead else await self._take(view, 1, None)
 
     async def send(self, head: Buffer, body: Buffer = b"") -> None:
-        """Write `head` and `body`, without joining them.
-
-        Raises:
-            StreamClosed: The stream is closed, broke, or the other end does not read.
-        """
+        """Write `head` and `body`, without joining them; raises StreamClosed if it broke or the other end stalls."""
         views = [memoryview(buffer).cast("B") for buffer in (head, body) if len(buffer)]
         while views:
             sent = self._attempt(self._socket.sendmsg, views)
@@ -272,11 +264,7 @@ async def send_message(stream: Stream, message: bytes) -> None:
 
 
 async def receive_message(stream: Stream, limit: int = PREFACE_BYTES) -> bytes:
-    """Read one varint-delimited message, and no byte more.
-
-    Raises:
-        StreamClosed: The stream ended, or announces more than `limit` bytes.
-    """
+    """Read one varint-delimited message, no byte more; raises StreamClosed if it ends or is longer than `limit`."""
     size = shift = 0
     byte = bytearray(1)
     while True:

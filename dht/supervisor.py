@@ -68,11 +68,7 @@ class Supervisor:
         return tuple(self._p2pd.lines) if self._p2pd is not None else ()
 
     async def start(self, options: P2pdOptions) -> None:
-        """Start p2pd and keep it running from then on; every start listens on the same ports.
-
-        Raises:
-            P2pdError: It does not start even once, for instance because the port is taken.
-        """
+        """Start p2pd, and again whenever it ends, on the same ports; raises P2pdError if it does not start once."""
         self._options = options
         await self._launch()
         self._task = asyncio.create_task(self._keep_running())

@@ -98,11 +98,7 @@ class FramedChannel:
                 raise
 
     async def wait_readable(self) -> None:
-        """Wait, without a bound, until something comes in; nobody else may wait for it at the same time.
-
-        Raises:
-            ConnectionError: The channel is closed or broken.
-        """
+        """Wait, in one task at a time, without a bound, for bytes; raises ConnectionError if the channel is closed."""
         try:
             await self._stream.wait_readable()
         except StreamClosed as error:
@@ -247,11 +243,7 @@ class Libp2pTransport:
         return self._dialable()
 
     async def open(self, peer: str) -> FramedChannel:
-        """Open a channel to `peer` within `OPEN_SECONDS`.
-
-        Raises:
-            ConnectionError: The peer cannot be reached; names it and says why.
-        """
+        """Open a channel to `peer` within `OPEN_SECONDS`; raises ConnectionError, which says why, if none can be."""
         self.channels.check_room(peer)
         try:
             async with asyncio.timeout(OPEN_SECONDS):

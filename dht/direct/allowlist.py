@@ -62,11 +62,7 @@ class Allowlist:
         return self._peers.get(peer)
 
     def verify(self, peer: str, data: bytes) -> Credential:
-        """Return the credential in `data`, remembered as genuine.
-
-        Raises:
-            Refused: It is not, or has expired.
-        """
+        """Return the credential in `data`, remembered as genuine; raises Refused if it is not, or has expired."""
         key, now = (peer, bytes(data)), self._clock()
         found = self._verified.get(key)
         if found is None:
@@ -76,11 +72,7 @@ class Allowlist:
         return found
 
     def admit(self, peer: str, data: bytes) -> None:
-        """Accept `peer` with this credential from now on.
-
-        Raises:
-            Refused: It is not genuine, or has expired.
-        """
+        """Accept `peer` with this credential from now on; raises Refused if it is not genuine, or has expired."""
         credential = self.verify(peer, data)
         known = self._peers.get(peer)
         if known is None or known.credential.certificate != credential.certificate:

@@ -177,11 +177,7 @@ def issue(
 
 
 def parse(peer: str, data: bytes, now: float) -> Credential:
-    """Decode what `peer` is said to have signed and check everything about it.
-
-    Raises:
-        Refused: It is malformed, expired, another peer's, or its certificate is.
-    """
+    """Decode what `peer` is said to have signed; raises Refused unless everything about it is genuine and valid now."""
     try:
         wire = decode(_decoder, data, MAX_CREDENTIAL_BYTES)
     except Malformed as error:

@@ -139,11 +139,7 @@ class AeadStream(PlainStream):
             await self._hold(1, None)
 
     async def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with authentic bytes.
-
-        Raises:
-            StreamClosed: The stream ended, broke, stalled, or a record was refused.
-        """
+        """Fill `view` with authentic bytes; raises StreamClosed if the stream ended, broke, stalled, or was refused."""
         done = 0
         while done < len(view):
             if self._ahead:

@@ -41,11 +41,7 @@ def parse_answer(data: bytes) -> tuple[str, int]:
 
 
 async def ask(connection: socket.socket) -> tuple[str, int]:
-    """Ask a direct listener, on a fresh connection, where that comes from; the caller bounds the wait.
-
-    Raises:
-        OSError: It hangs up, or gives no answer.
-    """
+    """Ask a direct listener, on a fresh connection, where that comes from; raises OSError if it does not answer."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, QUESTION)
     data = b""

@@ -89,11 +89,7 @@ class TlsSession:
         return None if found is None else found.public_bytes(Encoding.DER)
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; returns whether it is over at this side.
-
-        Raises:
-            TlsFault: It failed.
-        """
+        """Go on with the handshake; return whether it is over at this side. Raises TlsFault if it failed."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -155,11 +151,7 @@ class TlsSession:
             self._tls.bio_write(bytes(kept))
 
     def leave(self) -> bytes:
-        """Leave TLS: return the bytes that were fed and belong to whatever comes after it.
-
-        Raises:
-            TlsFault: The other side has sent more inside TLS than was read.
-        """
+        """Leave TLS: return what was fed and belongs to what comes after; raises TlsFault if more came inside TLS."""
         if self._tls.pending():
             raise TlsFault("tls failure", "it sent more than its greeting")
         return bytes(self._kept or b"")

@@ -136,11 +136,7 @@ class DirectTransport:
         self.channels.handler = handler
 
     def start(self, wishes: Sequence[int] = ()) -> None:
-        """Begin to listen; `wishes` are ports to try first where none is named.
-
-        Raises:
-            ListenError: An address is taken or not this machine's.
-        """
+        """Begin to listen, at `wishes` first where no port is named; raises ListenError if an address is not free."""
         self._listener.start(wishes)
         self.tell(host for host, _ in self._listener.bound)
 
@@ -161,11 +157,7 @@ class DirectTransport:
         await self._tasks.stop()
 
     async def open(self, peer: str) -> FramedChannel:
-        """Open a channel to `peer` within `OPEN_SECONDS`.
-
-        Raises:
-            ConnectionError: The peer cannot be reached or is not admitted; names it and says why.
-        """
+        """Open a channel to `peer` within `OPEN_SECONDS`; raises ConnectionError, which says why, if none can be."""
         kept = await self.punched.take(peer)
         if kept is not None:
             return kept
