@@ -21,19 +21,10 @@ MAX_HOST_CHARACTERS = 253
 """Of a DNS name."""
 
 _HOSTNAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
-_HOST_PROTOCOLS = ("ip4", "ip6", "dns", "dns4", "dns6")
-
-_CODES = {
-    "ip4": b"\x04",
-    "tcp": b"\x06",
-    "ip6": b"\x29",
-    "dns": b"\x35",
-    "dns4": b"\x36",
-    "dns6": b"\x37",
-    "p2p": b"\xa5\x03",
-    "p2p-circuit": b"\xa2\x02",
-}
-"""Protocol codes as varints (github.com/multiformats/multicodec, table.csv)."""
+_HOST_CODES = {"ip4": 4, "ip6": 41, "dns": 53, "dns4": 54, "dns6": 55}
+"""Codes of the protocols that an address may begin with (github.com/multiformats/multicodec, table.csv)."""
+_TCP, _P2P, _CIRCUIT = b"\x06", b"\xa5\x03\x26", b"\xa2\x02"
+"""Codes of tcp, p2p and p2p-circuit as varints; that of p2p with the 38 bytes that every Ed25519 PeerID takes."""
 
 
 class AddressError(ValueError):
@@ -63,19 +54,17 @@ class Address:
         """PeerID of the first hop: the relay's, or `peer` itself."""
         return self.text.split("/p2p/")[1].partition("/")[0]
 
-    @property
-    def transport(self) -> str:
-        """The multiaddr without its last `/p2p/PeerID`."""
-        return self.text.rpartition("/p2p/")[0]
-
     def encode_transport(self) -> bytes:
-        """Return `transport` in binary; hivemind's own encoder writes PeerIDs that libp2p does not read."""
-        encoded, parts = bytearray(), iter(self.transport[1:].split("/"))
-        for protocol in parts:
-            encoded += _CODES[protocol]
-            if protocol != "p2p-circuit":
-                encoded += _encode_value(protocol, next(parts))
-        return bytes(encoded)
+        """Return it in binary, without its last `/p2p/PeerID`; hivemind writes a relay's as libp2p does not read it."""
+        protocol, host = self.text.split("/")[1:3]
+        if protocol.startswith("ip"):
+            where = ipaddress.ip_address(host).packed
+        else:
+            # A host name may have 253 bytes: two bytes of varint from 128 on.
+            size = len(host)
+            where = (bytes([size]) if size < 128 else bytes([size & 0x7F | 0x80, size >> 7])) + host.encode()
+        relay = _P2P + base58.b58decode(self.first) + _CIRCUIT if self.relayed else b""
+        return bytes([_HOST_CODES[protocol]]) + where + _TCP + self.port.to_bytes(2, "big") + relay
 
 
 @dataclass(frozen=True)
@@ -99,39 +88,27 @@ def parse_address(text: str) -> Address:
     Raises:
         AddressError: It is malformed.
     """
-    parts = _split(text, EXAMPLE)
-    host, port = _first_hop(text, parts, EXAMPLE)
-    rest = parts[4:]
+    _, host, port, rest = _parse(text, EXAMPLE)
     relayed = len(rest) == 5 and rest[0] == "p2p" and rest[2] == "p2p-circuit"
     if relayed:
         _peer(text, rest[1])
         rest = rest[3:]
     if len(rest) != 2 or rest[0] != "p2p":
         raise _error(text, "expected /p2p/PEERID at its end", EXAMPLE)
-    if port == 0:
-        raise _error(text, "port 0 cannot be dialled", EXAMPLE)
     return Address(text, _peer(text, rest[1]), host, port, relayed)
 
 
 def parse_listen(text: str) -> ListenAddress:
     """Parse what `--listen` takes: `/ip4|ip6/ADDRESS/tcp/PORT`; raises AddressError if it is malformed."""
-    parts = _split(text, LISTEN_EXAMPLE)
-    host, port = _first_hop(text, parts, LISTEN_EXAMPLE)
-    if parts[0] not in ("ip4", "ip6"):
+    protocol, host, port, _ = _parse(text, LISTEN_EXAMPLE)
+    if protocol not in ("ip4", "ip6"):
         raise _error(text, "expected /ip4 or /ip6 to listen on", LISTEN_EXAMPLE)
-    if len(parts) != 4:
-        raise _error(text, "expected nothing after the port", LISTEN_EXAMPLE)
     return ListenAddress(text, host, port)
 
 
 def parse_announce(text: str) -> str:
     """Check what `--announce` takes, `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT`; raises AddressError if it is malformed."""
-    parts = _split(text, ANNOUNCE_EXAMPLE)
-    _, port = _first_hop(text, parts, ANNOUNCE_EXAMPLE)
-    if port == 0:
-        raise _error(text, "port 0 cannot be dialled", ANNOUNCE_EXAMPLE)
-    if len(parts) != 4:
-        raise _error(text, "expected nothing after the port", ANNOUNCE_EXAMPLE)
+    _parse(text, ANNOUNCE_EXAMPLE)
     return text
 
 
@@ -164,18 +141,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _encode_value(protocol: str, value: str) -> bytes:
-    if protocol in ("ip4", "ip6"):
-        return ipaddress.ip_address(value).packed
-    if protocol == "tcp":
-        return int(value).to_bytes(2, "big")
-    data = base58.b58decode(value) if protocol == "p2p" else value.encode()
-    # A host name may have 253 bytes: two bytes of varint from 128 on.
-    size = bytes([len(data)]) if len(data) < 128 else bytes([len(data) & 0x7F | 0x80, len(data) >> 7])
-    return size + data
-
-
-def _split(text: str, example: str) -> list[str]:
+def _parse(text: str, example: str) -> tuple[str, str, int, list[str]]:
+    """Return protocol, host and port of the first hop, and the parts of `text` behind it."""
     if not text.startswith("/"):
         raise _error(text, f"expected it to start with /{_as_multiaddr(text, example)}", example)
     if len(text) > MAX_ADDRESS_CHARACTERS:
@@ -183,7 +150,24 @@ def _split(text: str, example: str) -> list[str]:
     parts = text[1:].split("/")
     if len(parts) < 4:
         raise _error(text, "expected /ip4/ADDRESS/tcp/PORT", example)
-    return parts
+    protocol, host, transport, port, *rest = parts
+    if protocol not in _HOST_CODES:
+        raise _error(text, f"expected one of /{', /'.join(_HOST_CODES)} first", example)
+    if transport != "tcp":
+        raise _error(text, "expected /tcp after the host, the only transport", example)
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
+        raise _error(text, f"expected a TCP port from 0 to 65535, got {port[:16]!r}", example)
+    if protocol.startswith("ip"):
+        wanted, fits = f"an IPv{protocol[2]} address", is_ip(host) and (":" in host) == (protocol == "ip6")
+    else:
+        wanted, fits = "a host name", len(host) <= MAX_HOST_CHARACTERS and bool(_HOSTNAME.fullmatch(host))
+    if not fits:
+        raise _error(text, f"expected {wanted}, got {host[:64]!r}", example)
+    if int(port) == 0 and example != LISTEN_EXAMPLE:
+        raise _error(text, "port 0 cannot be dialled", example)
+    if rest and example != EXAMPLE:
+        raise _error(text, "expected nothing after the port", example)
+    return protocol, host, int(port), rest
 
 
 def _as_multiaddr(text: str, example: str) -> str:
@@ -194,32 +178,6 @@ def _as_multiaddr(text: str, example: str) -> str:
     protocol = "ip4" if re.fullmatch(r"[\d.]+", found["host"]) else "dns"
     peer = "/p2p/PEERID" if "/p2p/" in example else ""
     return f", as in /{protocol}/{found['host']}/tcp/{found['port']}{peer}"
-
-
-def _first_hop(text: str, parts: list[str], example: str) -> tuple[str, int]:
-    protocol, host, transport, port = parts[:4]
-    if protocol not in _HOST_PROTOCOLS:
-        raise _error(text, f"expected one of /{', /'.join(_HOST_PROTOCOLS)} first", example)
-    if transport != "tcp":
-        raise _error(text, "expected /tcp after the host, the only transport", example)
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
-        raise _error(text, f"expected a TCP port from 0 to 65535, got {port[:16]!r}", example)
-    _check_host(text, protocol, host, example)
-    return host, int(port)
-
-
-def _check_host(text: str, protocol: str, host: str, example: str) -> None:
-    if protocol.startswith("dns"):
-        if len(host) > MAX_HOST_CHARACTERS or not _HOSTNAME.fullmatch(host):
-            raise _error(text, f"expected a host name, got {host[:64]!r}", example)
-        return
-    version = ipaddress.IPv4Address if protocol == "ip4" else ipaddress.IPv6Address
-    try:
-        version(host)
-    except ValueError:
-        raise _error(
-            text, f"expected an {protocol.replace('ip', 'IPv')} address, got {host[:64]!r}", example
-        ) from None
 
 
 def _peer(text: str, peer: str) -> str:
