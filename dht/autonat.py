@@ -25,9 +25,9 @@ from humanfriendly.text import pluralize
 from equipoise.dht import messages
 from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
 from equipoise.dht.dialer import GREETING, Unreached, probe, told
+from equipoise.dht.dialpolicy import network_of
 from equipoise.dht.direct import stun
 from equipoise.dht.direct.sockets import connect
-from equipoise.dht.interfaces import network_of
 from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, Inbound, P2pdClient
 from equipoise.dht.protocol import RecordProtocol

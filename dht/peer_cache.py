@@ -11,7 +11,8 @@ from typing import Annotated
 import msgspec
 
 from equipoise.dht.address import MAX_ADDRESS_CHARACTERS, AddressError, parse_address
-from equipoise.dht.files import read_regular
+from equipoise.dht.limits import LruDict
+from equipoise.dht.sanitize import read_regular
 
 MEMORY_FILE = "swarm.json"
 MAX_FILE_BYTES = 256 * 1024
@@ -21,7 +22,6 @@ MAX_STARTS = 2**22
 """Sequences are `starts << 40 | count`, below 2**63."""
 
 _log = logging.getLogger(__name__)
-
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
@@ -34,46 +34,37 @@ class _Content(msgspec.Struct):
 
 
 class PeerCache:
-    """A small file in the daemon's home; a lost or broken one costs nothing but a slower return."""
+    """A small file in the daemon's home; a lost or broken one costs nothing but a slower return.
+
+    Attributes:
+        first_sequence: A sequence above all that earlier starts have used.
+        ports: The ports of libp2p and of direct channels that earlier starts have chosen; 0 for none.
+        peers: Addresses of good peers, by PeerID; the least recently met is forgotten.
+    """
 
     def __init__(self, home: Path) -> None:
         self._path = home / MEMORY_FILE
-        self._content = self._load()
-        self._content.starts = (self._content.starts + 1) % MAX_STARTS
+        content = self._load()
+        self._starts = (content.starts + 1) % MAX_STARTS
+        self.first_sequence = self._starts << 40
+        self.ports = content.port, content.direct_port
+        self.peers: LruDict[str, tuple[str, ...]] = LruDict(MAX_PEERS)
+        self.peers.update({peer: seen for peer, seen in content.peers.items() if _sound(peer, seen)})
         self._saved = b""
         self.save()
 
-    @property
-    def first_sequence(self) -> int:
-        """A sequence above all that earlier starts have used."""
-        return self._content.starts << 40
-
-    @property
-    def peers(self) -> dict[str, tuple[str, ...]]:
-        """Addresses of good peers, by PeerID."""
-        return dict(self._content.peers)
-
-    @property
-    def ports(self) -> tuple[int, int]:
-        """The ports of libp2p and of direct channels that earlier starts have chosen; 0 for none."""
-        return self._content.port, self._content.direct_port
-
     def keep_ports(self, port: int, direct_port: int) -> None:
         """Take these ports again at the next start; 0 leaves what is kept."""
-        self._content.port = port or self._content.port
-        self._content.direct_port = direct_port or self._content.direct_port
+        self.ports = port or self.ports[0], direct_port or self.ports[1]
 
     def remember(self, peer: str, addresses: tuple[str, ...]) -> None:
-        """Keep where `peer` was last met; the least recently met is forgotten."""
+        """Keep where `peer` was last met."""
         if addresses:
-            self._content.peers.pop(peer, None)
-            self._content.peers[peer] = addresses
-        while len(self._content.peers) > MAX_PEERS:
-            del self._content.peers[next(iter(self._content.peers))]
+            self.peers[peer] = addresses
 
     def save(self) -> None:
         """Write the file if anything has changed."""
-        data = msgspec.json.encode(self._content)
+        data = msgspec.json.encode(_Content(self._starts, *self.ports, dict(self.peers)))
         if data == self._saved:
             return
         temporary = self._path.with_name(f".{self._path.name}.{secrets.token_hex(8)}")
@@ -88,14 +79,11 @@ class PeerCache:
 
     def _load(self) -> _Content:
         try:
-            content = msgspec.json.decode(read_regular(self._path, MAX_FILE_BYTES), type=_Content)
-        except FileNotFoundError:
-            return _Content()
+            return msgspec.json.decode(read_regular(self._path, MAX_FILE_BYTES), type=_Content)
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            _log.warning("%s is not used: %s", self._path, error)
+            if not isinstance(error, FileNotFoundError):
+                _log.warning("%s is not used: %s", self._path, error)
             return _Content()
-        content.peers = {peer: seen for peer, seen in content.peers.items() if _sound(peer, seen)}
-        return content
 
 
 def _sound(peer: str, addresses: tuple[str, ...]) -> bool:

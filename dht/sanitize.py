@@ -1,7 +1,11 @@
-"""What strangers wrote: decoded within bounds, and made fit for a terminal and a log."""
+"""What strangers wrote: decoded within bounds, and made fit for a terminal and a log; files that may be anything."""
 
 from __future__ import annotations
 
+import errno
+import os
+import stat
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
@@ -44,3 +48,17 @@ def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     """Return `text` escaped, and cut to `limit` characters."""
     shown = escaped(text[:limit], kept="")
     return shown if len(shown) <= limit and len(text) <= limit else shown[: limit - 3] + "..."
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file, cut to `limit` bytes; a pipe or a device is never waited for.
+
+    Raises:
+        OSError: It cannot be read, or is not a regular file.
+    """
+    # To open a pipe that nobody writes to would block without O_NONBLOCK; regular files ignore the flag.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read(limit)

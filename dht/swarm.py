@@ -25,12 +25,11 @@ from equipoise.dht.autonat import Reach
 from equipoise.dht.bootstrap import Bootstrap
 from equipoise.dht.contacts import Contacts
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.dialpolicy import DialPolicy
+from equipoise.dht.dialpolicy import DialPolicy, behind_router, private_networks
 from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.interfaces import behind_router, private_networks
 from equipoise.dht.p2pd import P2pdOptions, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.peer_cache import PeerCache
@@ -116,10 +115,7 @@ class Swarm:
         self._claim: Claim | None = None
         self._moved: list[str] = []
         self._supervisor = Supervisor(
-            self._link,
-            self._dialer,
-            self._protocol.handlers() | self._reach.handlers(),
-            self._on_launched,
+            self._link, self._dialer, self._protocol.handlers() | self._reach.handlers(), self._on_launched
         )
         self._supervisor.on_addresses = self._on_addresses
         self._tasks = TaskSet()
@@ -212,7 +208,7 @@ class Swarm:
         state, why = said.reach, []
         if paths:
             state = "relayed" if all(map(is_relayed, paths)) else "direct"
-        if punching := self._puncher.failure(peer):
+        if punching := self._puncher.schedule.failure(peer):
             why.append(f"punching failed because {punching}")
         if blocked := self.direct.failure(peer):
             state = state if paths else "unknown"

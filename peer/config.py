@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 import platformdirs
 
-from equipoise.dht.files import read_regular
+from equipoise.dht.sanitize import read_regular
 from equipoise.peer.errors import ConfigError, FlagError
 
 ENV_PREFIX = "EQUIPOISE_"

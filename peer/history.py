@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from equipoise.averaging.outcome import Outcome
-from equipoise.dht.files import read_regular
+from equipoise.dht.sanitize import read_regular
 from equipoise.peer.logs import PrivateFileHandler
 
 ROUNDS_FILE = "rounds.jsonl"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
-from equipoise.dht.dialpolicy import DialPolicy
+from equipoise.dht.dialpolicy import DialPolicy, private_networks
 from equipoise.dht.direct import handshake, stun
 from equipoise.dht.direct.allowlist import Admitted, Allowlist
 from equipoise.dht.direct.credential import Presence, fingerprint_of
@@ -19,7 +19,6 @@ from equipoise.dht.direct.punched_channels import PunchedChannels
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
-from equipoise.dht.interfaces import private_networks
 from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
 from equipoise.dht.tasks import TaskSet

@@ -14,8 +14,9 @@ routers' first packets cross (libp2p's DCUtR; its CONNECT is our Places, its SYN
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from equipoise.dht.punch import messages
 from equipoise.dht.punch.messages import Place, Places, obstacle, targets
@@ -31,69 +32,59 @@ MAX_LEAD_SECONDS = 1.0
 """Waited at most for the other side to have heard `Go`; a relay slower than that is not in step anyway."""
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True):
     """The other side has said something."""
 
     message: messages.Message
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """It is known where this peer's connections come from; or, without places, why not."""
 
     places: Places | None
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class Opened:
+class Opened(msgspec.Struct, frozen=True):
     """A channel was opened through the hole."""
 
 
-@dataclass(frozen=True)
-class Missed:
+class Missed(msgspec.Struct, frozen=True):
     """No try that is under way can lead to a channel any more."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Broke:
+class Broke(msgspec.Struct, frozen=True):
     """The relayed stream has ended."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True):
     """The deadline has come."""
 
 
 Event = Heard | Measured | Opened | Missed | Broke | Tick
 
 
-@dataclass(frozen=True)
-class Measure:
+class Measure(msgspec.Struct, frozen=True):
     """Find out where this peer's connections come from; to be answered with `Measured`."""
 
 
-@dataclass(frozen=True)
-class Say:
+class Say(msgspec.Struct, frozen=True):
     """Send a message to the other side."""
 
     message: messages.Message
 
 
-@dataclass(frozen=True)
-class Try:
+class Try(msgspec.Struct, frozen=True):
     """Connect to these places until a channel is open, instead of what was tried before."""
 
     targets: tuple[Place, ...]
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """It is over: a channel was opened, if there is no reason."""
 
     reason: str
@@ -124,6 +115,8 @@ class Punch:
         self._awaited: type[messages.Message] = Places
         self._own: Places | None = None
         self._theirs: Places | None = None
+        self._targets: tuple[Place, ...] = ()
+        self._obstacle = ""
         self._probed_at = 0.0
         self._opened = False
         self._told = False
@@ -176,7 +169,7 @@ class Punch:
                 self.deadline = now + min((now - self._probed_at) / 2, MAX_LEAD_SECONDS)
                 return [Say(messages.Go(number))]
             case messages.Go(number=number) if number == self.tries:
-                return [*self._await(messages.Probe, now), self._try()]
+                return [*self._await(messages.Probe, now), Try(self._targets)]
         return self._finish(f"the other side speaks of another try than the {self.tries}.")
 
     def _on_end(self, reason: str, now: float) -> list[Action]:
@@ -195,7 +188,7 @@ class Punch:
         match self._phase:
             case "leading":
                 self._phase, self.deadline = "trying", now + TRY_SECONDS
-                return [self._try()]
+                return [Try(self._targets)]
             case "trying":
                 return self._again(now)
             case "measuring":
@@ -221,23 +214,17 @@ class Punch:
 
     def _compare(self) -> list[Action]:
         """Give up unless the other side has named a place that is worth trying."""
-        if self._targets():
+        if self._own and self._theirs:
+            self._targets = targets(self._own, self._theirs)
+            self._obstacle = obstacle(self._own, self._theirs)
+        if self._targets:
             return []
-        return self._finish(self._obstacle() or "the two have no kind of address in common")
-
-    def _obstacle(self) -> str:
-        return obstacle(self._own, self._theirs) if self._own and self._theirs else ""
-
-    def _targets(self) -> tuple[Place, ...]:
-        return targets(self._own, self._theirs) if self._own and self._theirs else ()
+        return self._finish(self._obstacle or "the two have no kind of address in common")
 
     def _probe(self, now: float) -> list[Action]:
         self.tries += 1
         self._probed_at = now
         return [Say(messages.Probe(self.tries)), *self._await(messages.Echo, now)]
-
-    def _try(self) -> Action:
-        return Try(self._targets())
 
     def _again(self, now: float) -> list[Action]:
         if self.tries < messages.MAX_TRIES:
@@ -245,11 +232,11 @@ class Punch:
         failures = f"{self._found()}, in {self.tries} tries"
         # Of what was found there the other side is told nothing: it may have named places to have them looked at.
         told = f"no connection in {self.tries} tries"
-        here, there = ("; ".join(filter(None, (why, self._obstacle()))) for why in (failures, told))
+        here, there = ("; ".join(filter(None, (why, self._obstacle))) for why in (failures, told))
         return self._finish(here, there)
 
     def _found(self) -> str:
-        sought = " or ".join(f"{host} port {port}" for host, port in self._targets())
+        sought = " or ".join(f"{host} port {port}" for host, port in self._targets)
         return self._missed or f"nobody answered at {sought}"
 
     def _finish(self, reason: str, told: str | None = None, tell: bool = True) -> list[Action]:

@@ -6,7 +6,9 @@ A round in the meantime goes on through its relay; the channel is there for the 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,17 +19,8 @@ from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import Inbound, P2pdClient
-from equipoise.dht.punch import machine
-from equipoise.dht.punch.messages import (
-    MAX_MESSAGE_BYTES,
-    MAX_REASON_CHARACTERS,
-    PUNCH_PROTOCOL,
-    End,
-    NoPlace,
-    Place,
-    decode,
-    encode,
-)
+from equipoise.dht.punch import machine, messages
+from equipoise.dht.punch.messages import PUNCH_PROTOCOL, NoPlace, Place
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
@@ -95,7 +88,7 @@ class Wish:
     delay: float = 0.0
 
 
-class Wishes:
+class Schedule:
     """The peers met in rounds that cannot be dialled: when a hole to each is tried, and what came of it. Sans IO."""
 
     def __init__(self) -> None:
@@ -141,7 +134,7 @@ class Wishes:
         return wish.failure if wish is not None else ""
 
 
-class Coordination:
+class PunchDriver:
     """One side of one attempt.
 
     Attributes:
@@ -175,14 +168,13 @@ class Coordination:
         return "" if self.channel is not None else reason
 
     async def _go_on(self) -> str:
-        loop = asyncio.get_running_loop()
-        actions = self.machine.start(loop.time())
+        actions = self.machine.start(time.monotonic())
         while True:
             for action in actions:
                 if isinstance(action, machine.Finish):
                     return action.reason
                 await self._perform(action)
-            actions = self.machine.handle(await self._next(), loop.time())
+            actions = self.machine.handle(await self._next(), time.monotonic())
 
     async def _next(self) -> machine.Event:
         try:
@@ -194,7 +186,7 @@ class Coordination:
     async def _perform(self, action: machine.Action) -> None:
         match action:
             case machine.Say(message):
-                await send_message(self._stream, encode(message))
+                await send_message(self._stream, messages.encode(message))
             case machine.Measure():
                 self._tasks.spawn(self._measure())
             case machine.Try(targets):
@@ -206,8 +198,8 @@ class Coordination:
         try:
             while True:
                 await self._stream.wait_readable()
-                data = await receive_message(self._stream, MAX_MESSAGE_BYTES)
-                await self._events.put(machine.Heard(decode(data)))
+                data = await receive_message(self._stream, messages.MAX_MESSAGE_BYTES)
+                await self._events.put(machine.Heard(messages.decode(data)))
         except (StreamClosed, Malformed) as error:
             await self._events.put(machine.Broke(str(error)))
 
@@ -241,6 +233,7 @@ class Puncher:
     """Decides when a hole is punched, and keeps what came of it.
 
     Attributes:
+        schedule: When a hole to each peer is tried, and why the last try failed.
         inbound: Where p2pd is to send streams for this.
     """
 
@@ -251,7 +244,7 @@ class Puncher:
         self._reach = reach
         self._dialer = dialer
         self._direct = direct
-        self._wishes = Wishes()
+        self.schedule = Schedule()
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
         self._address_tries = RateLimit(ADDRESS_TRIES_PER_SECOND, ADDRESS_TRIES_BURST)
@@ -261,11 +254,7 @@ class Puncher:
     def want(self, peer: str) -> None:
         """A round with `peer` has begun."""
         if self._hidden:
-            self._wishes.want(peer, asyncio.get_running_loop().time())
-
-    def failure(self, peer: str) -> str:
-        """Return why the last punch with `peer` failed; empty if it did not, or none has ended."""
-        return self._wishes.failure(peer)
+            self.schedule.want(peer, time.monotonic())
 
     def start(self) -> None:
         """Start to punch."""
@@ -278,8 +267,8 @@ class Puncher:
     async def _run(self) -> None:
         while True:
             if self._link.attached and self._hidden:
-                for peer in self._wishes.due(asyncio.get_running_loop().time(), self._begins):
-                    self._wishes.began(peer)
+                for peer in self.schedule.due(time.monotonic(), self._begins):
+                    self.schedule.began(peer)
                     self._tasks.spawn(self._begin(peer))
             await asyncio.sleep(CHECK_SECONDS)
 
@@ -296,11 +285,10 @@ class Puncher:
         failure = "it was broken off"
         try:
             await self._dialer.reach(peer)
-            stream = await self._link.open_stream(peer, PUNCH_PROTOCOL, OPEN_SECONDS)
-            try:
+            with contextlib.closing(
+                await self._link.open_stream(peer, PUNCH_PROTOCOL, OPEN_SECONDS)
+            ) as stream:
                 failure = await self._punch(peer, stream, begins=True)
-            finally:
-                stream.close()
         except ConnectionError as error:
             failure = f"no stream to it can be opened: {error}"
         finally:
@@ -309,11 +297,13 @@ class Puncher:
     async def _answer(self, peer: str, relayed: bool, stream: Stream) -> None:
         refusal = self._refusal(peer)
         if refusal:
-            await send_message(stream, encode(End(refusal[:MAX_REASON_CHARACTERS])))
+            await send_message(
+                stream, messages.encode(messages.End(refusal[: messages.MAX_REASON_CHARACTERS]))
+            )
             async with asyncio.timeout(HANG_UP_SECONDS):
                 await stream.wait_readable()
             return
-        self._wishes.began(peer)
+        self.schedule.began(peer)
         failure = "it was broken off"
         try:
             failure = await self._punch(peer, stream, begins=False)
@@ -322,34 +312,34 @@ class Puncher:
 
     def _refusal(self, peer: str) -> str:
         """Why this peer takes no part in a punch that another begins; empty if it does."""
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         if not self._limit.allow(peer, now):
             return "it is asked too often"
         if not self._hidden:
             return "it is not behind a NAT, as far as it knows"
         if peer > self._direct.peer:
             return "it is for itself to begin"
-        return self._wishes.refusal(peer, now)
+        return self.schedule.refusal(peer, now)
 
     async def _punch(self, peer: str, stream: Stream, begins: bool) -> str:
         """Return why there is no hole; empty if there is one."""
 
         async def connect(port: SharedPort, place: Place) -> FramedChannel:
-            now, host = asyncio.get_running_loop().time(), place[0]
+            now, host = time.monotonic(), place[0]
             if not (self._tries.allow(f"{peer} {host}", now) and self._address_tries.allow(host, now)):
                 raise ConnectionError("that address is tried too often")
             connection = await port.connect(place)
             return await self._direct.punch(peer, connection, place, dialled=begins)
 
-        coordination = Coordination(stream, begins, self._reach.mirrors, connect)
-        failure = await coordination.run()
-        if coordination.channel is not None:
-            self._direct.punched.park(coordination.channel, dialled=begins)
-            _log.info("a hole to %s is punched, at try %d", peer, coordination.machine.tries)
+        driver = PunchDriver(stream, begins, self._reach.mirrors, connect)
+        failure = await driver.run()
+        if driver.channel is not None:
+            self._direct.punched.park(driver.channel, dialled=begins)
+            _log.info("a hole to %s is punched, at try %d", peer, driver.machine.tries)
         return failure
 
     def _end(self, peer: str, failure: str) -> None:
         failure = printable(failure)
         if failure:
             _log.info("no hole to %s: %s", peer, failure)
-        self._wishes.ended(peer, failure, asyncio.get_running_loop().time())
+        self.schedule.ended(peer, failure, time.monotonic())

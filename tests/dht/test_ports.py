@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.dht import interfaces
+from equipoise.dht import dialpolicy
 from equipoise.dht.address import AddressError, parse_announce, parse_listen
 from equipoise.dht.p2pd import ListenError
 from equipoise.dht.peer_cache import PeerCache
@@ -128,8 +128,8 @@ def test_what_cannot_be_announced_is_one_clear_line(text: str, problem: str) -> 
     ],
 )
 def test_the_router_is_asked_where_addresses_are_private(monkeypatch, own, listen: str, asked: bool) -> None:
-    monkeypatch.setattr(interfaces, "own_addresses", lambda: [ipaddress.IPv4Address(one) for one in own])
-    assert interfaces.behind_router([listen]) is asked
+    monkeypatch.setattr(dialpolicy, "own_addresses", lambda: [ipaddress.IPv4Address(one) for one in own])
+    assert dialpolicy.behind_router([listen]) is asked
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_p2pd_is_told_whether_to_ask_the_router(
     tmp_path: Path, monkeypatch, upnp, private: bool, mapped: int
 ) -> None:
     own = ipaddress.IPv4Address("192.168.1.7" if private else "8.8.8.8")
-    monkeypatch.setattr(interfaces, "own_addresses", lambda: [own])
+    monkeypatch.setattr(dialpolicy, "own_addresses", lambda: [own])
     member = Swarm(tmp_path, SwarmOptions(upnp=upnp))
     assert (
         f"-natPortMap={mapped}" in member._p2pd_options((parse_listen("/ip4/0.0.0.0/tcp/31337"),)).arguments()

@@ -127,11 +127,11 @@ async def test_no_address_is_tried_without_end_whoever_names_it(trio: Trio, unti
 async def test_who_is_admitted_for_a_transfer_alone_gets_no_hole(trio: Trio, until) -> None:
     for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
         one.direct.admit(other.peer, other.direct.credential)
-        assert "in no round" in one._puncher._wishes.refusal(other.peer, asyncio.get_running_loop().time())
+        assert "in no round" in one._puncher.schedule.refusal(other.peer, asyncio.get_running_loop().time())
         one.direct.meet(other.peer)
-        assert not one._puncher._wishes.refusal(other.peer, asyncio.get_running_loop().time())
+        assert not one._puncher.schedule.refusal(other.peer, asyncio.get_running_loop().time())
         one.direct.meet("12D3KooWNobody")
-        assert one._puncher._wishes.refusal("12D3KooWNobody", 0.0)
+        assert one._puncher.schedule.refusal("12D3KooWNobody", 0.0)
 
 
 async def test_who_has_no_part_in_it_says_so(trio: Trio) -> None:

@@ -15,7 +15,7 @@ from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
 from equipoise.dht.punch.messages import NoPlace, Places, encode
 from equipoise.dht.punch.port import SharedPort
-from equipoise.dht.punch.puncher import Coordination
+from equipoise.dht.punch.puncher import PunchDriver
 from equipoise.dht.streams import Stream, send_message
 from equipoise.dht.transport import FramedChannel
 from fakes.direct import Peers, introduce, port_of, refused
@@ -45,12 +45,12 @@ class Hidden:
         self.first, self.second = pair
         self.streams = streams
 
-    def side(self, own: DirectTransport, other: DirectTransport, begins: bool) -> Coordination:
+    def side(self, own: DirectTransport, other: DirectTransport, begins: bool) -> PunchDriver:
         async def opens(port: SharedPort, place: tuple[str, int]) -> FramedChannel:
             connection = await port.connect(place)
             return await own.punch(other.peer, connection, place, dialled=begins)
 
-        return Coordination(self.streams[not begins], begins, [port_of(self.public)], opens)
+        return PunchDriver(self.streams[not begins], begins, [port_of(self.public)], opens)
 
     async def punch(self) -> tuple[FramedChannel, FramedChannel]:
         """Both ends of a channel."""
@@ -61,7 +61,7 @@ class Hidden:
         return first.channel, second.channel
 
 
-async def run(*sides: Coordination) -> list[str]:
+async def run(*sides: PunchDriver) -> list[str]:
     return await asyncio.gather(*(side.run() for side in sides))
 
 

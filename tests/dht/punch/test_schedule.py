@@ -9,16 +9,16 @@ from equipoise.dht.punch.puncher import (
     MAX_WANTED,
     PATIENCE_SECONDS,
     WANTED_SECONDS,
-    Wishes,
+    Schedule,
 )
 
 
-def due(wishes: Wishes, now: float) -> list[str]:
+def due(wishes: Schedule, now: float) -> list[str]:
     return wishes.due(now, lambda peer: True)
 
 
 def test_a_peer_is_due_a_moment_after_it_was_met_and_not_for_ever() -> None:
-    wishes = Wishes()
+    wishes = Schedule()
     wishes.want("a", 0.0)
     assert due(wishes, 0.0) == []
     assert due(wishes, PATIENCE_SECONDS) == ["a"]
@@ -30,7 +30,7 @@ def test_a_peer_is_due_a_moment_after_it_was_met_and_not_for_ever() -> None:
 
 
 def test_a_failure_is_remembered_longer_each_time_until_one_succeeds() -> None:
-    wishes, now, delays = Wishes(), 0.0, []
+    wishes, now, delays = Schedule(), 0.0, []
     for _ in range(8):
         wishes.want("a", now)
         wishes.began("a")
@@ -51,7 +51,7 @@ def test_a_failure_is_remembered_longer_each_time_until_one_succeeds() -> None:
 
 
 def test_so_many_at_once_those_met_last_first() -> None:
-    wishes = Wishes()
+    wishes = Schedule()
     for peer in range(MAX_AT_ONCE + 2):
         wishes.want(str(peer), 0.0)
     first = due(wishes, PATIENCE_SECONDS)
@@ -64,7 +64,7 @@ def test_so_many_at_once_those_met_last_first() -> None:
 
 
 def test_only_who_was_met_is_answered_and_once() -> None:
-    wishes = Wishes()
+    wishes = Schedule()
     assert "in no round" in wishes.refusal("a", 0.0)
     wishes.want("a", 0.0)
     assert wishes.refusal("a", 0.0) == ""
@@ -75,7 +75,7 @@ def test_only_who_was_met_is_answered_and_once() -> None:
 
 
 def test_the_least_recently_met_is_forgotten() -> None:
-    wishes = Wishes()
+    wishes = Schedule()
     for peer in range(MAX_WANTED + 1):
         wishes.want(str(peer), 0.0)
     assert wishes.refusal("0", 0.0)
