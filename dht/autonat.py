@@ -32,9 +32,8 @@ from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, Inbound, P2pdClient
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
-from equipoise.dht.relay.client import MAX_CANDIDATES, RelayKeeper
+from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayKeeper, Trials
 from equipoise.dht.relay.messages import HOP_PROTOCOL
-from equipoise.dht.relay.probe import TRIAL_PROTOCOL, Trials
 from equipoise.dht.relay.service import RelayRules, RelayService
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import ReachStatus
@@ -260,7 +259,7 @@ class Reach:
         if relays:
             self._offers[peer] = None  # Heard of last: whoever is gone for good is forgotten first.
             if not known:
-                self.keeper.look()
+                self.keeper.look.set()
         self._met.set()
 
     def doubt(self) -> None:

@@ -128,7 +128,11 @@ class DialPolicy:
             if failure:
                 host.failed.append(now)
         if failure:
-            self._fail((peer if self._knows(peer, place[0], now) else "", place), now, failure)
+            key = (peer if self._knows(peer, place[0], now) else "", place)
+            before = self._failures.get(key)
+            tries = before.tries + 1 if before is not None else 1
+            pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 10), MAX_PAUSE_SECONDS)
+            self._failures[key] = _Failure(tries, now + pause, failure)
         else:
             self._failures.pop((peer, place), None)
             self._failures.pop(("", place), None)
@@ -154,7 +158,10 @@ class DialPolicy:
         return now - self._met.get((peer, host), float("-inf")) < MET_SECONDS
 
     def _crowded(self, host: str, now: float) -> Refusal | None:
-        self._forget(now)
+        for name, one in list(self._hosts.items()):
+            one.failed = [at for at in one.failed if now - at < WINDOW_SECONDS]
+            if not one.failed and not one.pending:
+                del self._hosts[name]
         tried = self._hosts.get(host)
         if tried is None and len(self._hosts) >= MAX_NEW_HOSTS:
             pending = any(one.pending for one in self._hosts.values())
@@ -166,18 +173,6 @@ class DialPolicy:
                 f"nobody was found at {host} at {len(tried.failed)} tries within a minute", tried.pending > 0
             )
         return None
-
-    def _forget(self, now: float) -> None:
-        for host, tried in list(self._hosts.items()):
-            tried.failed = [at for at in tried.failed if now - at < WINDOW_SECONDS]
-            if not tried.failed and not tried.pending:
-                del self._hosts[host]
-
-    def _fail(self, key: tuple[str, Place], now: float, reason: str) -> None:
-        before = self._failures.get(key)
-        tries = before.tries + 1 if before is not None else 1
-        pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 10), MAX_PAUSE_SECONDS)
-        self._failures[key] = _Failure(tries, now + pause, reason)
 
 
 def behind_router(hosts: Iterable[str]) -> bool:

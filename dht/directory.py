@@ -19,8 +19,7 @@ from equipoise.dht import records
 from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import CallError, RecordProtocol
-from equipoise.dht.record_store import Entry
-from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.records import Entry, Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION, Part
 from equipoise.dht.tasks import TaskSet, end, sleep_until
 

@@ -25,8 +25,7 @@ from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, PeerID, Ro
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
-from equipoise.dht.record_store import Entry, RecordStore
-from equipoise.dht.records import Forged, Kept, RecordError
+from equipoise.dht.records import Entry, Forged, Kept, RecordError, RecordStore
 from equipoise.dht.sanitize import printable
 from equipoise.dht.tasks import TaskSet
 
@@ -126,15 +125,13 @@ class RecordProtocol:
 
     bucket_size = messages.MAX_NEAREST
 
-    def __init__(
-        self, peer: str, serves: bool, link: P2pdClient, dialer: Dialer, record_store: RecordStore
-    ) -> None:
+    def __init__(self, peer: str, serves: bool, link: P2pdClient, dialer: Dialer) -> None:
         self.peer = peer
         self.node_id = node_id_of(peer)
         self.routing_table = RoutingTable(self.node_id, self.bucket_size, BUCKET_DEPTH_MODULO)
         self.blacklist = Blacklist(BLACKLIST_SECONDS, BLACKLIST_GROWTH)
         self.clock = SwarmClock()
-        self.record_store = record_store
+        self.record_store = RecordStore()
         self.acquainted: set[str] = set()
         self.addresses: tuple[str, ...] = ()
         self.on_heard: Callable[[str], None] = lambda peer: None

@@ -36,7 +36,6 @@ from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
-from equipoise.dht.record_store import RecordStore
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.sanitize import printable
@@ -126,7 +125,7 @@ class Swarm:
         self._link = P2pdClient(self._runtime / "p2pd.sock")
         self._policy = DialPolicy(private_networks)
         self._dialer = Dialer(self._link, peer, self._policy)
-        self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer, RecordStore())
+        self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer)
         self._build_reach("" if dialable else "it was started in client mode")
         self.transport = Libp2pTransport(
             peer, lambda: self._reach.dialable, self._link, self._dialer, self._runtime

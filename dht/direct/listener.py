@@ -48,8 +48,12 @@ class Listener:
             ListenError: An address is taken or not this machine's.
         """
         for address in self._wanted:
-            wished = [] if address.port else [with_port(address, port) for port in wishes]
-            self._acceptors.append(self._listen_first([*wished, address]))
+            for port in () if address.port else wishes:
+                with contextlib.suppress(ListenError):
+                    self._listen(with_port(address, port))
+                    break
+            else:
+                self._listen(address)
 
     def stop(self) -> None:
         """Stop listening; idempotent."""
@@ -57,14 +61,7 @@ class Listener:
             one.close()
         self._acceptors = []
 
-    def _listen_first(self, addresses: Sequence[ListenAddress]) -> Acceptor:
-        """Listen on the first of some addresses that is free; the last one's error counts."""
-        for address in addresses[:-1]:
-            with contextlib.suppress(ListenError):
-                return self._listen(address)
-        return self._listen(addresses[-1])
-
-    def _listen(self, address: ListenAddress) -> Acceptor:
+    def _listen(self, address: ListenAddress) -> None:
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         listening = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -73,7 +70,8 @@ class Listener:
             if family == socket.AF_INET6:
                 listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listening.bind((address.host, address.port))
-            return Acceptor(listening, BACKLOG, lambda one, where: self._taken(one, where[:2]))
+            accepting = Acceptor(listening, BACKLOG, lambda one, where: self._taken(one, where[:2]))
+            self._acceptors.append(accepting)
         except OSError as error:
             listening.close()
             raise listen_error(address, error, "--direct-listen") from None

@@ -1,24 +1,33 @@
 """Finds relays for a peer that cannot be dialled, tries them, and keeps the places it has there.
 
 A relay that fails its trial is not used, and not announced: others would find this peer there, begin a round with it,
-and lose it after 128 KiB.
+and lose it after 128 KiB. Relays may cut a connection after that or after 2 minutes, whatever they say; p2pd's own
+does. So a trial sends a megabyte. Nobody can dial itself: a second p2pd with a key of its own plays the peer that wants
+to reach this one, for as long as the megabyte takes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Iterable
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
 from equipoise.dht.dialer import Dialer, Unreached
+from equipoise.dht.identity import IdentityError, load_or_create
 from equipoise.dht.limits import LruDict
+from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.relay.messages import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
-from equipoise.dht.relay.probe import TRIAL_BYTES, RelayError, Trials
 from equipoise.dht.sanitize import Malformed
+from equipoise.dht.state import PROTOCOL_VERSION
+from equipoise.dht.streams import Stream, StreamClosed
 from equipoise.dht.tasks import sleep_until
 
 WANTED = 2
@@ -38,8 +47,18 @@ GAP_SECONDS = 3.0
 """After a failure the next relay is tried so much later: a trial costs a process, an offer costs nothing."""
 MAX_CANDIDATES = 64
 """Relays whose failures are remembered, and that are known at all."""
+TRIAL_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/trial"
+TRIAL_BYTES = 1024 * 1024
+"""Eight times what p2pd's own relay lets pass."""
+TRIAL_SECONDS = 12.0
+"""p2pd starts in 0.2 s, on a loaded machine in 2 s; a relay slower than 1 Mbit/s is of no use."""
+CHUNK_BYTES = 32 * 1024
 
 _log = logging.getLogger(__name__)
+
+
+class RelayError(Exception):
+    """A relay gives no place, or is of no use; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +67,7 @@ class Held:
 
     Attributes:
         address: Where others reach this peer through it, in the form that `--join` takes.
-        since: When it was last asked for, on the loop's clock.
+        since: When it was last asked for, on the monotonic clock.
         trial: How the trial went, in words.
     """
 
@@ -63,7 +82,7 @@ class Refused:
 
     Attributes:
         reason: Why, one line.
-        retry: When to try it again, on the loop's clock.
+        retry: When to try it again, on the monotonic clock.
         delay: How long that was from the failure.
     """
 
@@ -78,6 +97,8 @@ class RelayKeeper:
     Attributes:
         held: Places at trusted relays, by the relay's PeerID.
         refused: Relays that did not do, by PeerID.
+        on_change: Called when the places are others.
+        look: Set to have it look for relays now.
     """
 
     def __init__(
@@ -92,7 +113,7 @@ class RelayKeeper:
         self._own = own
         self._trials = trials
         self._offers = offers
-        self._look = asyncio.Event()
+        self.look = asyncio.Event()
         self._era = 0
         self._pause_until = float("-inf")
 
@@ -105,17 +126,13 @@ class RelayKeeper:
             return ", ".join(f"relay {_short(relay)}: {one.reason}" for relay, one in self.refused.items())
         return "no peer that it has met relays for others (--relay)"
 
-    def look(self) -> None:
-        """Look for relays now: there are new peers."""
-        self._look.set()
-
     async def run(self) -> None:
         """Find relays and keep them, until cancelled."""
         while True:
-            self._look.clear()
+            self.look.clear()
             if self._link.attached:
                 await self._tend()
-            await sleep_until(self._look, CHECK_SECONDS)
+            await sleep_until(self.look, CHECK_SECONDS)
 
     def lose_all(self) -> None:
         """p2pd is another one now: what it had reserved is gone, and what is being reserved."""
@@ -123,10 +140,10 @@ class RelayKeeper:
         if self.held:
             self.held.clear()
             self.on_change()
-        self.look()
+        self.look.set()
 
     async def _tend(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         for relay, held in list(self.held.items()):
             if self.held.get(relay) is not held:
                 continue  # Lost while another was renewed.
@@ -135,7 +152,7 @@ class RelayKeeper:
             elif held.since + RENEW_SECONDS < now:
                 await self._renew(relay, held)
         for relay in self._offers():
-            if len(self.held) >= WANTED or asyncio.get_running_loop().time() < self._pause_until:
+            if len(self.held) >= WANTED or time.monotonic() < self._pause_until:
                 return
             refused = self.refused.get(relay)
             if relay != self._own and relay not in self.held and (refused is None or refused.retry <= now):
@@ -149,10 +166,10 @@ class RelayKeeper:
                 self._drop(relay, str(error), FIRST_RETRY_SECONDS)
         else:
             if self.held.get(relay) is held:
-                self.held[relay] = Held(held.address, asyncio.get_running_loop().time(), held.trial)
+                self.held[relay] = Held(held.address, time.monotonic(), held.trial)
 
     async def _attempt(self, relay: str, before: Refused | None) -> None:
-        loop, era = asyncio.get_running_loop(), self._era
+        era = self._era
         try:
             address = await self._place(relay)
             trial = await self._trials.conduct(address)
@@ -160,20 +177,18 @@ class RelayKeeper:
                 raise RelayError("p2pd was started again meanwhile")
         except RelayError as error:
             delay = min(2 * before.delay, MAX_RETRY_SECONDS) if before else FIRST_RETRY_SECONDS
-            self.refused[relay] = Refused(str(error), loop.time() + delay, delay)
-            self._pause_until = loop.time() + GAP_SECONDS
+            self.refused[relay] = Refused(str(error), time.monotonic() + delay, delay)
+            self._pause_until = time.monotonic() + GAP_SECONDS
             _log.info("relay %s is not used: %s", relay, error)
         else:
             self.refused.pop(relay, None)
-            self.held[relay] = Held(address.text, loop.time(), trial)
+            self.held[relay] = Held(address.text, time.monotonic(), trial)
             _log.info("relay %s is used: %s", relay, trial)
         self.on_change()
 
     def _drop(self, relay: str, reason: str, delay: float) -> None:
         del self.held[relay]
-        self.refused[relay] = Refused(
-            reason, asyncio.get_running_loop().time() + delay, delay or FIRST_RETRY_SECONDS
-        )
+        self.refused[relay] = Refused(reason, time.monotonic() + delay, delay or FIRST_RETRY_SECONDS)
         _log.info("relay %s is not used any more: %s", relay, reason)
         self.on_change()
 
@@ -221,3 +236,88 @@ class RelayKeeper:
 def _short(peer: str) -> str:
     """The end of a PeerID; the beginnings are alike."""
     return f"..{peer[-8:]}"
+
+
+@dataclass
+class _Transfer:
+    """The one under way.
+
+    Attributes:
+        peer: PeerID of whoever sends.
+        received: Bytes that have arrived.
+    """
+
+    peer: str
+    received: int = 0
+
+
+class Trials:
+    """Conducts trials, one at a time, and receives what they send."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` takes the other p2pd's key and socket for the while."""
+        self._folder = folder
+        self._under_way: _Transfer | None = None
+        self._lock = asyncio.Lock()
+
+    async def conduct(self, address: Address) -> str:
+        """Send `TRIAL_BYTES` to this peer at `address`, a relayed one; return in words how that went.
+
+        Raises:
+            RelayError: Not every byte arrived.
+        """
+        async with self._lock:
+            try:
+                with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
+                    return await self._conduct(address, Path(folder))
+            except (OSError, IdentityError, P2pdError) as error:
+                raise RelayError(f"it cannot be tried: {error}") from error
+            finally:
+                self._under_way = None
+
+    async def receive(self, peer: str, relayed: bool, stream: Stream) -> None:
+        """Take what the trial under way sends; anybody else's stream is closed."""
+        transfer = self._under_way
+        if transfer is None or peer != transfer.peer or not relayed:
+            return
+        chunk = memoryview(bytearray(CHUNK_BYTES))
+        async with asyncio.timeout(TRIAL_SECONDS):
+            while transfer.received < TRIAL_BYTES:
+                transfer.received += await stream.receive_some(chunk)
+            await stream.send(b"\1")
+            # Closed by whoever tries, who has read the answer then.
+            await stream.wait_readable()
+
+    async def _conduct(self, address: Address, folder: Path) -> str:
+        identity = load_or_create(folder)
+        options = P2pdOptions(identity.path, folder / "c", listen=())
+        transfer = self._under_way = _Transfer(identity.peer)
+        try:
+            async with asyncio.timeout(TRIAL_SECONDS), _attached(options) as link:
+                await link.connect(address.peer, address.encode_transport())
+                with contextlib.closing(await link.open_stream(address.peer, TRIAL_PROTOCOL)) as stream:
+                    began = time.monotonic()
+                    try:
+                        for _ in range(TRIAL_BYTES // CHUNK_BYTES):
+                            await stream.send(bytes(CHUNK_BYTES))
+                        await stream.receive_into(memoryview(bytearray(1)))
+                    except StreamClosed as error:
+                        raise StreamClosed(f"the relay cut the connection ({error})") from None
+                return f"1 MB passed in {time.monotonic() - began:.2f} s"
+        except ConnectionError as error:
+            why = f": {error}"
+        except TimeoutError:
+            why = f" within {TRIAL_SECONDS:.0f} s"
+        raise RelayError(f"{transfer.received} of {TRIAL_BYTES} bytes passed{why}")
+
+
+@contextlib.asynccontextmanager
+async def _attached(options: P2pdOptions) -> AsyncIterator[P2pdClient]:
+    """A p2pd of its own for the while; raises P2pdError if it does not start, LinkError if it does not answer."""
+    p2pd, link = await P2pd.start(options), P2pdClient(options.control)
+    try:
+        await link.attach({})
+        yield link
+    finally:
+        await link.detach()
+        await p2pd.stop()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
 
 import base58
 
@@ -53,6 +53,14 @@ class RelayRules:
     circuit_bytes: int = 0
 
 
+class Refusal(Exception):
+    """A request is refused; the message says why, `status` what it is answered."""
+
+    def __init__(self, status: Status, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+
+
 class RelayService:
     """Answers `HOP_PROTOCOL` in p2pd's place; without rules it refuses everybody."""
 
@@ -87,31 +95,41 @@ class RelayService:
             TimeoutError: It does not say what it wants.
         """
         try:
+            await self._serve(peer, relayed, stream)
+        except Refusal as refusal:
+            self._refused += 1
+            _log.info("no relaying for %s: %s", peer, refusal)
+            await messages.send(stream, Hop(kind=Kind.STATUS, status=refusal.status))
+
+    async def _serve(self, peer: str, relayed: bool, stream: Stream) -> None:
+        try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 request = await messages.receive(stream, Hop)
         except Malformed as error:
-            await self._refuse(peer, stream, Status.MALFORMED_MESSAGE, str(error))
-            return
+            raise Refusal(Status.MALFORMED_MESSAGE, str(error)) from None
         if self._rules is None or relayed:
             why = "it is relayed itself" if relayed else "this peer does not relay"
-            await self._refuse(peer, stream, Status.PERMISSION_DENIED, why)
-        elif request.kind == Kind.RESERVE:
+            raise Refusal(Status.PERMISSION_DENIED, why)
+        if request.kind == Kind.RESERVE:
             await self._reserve(peer, stream, self._rules)
         elif request.kind == Kind.CONNECT:
-            await self._connect(peer, request, stream, self._rules)
+            target = base58.b58encode(request.peer.id[:64]).decode()
+            self._check(peer, target)
+            # Counted before anything is waited for: whoever asks many times at once gets no more.
+            with self._circuits.counting(peer, target):
+                await self._carry(peer, target, stream, self._rules)
         else:
-            await self._refuse(peer, stream, Status.UNEXPECTED_MESSAGE, f"kind {request.kind}")
+            raise Refusal(Status.UNEXPECTED_MESSAGE, f"kind {request.kind}")
 
     async def _reserve(self, peer: str, stream: Stream, rules: RelayRules) -> None:
-        now = asyncio.get_running_loop().time()
+        now = time.monotonic()
         self._reserved = {one: until for one, until in self._reserved.items() if until > now}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
             # Those who have gone made room without saying so.
             here = await self._connected()
             self._reserved = {one: until for one, until in self._reserved.items() if one in here}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
-            await self._refuse(peer, stream, Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
-            return
+            raise Refusal(Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
         self._reserved[peer] = now + RESERVED_SECONDS
         _log.info("relaying for %s", peer)
         # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
@@ -119,41 +137,27 @@ class RelayService:
         answer = Hop(kind=Kind.STATUS, reservation=expires, limit=_limit(rules), status=Status.OK)
         await messages.send(stream, answer)
 
-    async def _connect(self, peer: str, request: Any, stream: Stream, rules: RelayRules) -> None:
-        target = base58.b58encode(request.peer.id[:64]).decode()
-        refusal = self._refusal(peer, target)
-        if refusal is not None:
-            await self._refuse(peer, stream, *refusal)
-            return
-        # Counted before anything is waited for: whoever asks many times at once gets no more.
-        with self._circuits.counting(peer, target):
-            await self._carry(peer, target, stream, rules)
-
-    def _refusal(self, peer: str, target: str) -> tuple[Status, str] | None:
+    def _check(self, peer: str, target: str) -> None:
+        """Raise Refusal unless a circuit from `peer` to `target` may be opened."""
         try:
             public_key_of(target)
         except ValueError as error:
-            return Status.MALFORMED_MESSAGE, str(error)
-        if (
-            self._open >= MAX_CIRCUITS
-            or max(self._circuits[peer], self._circuits[target]) >= MAX_CIRCUITS_PER_PEER
-        ):
-            return Status.RESOURCE_LIMIT_EXCEEDED, f"{self._open} circuits are open"
-        if self._reserved.get(target, 0.0) < asyncio.get_running_loop().time():
-            return Status.NO_RESERVATION, f"{target} has not asked for it"
-        return None
+            raise Refusal(Status.MALFORMED_MESSAGE, str(error)) from None
+        most = max(self._circuits[peer], self._circuits[target])
+        if self._open >= MAX_CIRCUITS or most >= MAX_CIRCUITS_PER_PEER:
+            raise Refusal(Status.RESOURCE_LIMIT_EXCEEDED, f"{self._open} circuits are open")
+        if self._reserved.get(target, 0.0) < time.monotonic():
+            raise Refusal(Status.NO_RESERVATION, f"{target} has not asked for it")
 
     async def _carry(self, peer: str, target: str, stream: Stream, rules: RelayRules) -> None:
         if target not in await self._connected():
             self._reserved.pop(target, None)
-            await self._refuse(peer, stream, Status.NO_RESERVATION, f"{target} is not connected")
-            return
+            raise Refusal(Status.NO_RESERVATION, f"{target} is not connected")
         try:
             other = await self._call(peer, target, rules)
         except (ConnectionError, Malformed, TimeoutError) as error:
             why = str(error) or f"{target} does not answer within {ANSWER_SECONDS:.0f} s"
-            await self._refuse(peer, stream, Status.CONNECTION_FAILED, why)
-            return
+            raise Refusal(Status.CONNECTION_FAILED, why) from None
         try:
             await messages.send(stream, Hop(kind=Kind.STATUS, limit=_limit(rules), status=Status.OK))
             why = await self._pump_both(stream, other, rules)
@@ -209,11 +213,6 @@ class RelayService:
         except StreamClosed as error:
             return str(error)
         return f"it has carried {rules.circuit_bytes} bytes, the most allowed"
-
-    async def _refuse(self, peer: str, stream: Stream, status: Status, why: str) -> None:
-        self._refused += 1
-        _log.info("no relaying for %s: %s", peer, why)
-        await messages.send(stream, Hop(kind=Kind.STATUS, status=status))
 
 
 def _limit(rules: RelayRules) -> dict[str, int] | None:

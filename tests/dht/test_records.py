@@ -8,15 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.dht import record_store as ledgers
+from equipoise.dht import records
 from equipoise.dht.identity import Identity, load_or_create, peer_of
-from equipoise.dht.record_store import CLOCK_TOLERANCE_SECONDS, REMEMBER_SECONDS, RecordStore
 from equipoise.dht.records import (
+    CLOCK_TOLERANCE_SECONDS,
     MAX_RECORD_BYTES,
     MAX_RUNS_PER_PEER,
+    REMEMBER_SECONDS,
     Kept,
     Readiness,
     RecordError,
+    RecordStore,
     key_of,
     seal,
     shard_of,
@@ -317,8 +319,8 @@ def test_the_memory_of_records_is_bounded(
     # What is measured here is memory.
     monkeypatch.setattr("equipoise.dht.records.verify", lambda *_: True)
     monkeypatch.setattr(author, "sign", lambda *_: bytes(64), raising=False)
-    monkeypatch.setattr(ledgers, "MAX_BYTES", ledgers.MAX_BYTES // 8)
-    record_store, limit = RecordStore(), ledgers.MAX_BYTES
+    monkeypatch.setattr(records, "MAX_BYTES", records.MAX_BYTES // 8)
+    record_store, limit = RecordStore(), records.MAX_BYTES
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]

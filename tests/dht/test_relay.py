@@ -18,6 +18,7 @@ from equipoise.dht.limits import BURST_SECONDS, Allowance
 from equipoise.dht.p2pd_client import Inbound, P2pdClient
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
+from equipoise.dht.relay.client import RelayError
 from equipoise.dht.relay.messages import (
     HOP_PROTOCOL,
     Hop,
@@ -29,7 +30,6 @@ from equipoise.dht.relay.messages import (
     describe,
     receive,
 )
-from equipoise.dht.relay.probe import RelayError
 from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.streams import StreamClosed, receive_message, send_message

@@ -16,10 +16,9 @@ from equipoise.dht.autonat import Reach
 from equipoise.dht.identity import peer_of
 from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.p2pd_client import P2pdClientError
-from equipoise.dht.relay import client, probe
-from equipoise.dht.relay.client import MAX_CANDIDATES, RelayKeeper
+from equipoise.dht.relay import client
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayError, RelayKeeper, Trials, _Transfer
 from equipoise.dht.relay.messages import Hop, Kind, Status, send
-from equipoise.dht.relay.probe import RelayError, Trials, _Transfer
 from equipoise.dht.streams import Stream
 
 RELAY, OWN, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2, 3))
@@ -171,7 +170,7 @@ async def test_what_an_earlier_trial_sent_does_not_count_for_a_later_one(trials:
 
 
 async def test_a_trial_that_rests_is_let_go(trials: Trials, monkeypatch) -> None:
-    monkeypatch.setattr(probe, "TRIAL_SECONDS", 0.05)
+    monkeypatch.setattr(client, "TRIAL_SECONDS", 0.05)
     trials._under_way = _Transfer(OTHER)
     near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
     with pytest.raises(TimeoutError):
@@ -192,7 +191,7 @@ async def fail_to_start(options: object) -> None:
     ],
 )
 async def test_a_trial_that_cannot_begin_is_one_that_fails(trials: Trials, monkeypatch, broken, how) -> None:
-    monkeypatch.setattr(probe, broken, how)
+    monkeypatch.setattr(client, broken, how)
     with pytest.raises(RelayError, match="it cannot be tried"):
         await trials.conduct(Address("", OWN, "44.0.0.1", 1, True))
     assert not list(trials._folder.iterdir())

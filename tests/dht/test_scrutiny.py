@@ -23,7 +23,6 @@ from equipoise.dht.limits import (
 )
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import HELD_SECONDS, MAX_HELD, MAX_HELD_OF_ONE, RecordProtocol
-from equipoise.dht.record_store import RecordStore
 from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION
 from fakes.hostile import run_at_once
@@ -61,7 +60,7 @@ def test_a_forger_is_not_looked_at_for_a_while() -> None:
 @pytest.fixture
 def protocol(tmp_path: Path) -> RecordProtocol:
     own, link = peer(0), P2pdClient(tmp_path / "nowhere")
-    return RecordProtocol(own, True, link, Dialer(link, own, DialPolicy(list)), RecordStore())
+    return RecordProtocol(own, True, link, Dialer(link, own, DialPolicy(list)))
 
 
 @pytest.fixture
