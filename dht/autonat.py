@@ -35,7 +35,7 @@ from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
 from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayKeeper, Trials
 from equipoise.dht.relay.messages import HOP_PROTOCOL
 from equipoise.dht.relay.service import RelayRules, RelayService
-from equipoise.dht.sanitize import printable
+from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
 
@@ -88,7 +88,6 @@ class Answer(messages.Versioned, frozen=True, kw_only=True):
     """What came of it.
 
     Attributes:
-        seen: IP addresses that the asker's connections come from, as the author sees them.
         reached: Addresses that led to the asker, in the form that `--listen` takes.
         failed: Why none did, if none did.
         busy: Whether nothing was tried.
@@ -96,7 +95,6 @@ class Answer(messages.Versioned, frozen=True, kw_only=True):
         blocked: Why the asker's direct port could not be opened; empty if it was, or not tried.
     """
 
-    seen: Text = ""
     reached: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MAX_TARGETS)] = ()
     failed: Text = ""
     busy: bool = False
@@ -305,7 +303,7 @@ class Reach:
         suspicion = asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._follow)
         try:
             finding = await self.ask(peer)
-        except (ConnectionError, messages.MessageError) as error:
+        except (ConnectionError, Malformed) as error:
             _log.debug("%s did not dial back: %s", peer, error)
             return
         finally:
@@ -320,7 +318,7 @@ class Reach:
 
         Raises:
             ConnectionError: It does not answer.
-            messages.MessageError: Its answer is none.
+            Malformed: Its answer is none.
         """
         question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self.direct())
         data = await self._link.call(peer, DIALBACK, messages.encode(question), DIALBACK_SECONDS)
@@ -346,8 +344,8 @@ class Reach:
             # Only where it comes from: neighbours that it names have asked for nothing, and are told nothing.
             hosts = seen[:MAX_TARGETS] if where and ask.direct else []
             answer, other = await asyncio.gather(
-                _try_all(seen, where, greeted),
-                _try_all(seen, [(host, ask.direct) for host in hosts], answered),
+                _try_all(where, greeted),
+                _try_all([(host, ask.direct) for host in hosts], answered),
             )
             blocked = other.failed if hosts and not other.reached else ""
             return messages.encode(msgspec.structs.replace(answer, direct=self.direct(), blocked=blocked))
@@ -408,7 +406,7 @@ async def answered(host: str, port: int) -> None:
             connection.close()
 
 
-async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe) -> Answer:
+async def _try_all(where: list[tuple[str, int]], attempt: Probe) -> Answer:
     async def one(host: str, port: int) -> tuple[str, str]:
         try:
             await attempt(host, port)
@@ -419,7 +417,6 @@ async def _try_all(seen: list[str], where: list[tuple[str, int]], attempt: Probe
     results = await asyncio.gather(*(one(host, port) for host, port in where))
     failures = [why for _, why in results if why]
     return Answer(
-        seen=", ".join(seen)[:MAX_TEXT],
         reached=tuple(place for place, _ in results if place),
         failed=(failures[0] if failures else "it listens nowhere that could be tried")[:MAX_TEXT],
     )

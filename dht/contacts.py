@@ -6,6 +6,7 @@ A machine that loses its power or its cable closes no connection, and libp2p not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -123,19 +124,14 @@ class Contacts:
                 await self._protocol.ping(peer)
         except TimeoutError:
             if self._link.attached and self.pulse.missed(peer):
-                await self._give_up(peer)
+                _log.info("%s does not answer any more: its connection is closed", peer)
+                self._protocol.lose(peer)
+                self.on_lost(peer)
+                with contextlib.suppress(P2pdClientError):
+                    await self._link.disconnect(peer)
+                    await self._dialer.refresh()
             return
         except CallError as error:
             # It was told at once that there is no way: the list of connections will say so too.
             _log.debug("%s", error)
         self.pulse.answered(peer, time.monotonic())
-
-    async def _give_up(self, peer: str) -> None:
-        _log.info("%s does not answer any more: its connection is closed", peer)
-        self._protocol.lose(peer)
-        self.on_lost(peer)
-        try:
-            await self._link.disconnect(peer)
-            await self._dialer.refresh()
-        except P2pdClientError as error:
-            _log.debug("%s", error)

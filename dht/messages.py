@@ -8,6 +8,7 @@ import msgspec
 
 from equipoise.dht import sanitize
 from equipoise.dht.records import Addresses, Kept, Key
+from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import PROTOCOL_VERSION
 
 MAX_KEYS = 16
@@ -29,11 +30,7 @@ PING, FIND, STORE = "equipoise.dht.ping", "equipoise.dht.find", "equipoise.dht.s
 _Message = TypeVar("_Message", bound="Versioned")
 
 
-class MessageError(ValueError):
-    """A message is malformed, too large, or of another protocol version."""
-
-
-class VersionError(MessageError):
+class VersionError(Malformed):
     """A message is of another protocol version; says which side is older, and what to upgrade."""
 
 
@@ -117,22 +114,16 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 def decode(data: bytes, kind: type[_Message]) -> _Message:
-    """Decode a stranger's message; raises MessageError if it is malformed, too large, or of another version."""
-    try:
-        version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
-        if version != PROTOCOL_VERSION:
-            age, hint = (
-                ("newer", "upgrade this machine's")
-                if version > PROTOCOL_VERSION
-                else ("older", "have it upgraded")
-            )
-            versions = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
-            raise VersionError(
-                f"its equipoise is {age} ({versions}): {hint} with pip install --upgrade equipoise"
-            )
-        message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
-    except sanitize.Malformed as error:
-        raise MessageError(f"malformed message: {error}") from None
+    """Decode a stranger's message; raises Malformed if it is malformed, too large, or of another version."""
+    version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
+    if version != PROTOCOL_VERSION:
+        newer = version > PROTOCOL_VERSION
+        age, hint = ("newer", "upgrade this machine's") if newer else ("older", "have it upgraded")
+        versions = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
+        raise VersionError(
+            f"its equipoise is {age} ({versions}): {hint} with pip install --upgrade equipoise"
+        )
+    message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
     if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
-        raise MessageError(f"expected at most {PAGE_BYTES} bytes of records")
+        raise Malformed(f"expected at most {PAGE_BYTES} bytes of records")
     return message

@@ -26,7 +26,7 @@ from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
 from equipoise.dht.records import Entry, Forged, Kept, RecordError, RecordStore
-from equipoise.dht.sanitize import printable
+from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.tasks import TaskSet
 
 MAX_PEERS = 1024
@@ -254,7 +254,7 @@ class RecordProtocol:
         except messages.VersionError as error:
             self.lose(peer)
             raise OtherVersion(f"connected, but {error}") from error
-        except (ConnectionError, messages.MessageError) as error:
+        except (ConnectionError, Malformed) as error:
             self.lose(peer)
             raise CallError(f"{peer}: {str(error).removeprefix(f'call {peer}: ')}") from error
         self.clock.learn(peer, answer.hello.time, asked, time.time())
@@ -267,10 +267,10 @@ class RecordProtocol:
             now = time.monotonic()
             if self._scrutiny.distrusts(peer, now):
                 await self._hold(peer)
-                raise messages.MessageError(f"{peer} {FORGER}")
+                raise Malformed(f"{peer} {FORGER}")
             if not self._limit.allow(peer, now):
                 await self._hold(peer)
-                raise messages.MessageError("too many calls; wait a second")
+                raise Malformed("too many calls; wait a second")
             try:
                 request = messages.decode(data, kind)
             except messages.VersionError:

@@ -47,19 +47,15 @@ class Admitted:
         return self._contexts[key]
 
 
-class Allowlist:
-    """The peers that were admitted, the least recent forgotten."""
+class Allowlist(LruDict[str, Admitted]):
+    """The peers that were admitted, by PeerID."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` tells the swarm's time, seconds since 1970, by which credentials expire."""
+        super().__init__(MAX_ADMITTED)
         self._clock = clock
-        self._peers: LruDict[str, Admitted] = LruDict(MAX_ADMITTED)
         self._verified: LruDict[tuple[str, bytes], Credential] = LruDict(MAX_VERIFIED)
         self._news = asyncio.Event()
-
-    def get(self, peer: str) -> Admitted | None:
-        """Return what is known of `peer` if it was admitted."""
-        return self._peers.get(peer)
 
     def verify(self, peer: str, data: bytes) -> Credential:
         """Return the credential in `data`, remembered as genuine; raises Refused if it is not, or has expired."""
@@ -74,17 +70,17 @@ class Allowlist:
     def admit(self, peer: str, data: bytes) -> None:
         """Accept `peer` with this credential from now on; raises Refused if it is not genuine, or has expired."""
         credential = self.verify(peer, data)
-        known = self._peers.get(peer)
+        known = self.get(peer)
         if known is None or known.credential.certificate != credential.certificate:
             known = Admitted(credential, fingerprint_of(credential.certificate))
         known.credential = credential
-        self._peers[peer] = known
+        self[peer] = known
         self._news.set()
         self._news = asyncio.Event()
 
     def current(self, peer: str) -> Admitted:
         """Return what is known of `peer`; raises Refused if it was not admitted, or its credential has expired."""
-        found = self._peers.get(peer)
+        found = self.get(peer)
         if found is None:
             raise Refused("not a member", f"{peer} is in no group with this peer")
         found.credential.check(self._clock())
@@ -100,13 +96,9 @@ class Allowlist:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self._knows(peer, fingerprint):
+                while (known := self.get(peer)) is None or known.fingerprint != fingerprint:
                     await self._news.wait()
         found = self.current(peer)
         if found.fingerprint != fingerprint:
             raise Refused("impostor", f"it has another certificate than {peer}")
         return found
-
-    def _knows(self, peer: str, fingerprint: bytes) -> bool:
-        found = self._peers.get(peer)
-        return found is not None and found.fingerprint == fingerprint

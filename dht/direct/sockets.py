@@ -11,6 +11,7 @@ import struct
 import sys
 import termios
 from collections.abc import Callable
+from typing import Any, cast
 
 from equipoise.dht.address import is_ip
 
@@ -121,7 +122,10 @@ async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda 
     with contextlib.ExitStack() as failed:
         try:
             async with asyncio.timeout(DIAL_SECONDS):
-                family, address = await _resolve(host, port)
+                family, address = socket.AF_INET6 if ":" in host else socket.AF_INET, cast(Any, (host, port))
+                if not is_ip(host):  # Most are, and need no look-up in another thread.
+                    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+                    family, address = found[0][0], found[0][4]
                 if not permits(str(address[0])):
                     raise ConnectionError("it is a private address of another network than this machine's")
                 connection = failed.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -134,13 +138,6 @@ async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda 
             raise ConnectionError("it is no name of a host") from None
         failed.pop_all()
     return connection
-
-
-async def _resolve(host: str, port: int) -> tuple[int, tuple[object, ...]]:
-    if is_ip(host):  # Most are, and need no look-up in another thread.
-        return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, port)
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return found[0][0], found[0][4]
 
 
 def said(error: BaseException) -> str:

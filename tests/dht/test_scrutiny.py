@@ -24,6 +24,7 @@ from equipoise.dht.limits import (
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import HELD_SECONDS, MAX_HELD, MAX_HELD_OF_ONE, RecordProtocol
 from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import PROTOCOL_VERSION
 from fakes.hostile import run_at_once
 
@@ -103,7 +104,7 @@ def test_forged_records_cost_one_signature_for_each_sender(
         for sender in range(1, 5):
             for call in range(100):
                 forged = [store(identity, peer(1000 * sender + 10 * call + number)) for number in range(10)]
-                with contextlib.suppress(messages.MessageError):
+                with contextlib.suppress(Malformed):
                     assert await send(protocol, peer(sender), forged) == 0
         assert len(verified) == 4
         monkeypatch.setattr(identity, "sign", lambda *_: bytes(64), raising=False)
@@ -118,7 +119,7 @@ def test_a_forger_waits_for_each_refusal(
     forged, refused = [store(identity, peer(2))], []
 
     async def call(sender: int) -> None:
-        with pytest.raises(messages.MessageError, match="forged"):
+        with pytest.raises(Malformed, match="forged"):
             await send(protocol, peer(sender), forged)
         refused.append(asyncio.get_running_loop().time())
 

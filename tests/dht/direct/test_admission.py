@@ -187,8 +187,8 @@ async def test_an_expired_certificate_is_refused(peers, dial, layer) -> None:
             member.peer, forge(peers, "first", (), dataclasses.replace(old, expires=time.time() + 60))
         )
     # TLS refuses it as well, should it expire between admission and connection.
-    known = target._allowlist._peers[member.peer]
-    target._allowlist._peers[member.peer] = allowlist.Admitted(
+    known = target._allowlist[member.peer]
+    target._allowlist[member.peer] = allowlist.Admitted(
         dataclasses.replace(known.credential, certificate=old.der), fingerprint_of(old.der)
     )
     await turned_away(dial, member.peer, target, old, layer)
@@ -211,7 +211,7 @@ async def test_who_flips_bits_between_two_members_ends_the_connection_and_no_mor
             with contextlib.suppress(ConnectionError):
                 frame = await peers.accepted.get_nowait().receive(lambda _, size: memoryview(bytearray(size)))
                 assert frame == FRAME
-    assert second.peer in first._allowlist._peers
+    assert second.peer in first._allowlist
 
 
 async def test_who_alters_the_layer_asked_for_is_found_out_before_a_frame(peers, layer) -> None:
