@@ -124,9 +124,7 @@ class Reachability:
         """Choose the peers to ask now, and count them as asked."""
         if self._hidden:
             return []
-        self._heard = {
-            peer: (at, said) for peer, (at, said) in self._heard.items() if at + TRUSTED_SECONDS > now
-        }
+        self._heard = {peer: one for peer, one in self._heard.items() if one[0] + TRUSTED_SECONDS > now}
         self._asked = {peer: at for peer, at in self._asked.items() if at + UNANSWERED_SECONDS > now}
         room = min(WITNESSES - len(self._heard), MAX_ASKED - len(self._asked))
         free = (peer for peer in candidates if peer not in self._heard and peer not in self._asked)
@@ -143,22 +141,18 @@ class Reachability:
         self._heard[peer] = now, finding
         said = [one for _, one in self._heard.values()]
         reached = [one for one in said if one.reached]
-        before = self.verdict, self.addresses
+        before, asked = (self.verdict, self.addresses), pluralize(len(said), "peer")
         self.addresses = tuple(dict.fromkeys(address for one in reached for address in one.reached))
         self.verdict = "direct" if 2 * len(reached) > len(said) else "private"
         if self.verdict == "direct":
-            self.reason = (
-                f"{len(reached)} of {pluralize(len(said), 'peer')} reached it at {reached[-1].reached[0]}"
-            )
+            self.reason = f"{len(reached)} of {asked} reached it at {reached[-1].reached[0]}"
             blocked = [one.blocked for one in reached if one.blocked]
             if blocked:
                 # It is `direct` all the same: libp2p carries what the direct port does not.
                 self.reason += f"; {len(blocked)} cannot open a direct channel to it: {blocked[-1]}"
         else:
             failed = next(one for one in reversed(said) if not one.reached)
-            self.reason = (
-                f"{len(said) - len(reached)} of {pluralize(len(said), 'peer')} failed, {failed.failed}"
-            )
+            self.reason = f"{len(said) - len(reached)} of {asked} failed, {failed.failed}"
         return (self.verdict, self.addresses) != before
 
     @property
@@ -242,9 +236,7 @@ class Reach:
             for host in direct_hosts(paths.get(peer, ()))
         ]
         # Neighbours see what is on this side of the router only; NATs are of IPv4.
-        return sorted(
-            found, key=lambda place: (not ipaddress.ip_address(place[0]).is_global, ":" in place[0])
-        )
+        return sorted(found, key=lambda at: (not ipaddress.ip_address(at[0]).is_global, ":" in at[0]))
 
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""

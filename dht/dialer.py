@@ -109,24 +109,17 @@ class Dialer:
                 await self.refresh()
         try:
             if peer not in self.connected:
-                await self._connect_any(self._dialled(peer))
+                await self._connect_any(peer)
         except Unreached as error:
             self.failures[peer] = str(error)
             raise
         self.failures.pop(peer, None)
 
-    def _dialled(self, peer: str) -> tuple[Address, ...]:
+    async def _connect_any(self, peer: str) -> None:
         known = self._known.get(peer, ())
         # Whom this peer relays for, it has a connection to or none.
-        addresses = tuple(one for one in known if f"/p2p/{self._own}/" not in one.text)
-        if not addresses:
-            raise Unreached(
-                "failed", "it waits for others to dial it" if known else "no address of it is known"
-            )
-        return addresses
-
-    async def _connect_any(self, addresses: Sequence[Address]) -> None:
-        attempts = [asyncio.create_task(self._try(address)) for address in addresses]
+        dialled = [one for one in known if f"/p2p/{self._own}/" not in one.text]
+        attempts = [asyncio.create_task(self._try(address)) for address in dialled]
         failures: list[Unreached] = []
         try:
             for attempt in asyncio.as_completed(attempts):
@@ -136,7 +129,8 @@ class Dialer:
                     failures.append(error)
         finally:
             await end(attempts)
-        raise failures[0]
+        why = "it waits for others to dial it" if known else "no address of it is known"
+        raise failures[0] if failures else Unreached("failed", why)
 
     async def _try(self, address: Address) -> None:
         """Connect to the peer at an address that somebody has told, if the policy allows.
@@ -173,9 +167,8 @@ class Dialer:
         if address.text.startswith("/ip"):
             return address
         async with told(address.host, address.port):
-            found = await asyncio.get_running_loop().getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM
-            )
+            loop = asyncio.get_running_loop()
+            found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
         for family, *_, where in found:
             host = str(where[0])
             if self._policy.permits(host):
@@ -201,11 +194,10 @@ class Dialer:
 
     def _cause(self, address: Address, message: str) -> Unreached:
         """Return why libp2p cannot connect; while it only pauses after a failure, why that attempt failed."""
-        if "dial backoff" in message and address.text in self._causes:
-            known = self._causes[address.text]
+        known = self._causes.get(address.text)
+        if known is not None and "dial backoff" in message:
             return Unreached(known.state, str(known))
-        cause = _classify(address, message)
-        self._causes[address.text] = cause
+        cause = self._causes[address.text] = _classify(address, message)
         return cause
 
 
@@ -252,7 +244,6 @@ def _classify(address: Address, message: str) -> Unreached:
     if "negotiate security protocol" in message:
         return Unreached("failed", f"what answers at {where} is not a libp2p peer")
     if "no answer within" in message:
-        return Unreached(
-            "timeout", f"{where} accepts connections but does not speak within {CONNECT_SECONDS:.0f} s"
-        )
+        late = f"{where} accepts connections but does not speak within {CONNECT_SECONDS:.0f} s"
+        return Unreached("timeout", late)
     return Unreached("failed", f"cannot connect to {where}: {printable(message)}")

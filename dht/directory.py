@@ -118,15 +118,14 @@ class RunDirectory:
         credential: Returns what this peer's records tell of its direct channels.
     """
 
-    def __init__(
-        self, identity: Identity, protocol: RecordProtocol, reach: Reach, first_sequence: int
-    ) -> None:
+    def __init__(self, identity: Identity, protocol: RecordProtocol, reach: Reach, sequence: int) -> None:
+        """`sequence` is above those of all records that this peer has made before."""
         self.name = ""
         self.credential: Callable[[], bytes] = bytes
         self._identity = identity
         self._protocol = protocol
         self._reach = reach
-        self._sequence = itertools.count(first_sequence)
+        self._sequence = itertools.count(sequence)
         self._own: dict[str, _Own] = {}
         self._searched: dict[str, float] = {}
         self._program = f"equipoise {_version()}"
@@ -172,12 +171,10 @@ class RunDirectory:
         if own is None:
             return
         await own.tasks.stop()
-        farewell = self._seal(
-            self._record(run, state="offline", spec=own.record.spec, round=own.record.round)
-        )
+        last = self._seal(self._record(run, state="offline", spec=own.record.spec, round=own.record.round))
         targets = self._targets(own)
-        self._protocol.take([farewell], self._identity.peer)
-        own.outbox.publish(farewell, targets)
+        self._protocol.take([last], self._identity.peer)
+        own.outbox.publish(last, targets)
         await own.outbox.drained(WITHDRAW_SECONDS)
         await own.outbox.close()
 

@@ -119,11 +119,9 @@ def decode(data: bytes, kind: type[_Message]) -> _Message:
     if version != PROTOCOL_VERSION:
         newer = version > PROTOCOL_VERSION
         age, hint = ("newer", "upgrade this machine's") if newer else ("older", "have it upgraded")
-        versions = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
-        raise VersionError(
-            f"its equipoise is {age} ({versions}): {hint} with pip install --upgrade equipoise"
-        )
+        both = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
+        raise VersionError(f"its equipoise is {age} ({both}): {hint} with pip install --upgrade equipoise")
     message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
     if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
-        raise Malformed(f"expected at most {PAGE_BYTES} bytes of records")
+        raise Malformed(f"malformed message: expected at most {PAGE_BYTES} bytes of records")
     return message

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.dht.address import MAX_ADDRESS_CHARACTERS, AddressError, parse_address
+from equipoise.dht.address import AddressError, parse_address
 from equipoise.dht.limits import LruDict
 from equipoise.dht.sanitize import read_regular
 
@@ -88,8 +88,6 @@ class PeerCache:
 
 def _sound(peer: str, addresses: tuple[str, ...]) -> bool:
     try:
-        return all(
-            len(text) <= MAX_ADDRESS_CHARACTERS and parse_address(text).peer == peer for text in addresses
-        )
+        return all(parse_address(text).peer == peer for text in addresses)
     except AddressError:
         return False

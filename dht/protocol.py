@@ -195,9 +195,7 @@ class RecordProtocol:
             return dict.fromkeys(keys, ())
         return {key.to_bytes(): tuple(map(str, nearest.values())) for key, nearest in task.result().items()}
 
-    async def call_find(
-        self, peer: Any, keys: Collection[Any]
-    ) -> dict[Any, tuple[None, dict[Any, Any]]] | None:
+    async def call_find(self, peer: Any, keys: Collection[Any]) -> dict[Any, Any] | None:
         """Ask `peer` (a hivemind `PeerID`) for the records and neighbours of `keys`; called by `DHTNode`.
 
         The records go to the record store, not to hivemind. None if there is no usable answer.
@@ -210,9 +208,8 @@ class RecordProtocol:
             _log.debug("%s", error)
             return None
         self.take(answer.records, str(peer))
-        return {
-            key: (None, self._neighbours(nearest)) for key, nearest in zip(keys, answer.nearest, strict=False)
-        }
+        found = zip(keys, answer.nearest, strict=False)
+        return {key: (None, self._neighbours(nearest)) for key, nearest in found}
 
     def take(self, records: Iterable[Kept], sender: str) -> int:
         """Put valid records that `sender` has sent into the record store; return how many are valid."""
@@ -308,9 +305,8 @@ class RecordProtocol:
         )
 
     def _nearest(self, key: bytes, asker: str) -> tuple[messages.Neighbour, ...]:
-        found = self.routing_table.get_nearest_neighbors(
-            DHTID.from_bytes(key), self.bucket_size, node_id_of(asker)
-        )
+        place, own = DHTID.from_bytes(key), node_id_of(asker)
+        found = self.routing_table.get_nearest_neighbors(place, self.bucket_size, own)
         peers = (str(peer) for _, peer in found)
         return tuple(messages.Neighbour(peer, self.dialer.addresses_of(peer)) for peer in peers)
 

@@ -200,9 +200,9 @@ class Claim(NamedTuple):
 def unseal(data: bytes) -> Claim:
     """Decode a record without verifying its signature; raises RecordError if it is malformed, or breaks a bound."""
     try:
-        envelope = decode(_envelopes, data, MAX_RECORD_BYTES)
+        envelope = decode(_envelopes, data, MAX_RECORD_BYTES, "record")
     except Malformed as error:
-        raise RecordError(f"malformed record: {error}") from None
+        raise RecordError(str(error)) from None
     return Claim(_read(envelope.payload), envelope.payload, envelope.signature)
 
 
@@ -214,9 +214,9 @@ def _signed(run: str, payload: bytes) -> bytes:
 def _read(payload: bytes) -> Readiness:
     """Decode what is signed; its types are its bounds."""
     try:
-        record = decode(_records, payload, MAX_RECORD_BYTES)
+        record = decode(_records, payload, MAX_RECORD_BYTES, "record")
     except Malformed as error:
-        raise RecordError(f"malformed record: {error}") from None
+        raise RecordError(str(error)) from None
     if record.version != PROTOCOL_VERSION:
         raise RecordError(f"expected protocol version {PROTOCOL_VERSION}, got {record.version}")
     if not 1 <= len(record.run.encode()) <= MAX_RUN_BYTES:

@@ -20,7 +20,7 @@ class Malformed(ValueError):
     """Bytes of a stranger are not what they must be; the message says why, in one line."""
 
 
-def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int) -> _T:
+def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int, what: str = "message") -> _T:
     """Decode one msgpack value of at most `limit` bytes.
 
     msgspec bounds the rest by itself, also in fields that it skips: it recurses no deeper than Python may, and takes no
@@ -30,18 +30,16 @@ def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int) -> _T:
         Malformed: It is longer, cut off, of another type, too deep, or bytes follow it.
     """
     if len(data) > limit:
-        raise Malformed(f"expected at most {limit} bytes, got {len(data)}")
+        raise Malformed(f"malformed {what}: expected at most {limit} bytes, got {len(data)}")
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Malformed(printable(str(error))) from None
+        raise Malformed(f"malformed {what}: {printable(str(error))}") from None
 
 
 def escaped(text: str, kept: str = "\t\n") -> str:
     """Return `text` with control characters, direction overrides and the like escaped, except those in `kept`."""
-    return "".join(
-        one if one.isprintable() or one in kept else one.encode("unicode_escape").decode() for one in text
-    )
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:

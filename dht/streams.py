@@ -8,7 +8,6 @@ StreamInfo; from then on the socket carries the stream's bytes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import socket
@@ -33,8 +32,6 @@ ACCEPTED_AT_ONCE = 16
 """Connections accepted before others on the loop get a turn."""
 PAUSE_SECONDS = 0.5
 """Time without accepting after the system had no descriptor left."""
-
-NO_BYTES = memoryview(b"")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -72,7 +69,7 @@ class Stream:
         self._reading: asyncio.Future[None] | None = None
         self._watched = False
         self._head = memoryview(bytearray(HEAD_BYTES))
-        self._ahead = NO_BYTES
+        self._ahead = memoryview(b"")
         self._unyielded = 0
         self.sent = 0
         self.received = 0
@@ -103,8 +100,7 @@ class Stream:
         if self._watchdog is not None:
             self._watchdog.cancel()
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            wake(waiter)
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""
@@ -143,7 +139,10 @@ class Stream:
                 await self._wait_to_write()
             else:
                 self.sent += sent
-                _drop(views, sent)
+                while views and sent >= len(views[0]):
+                    sent -= len(views.pop(0))
+                if sent:
+                    views[0] = views[0][sent:]
 
     async def _look_ahead(self, lacking: int, bound: float | None) -> None:
         self._ahead = self._head[: await self._take(self._head, lacking, bound)]
@@ -236,7 +235,7 @@ class Stream:
         now = self._loop.time()
         for waiter, until in self._waiters.items():
             if now >= until:
-                _stall(waiter)
+                wake(waiter, StreamClosed(f"no progress within {STALL_SECONDS:.0f} s"))
         bounded = any(until < math.inf for until in self._waiters.values())
         self._watchdog = self._loop.call_later(WATCH_SECONDS, self._watch) if bounded else None
 
@@ -280,22 +279,14 @@ async def receive_message(stream: Stream, limit: int = PREFACE_BYTES) -> bytes:
     return bytes(message)
 
 
-def _drop(views: list[memoryview], sent: int) -> None:
-    while views and sent >= len(views[0]):
-        sent -= len(views.pop(0))
-    if sent:
-        views[0] = views[0][sent:]
-
-
-def wake(waiter: asyncio.Future[None]) -> None:
-    """End a wait, unless it is over."""
-    with contextlib.suppress(asyncio.InvalidStateError):
+def wake(waiter: asyncio.Future[None], error: StreamClosed | None = None) -> None:
+    """End a wait, with `error` if there is one, unless it is over."""
+    if waiter.done():
+        return
+    if error is None:
         waiter.set_result(None)
-
-
-def _stall(waiter: asyncio.Future[None]) -> None:
-    with contextlib.suppress(asyncio.InvalidStateError):
-        waiter.set_exception(StreamClosed(f"no progress within {STALL_SECONDS:.0f} s"))
+    else:
+        waiter.set_exception(error)
 
 
 class Acceptor:

@@ -12,18 +12,9 @@ from pathlib import Path
 
 from humanfriendly.text import pluralize
 
-from equipoise.dht.address import (
-    Address,
-    ListenAddress,
-    is_loopback,
-    is_relayed,
-    parse_address,
-    parse_announce,
-    parse_listen,
-)
+from equipoise.dht import address as multiaddr
 from equipoise.dht.autonat import Reach
-from equipoise.dht.bootstrap import Bootstrap
-from equipoise.dht.contacts import Contacts
+from equipoise.dht.bootstrap import Bootstrap, Contacts
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy, behind_router, private_networks
 from equipoise.dht.direct.handshake import Layer
@@ -100,17 +91,16 @@ class Swarm:
             ValueError: The channel `plain` is asked for beyond loopback.
         """
         self._options = options or SwarmOptions()
-        self._join = [parse_address(text) for text in dict.fromkeys(self._options.join)]
+        self._join = [multiaddr.parse_address(text) for text in dict.fromkeys(self._options.join)]
         listen = () if self._options.client_mode else self._options.listen or DEFAULT_LISTEN
-        self._listen = tuple(map(parse_listen, listen))
+        self._listen = tuple(map(multiaddr.parse_listen, listen))
         for text in self._options.announce:
-            parse_announce(text)
+            multiaddr.parse_announce(text)
         self.identity = load_or_create(home)
         self.peer = self.identity.peer
         self._memory = PeerCache(home)
         self._runtime = make_runtime_dir()
-        self._build(bool(listen))
-        self._build_direct(self._listen)
+        self._build()
         self._claim: Claim | None = None
         self._moved: list[str] = []
         self._supervisor = Supervisor(
@@ -120,48 +110,37 @@ class Swarm:
         self._tasks = TaskSet()
         self._clock_warned = False
 
-    def _build(self, dialable: bool) -> None:
-        peer = self.identity.peer
-        self._link = P2pdClient(self._runtime / "p2pd.sock")
-        self._policy = DialPolicy(private_networks)
-        self._dialer = Dialer(self._link, peer, self._policy)
-        self._protocol = RecordProtocol(peer, dialable, self._link, self._dialer)
-        self._build_reach("" if dialable else "it was started in client mode")
-        self.transport = Libp2pTransport(
-            peer, lambda: self._reach.dialable, self._link, self._dialer, self._runtime
-        )
-        self.directory = RunDirectory(self.identity, self._protocol, self._reach, self._memory.first_sequence)
-        self.directory.name = self._options.name[:MAX_NAME_CHARACTERS]
-        self._protocol.on_peer = self._on_peer
-        self._contacts = Contacts(self._link, self._protocol)
-        self._contacts.on_lost = lambda lost: self._protocol.record_store.bury(lost, time.monotonic())
+    def _build(self) -> None:
+        options, peer, dialable = self._options, self.peer, bool(self._listen)
+        link = self._link = P2pdClient(self._runtime / "p2pd.sock")
+        policy = DialPolicy(private_networks)
+        dialer = self._dialer = Dialer(link, peer, policy)
+        protocol = self._protocol = RecordProtocol(peer, dialable, link, dialer)
+        hidden = "" if dialable else "it was started in client mode"
+        reach = self._reach = Reach(link, protocol, self._runtime, hidden, options.relay)
+        reach.on_change = self._on_reach
+        reach.listening = lambda: self._listening
+        reach.mates = self._mates
+        protocol.relays = options.relay is not None
+        self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
+        self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
+        self.directory.name = options.name[:MAX_NAME_CHARACTERS]
+        protocol.on_peer = self._on_peer
+        self._contacts = Contacts(link, protocol)
+        self._contacts.on_lost = lambda lost: protocol.record_store.bury(lost, time.monotonic())
         others = [address for address in self._join if address.peer != peer]
-        self._bootstrap = Bootstrap(others, self._protocol)
-        self._bootstrap.alive = lambda: self._contacts.alive if self._link.attached else None
+        self._bootstrap = Bootstrap(others, link, protocol, self._contacts)
         self._bootstrap.remembered = self._remembered
-
-    def _build_reach(self, hidden: str) -> None:
-        relay = self._options.relay
-        self._reach = Reach(self._link, self._protocol, self._runtime, hidden, relay)
-        self._reach.on_change = self._on_reach
-        self._reach.listening = lambda: self._listening
-        self._reach.mates = self._mates
-        self._protocol.relays = relay is not None
-
-    def _build_direct(self, listen: Sequence[ListenAddress]) -> None:
-        options = self._options
+        hosts = dict.fromkeys(one.host for one in self._listen)
+        listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
         if listen and options.direct_listen:
-            listen = tuple(parse_listen(text) for text in options.direct_listen)
-        else:
-            listen = tuple(ListenAddress(host, host, 0) for host in dict.fromkeys(one.host for one in listen))
-        self.direct = DirectTransport(
-            self.identity, listen, options.channel, self._protocol.clock.now, self._policy
-        )
+            listen = [multiaddr.parse_listen(text) for text in options.direct_listen]
+        self.direct = DirectTransport(self.identity, listen, options.channel, protocol.clock.now, policy)
         self.directory.credential = lambda: self.direct.credential
-        self._reach.direct = lambda: self.direct.port
-        self._puncher = Puncher(self._link, self._dialer, self.direct, self._reach, self._runtime)
+        reach.direct = lambda: self.direct.port
+        self._puncher = Puncher(link, dialer, self.direct, reach, self._runtime)
         self.direct.on_meet = self._puncher.want
-        self._inbounds = (self.transport.inbound, *self._reach.inbounds, self._puncher.inbound)
+        self._inbounds = (self.transport.inbound, *reach.inbounds, self._puncher.inbound)
 
     @property
     def addresses(self) -> list[str]:
@@ -175,7 +154,7 @@ class Swarm:
     def _listening(self) -> list[str]:
         # On another machine a loopback address is that machine: it is told only where there is no other.
         addresses = self._supervisor.addresses
-        far = [text for text in addresses if not is_loopback(text.split("/")[2])]
+        far = [text for text in addresses if not multiaddr.is_loopback(text.split("/")[2])]
         return [f"{address}/p2p/{self.peer}" for address in far or addresses]
 
     def name(self, peer: str) -> str:
@@ -206,7 +185,7 @@ class Swarm:
         """Return how `peer` is reached without a direct channel; `paths` are those of libp2p's open connections."""
         state, why = said.reach, []
         if paths:
-            state = "relayed" if all(map(is_relayed, paths)) else "direct"
+            state = "relayed" if all(map(multiaddr.is_relayed, paths)) else "direct"
         if punching := self._puncher.schedule.failure(peer):
             why.append(f"punching failed because {punching}")
         if blocked := self.direct.failure(peer):
@@ -237,7 +216,7 @@ class Swarm:
         for work in (self._bootstrap.run(), self._contacts.run(), self._keep_house()):
             self._tasks.spawn(work)
 
-    def _take_ports(self) -> tuple[ListenAddress, ...]:
+    def _take_ports(self) -> tuple[multiaddr.ListenAddress, ...]:
         """Take the ports that this member had before, else the usual ones, else free ones; keep what is taken."""
         options, (kept, kept_direct) = self._options, self._memory.ports
         usual, usual_direct = (0, 0) if options.listen else (LIBP2P_PORT, DIRECT_PORT)
@@ -254,7 +233,7 @@ class Swarm:
         self._memory.save()
         return self._claim.listen
 
-    def _p2pd_options(self, listen: tuple[ListenAddress, ...]) -> P2pdOptions:
+    def _p2pd_options(self, listen: tuple[multiaddr.ListenAddress, ...]) -> P2pdOptions:
         upnp = self._options.upnp
         return P2pdOptions(
             identity=self.identity.path,
@@ -330,16 +309,15 @@ class Swarm:
             )
         return found
 
-    def _is_own(self, address: Address) -> bool:
+    def _is_own(self, address: multiaddr.Address) -> bool:
         ports = {text.split("/")[4] for text in self._listening}
-        return address.text in self.addresses or (is_loopback(address.host) and str(address.port) in ports)
+        near = multiaddr.is_loopback(address.host) and str(address.port) in ports
+        return near or address.text in self.addresses
 
     def _mates(self) -> list[Readiness]:
-        now = time.monotonic()
-        entries = (
-            entry for run in self.directory.runs for entry in self._protocol.record_store.current(run, now)
-        )
-        return [record for record in (entry.record for entry in entries) if record.peer != self.peer]
+        store, now = self._protocol.record_store, time.monotonic()
+        found = (entry.record for run in self.directory.runs for entry in store.current(run, now))
+        return [record for record in found if record.peer != self.peer]
 
     def _on_reach(self) -> None:
         self._tell_addresses()
@@ -351,7 +329,7 @@ class Swarm:
     def _tell_addresses(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])
         listening = [] if self._reach.hidden else self._listening
-        hosts = [address.split("/")[2] for address in listening if not is_relayed(address)]
+        hosts = [address.split("/")[2] for address in listening if not multiaddr.is_relayed(address)]
         self.direct.tell(hosts, forwarded=bool(self._options.announce))
 
     async def _on_launched(self) -> None:
@@ -380,17 +358,14 @@ class Swarm:
         self._memory.save()  # A daemon that is killed in the next moment returns by it.
         self.directory.refresh()
 
-    def _warn(self) -> None:
-        warning = self._protocol.clock.warning
-        if bool(warning) != self._clock_warned:
-            self._clock_warned = bool(warning)
-            _log.warning("%s", warning or "this machine's clock is in step with the others' again")
-
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
             self._protocol.record_store.forget(time.monotonic())
-            self._warn()
+            warning = self._protocol.clock.warning
+            if bool(warning) != self._clock_warned:
+                self._clock_warned = bool(warning)
+                _log.warning("%s", warning or "this machine's clock is in step with the others' again")
             for peer in sorted(self._contacts.alive.intersection(self._protocol.peers)):
                 self._memory.remember(peer, self._dialer.addresses_of(peer))
             self._memory.save()

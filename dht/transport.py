@@ -182,11 +182,9 @@ class OpenChannels:
     def check_room(self, peer: str) -> None:
         """Check that one more channel with `peer` stays within bounds; raises ConnectionError if it does not."""
         if self._per_peer[peer] >= MAX_CHANNELS_PER_PEER:
-            raise ConnectionError(
-                f"{MAX_CHANNELS_PER_PEER} channels with {peer} are open already, the maximum"
-            )
+            raise ConnectionError(f"{MAX_CHANNELS_PER_PEER} channels with {peer} are open, the maximum")
         if len(self._channels) >= MAX_CHANNELS:
-            raise ConnectionError(f"{MAX_CHANNELS} channels are open already, the maximum")
+            raise ConnectionError(f"{MAX_CHANNELS} channels are open, the maximum")
 
     def enter(self, peer: str, stream: Stream) -> FramedChannel:
         """Make a stream a channel, counted until it is closed."""

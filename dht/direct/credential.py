@@ -179,9 +179,9 @@ def issue(
 def parse(peer: str, data: bytes, now: float) -> Credential:
     """Decode what `peer` is said to have signed; raises Refused unless everything about it is genuine and valid now."""
     try:
-        wire = decode(_decoder, data, MAX_CREDENTIAL_BYTES)
+        wire = decode(_decoder, data, MAX_CREDENTIAL_BYTES, "credential")
     except Malformed as error:
-        raise Refused("malformed credential", f"malformed credential: {error}") from None
+        raise Refused("malformed credential", str(error)) from None
     addresses = tuple(_address(text) for text in wire.addresses)
     if not math.isfinite(wire.expires) or wire.expires > now + MAX_LIFE_SECONDS:
         raise Refused("malformed credential", "expected an expiry within 60 days")
@@ -198,9 +198,7 @@ def _address(text: str) -> tuple[str, int]:
     host, _, port = text.partition(" ")
     digits = port.isascii() and port.isdigit() and len(port) <= 5
     if not (is_host(host) and digits and 1 <= int(port) <= 65535):
-        raise Refused(
-            "malformed credential", "expected addresses of the form 'host port', ports from 1 to 65535"
-        )
+        raise Refused("malformed credential", "expected addresses as 'host port', ports from 1 to 65535")
     return host, int(port)
 
 

@@ -105,17 +105,28 @@ async def secure(
         Refused: The other side is not who it must be, refuses this side, or ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
+    loop = asyncio.get_running_loop()
     with _closed_if_refused(connection):
         tls = TlsSession(context, server=not dialler)
-        await _shake_hands(connection, tls)
+        while not tls.shake_hands():
+            await loop.sock_sendall(connection, tls.seal())
+            await _read(connection, tls)
+        await loop.sock_sendall(connection, tls.seal())
         if tls.certificate != expected:
             raise Refused("impostor", "it holds a certificate that another one vouches for, not its own")
         layer, own = bytes([_LAYERS.index(preface.layer)]), secrets.token_bytes(SECRET_BYTES)
-        await _write(connection, tls.seal(layer + own))
+        await loop.sock_sendall(connection, tls.seal(layer + own))
         greeting = await _receive(connection, tls, GREETING_BYTES)
         if greeting[:1] != layer:  # Somebody between has altered the preface.
             raise Refused("tls failure", f"the greeting does not confirm the layer {preface.layer}")
-        return _stream(connection, tls, preface, (own, greeting[1:]), dialler)
+        if preface.layer == "tls":
+            tls.stay()
+            return TlsStream(connection, tls)
+        peers = (preface.dialler, preface.acceptor)
+        ordered = (own, greeting[1:]) if dialler else (greeting[1:], own)
+        key = aead.traffic_key(ordered, peers, of_dialler=dialler)
+        their_key = aead.traffic_key(ordered, peers, of_dialler=not dialler)
+        return AeadStream(connection, aead.Sealer(key), aead.Opener(their_key), tls.leave())
 
 
 @contextlib.contextmanager
@@ -131,26 +142,6 @@ def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, Refused):
             raise Refused("went away", said(error)) from None
         raise
-
-
-def _stream(
-    connection: socket.socket, tls: TlsSession, preface: Preface, secrets: tuple[bytes, bytes], dialler: bool
-) -> PlainStream:
-    if preface.layer == "tls":
-        tls.stay()
-        return TlsStream(connection, tls)
-    peers = (preface.dialler, preface.acceptor)
-    ordered = secrets if dialler else secrets[::-1]
-    key = aead.traffic_key(ordered, peers, of_dialler=dialler)
-    their_key = aead.traffic_key(ordered, peers, of_dialler=not dialler)
-    return AeadStream(connection, aead.Sealer(key), aead.Opener(their_key), tls.leave())
-
-
-async def _shake_hands(connection: socket.socket, tls: TlsSession) -> None:
-    while not tls.shake_hands():
-        await _write(connection, tls.seal())
-        await _read(connection, tls)
-    await _write(connection, tls.seal())
 
 
 async def _receive(connection: socket.socket, tls: TlsSession, size: int) -> bytes:
@@ -171,10 +162,6 @@ async def _read(connection: socket.socket, tls: TlsSession) -> None:
         tls.feed(data)
     else:
         tls.end()
-
-
-async def _write(connection: socket.socket, data: bytes) -> None:
-    await asyncio.get_running_loop().sock_sendall(connection, data)
 
 
 async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from equipoise.dht.address import ListenAddress, is_ip, is_loopback
+from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.sockets import prepare
 from equipoise.dht.limits import Tally
 from equipoise.dht.p2pd import ListenError, listen_error
@@ -27,14 +28,14 @@ class Listener:
     """Listens on some addresses and hands every connection on."""
 
     def __init__(
-        self, addresses: Sequence[ListenAddress], taken: Callable[[socket.socket, tuple[str, int]], None]
+        self, addresses: Sequence[ListenAddress], taken: Callable[[socket.socket, Place], None]
     ) -> None:
         self._wanted = addresses
         self._taken = taken
         self._acceptors: list[Acceptor] = []
 
     @property
-    def bound(self) -> list[tuple[str, int]]:
+    def bound(self) -> list[Place]:
         """The addresses listened on, (host, port)."""
         return [one.socket.getsockname()[:2] for one in self._acceptors]
 
@@ -77,9 +78,7 @@ class Listener:
             raise listen_error(address, error, "--direct-listen") from None
 
 
-def endpoints(
-    hosts: Iterable[str], bound: Sequence[tuple[str, int]], *, forwarded: bool
-) -> list[tuple[str, int]]:
+def endpoints(hosts: Iterable[str], bound: Sequence[Place], *, forwarded: bool) -> list[Place]:
     """Return where others reach listeners of this machine, best first.
 
     Hosts that only this machine reaches are left out if there are others: on another machine they are that machine.

@@ -10,20 +10,11 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from equipoise.dht import streams
 from equipoise.dht.direct import aead
 from equipoise.dht.direct.sockets import acknowledged, waiting, wake_at
 from equipoise.dht.direct.tls import TlsFault, TlsSession
-from equipoise.dht.streams import (
-    HEAD_BYTES,
-    NO_BYTES,
-    STALL_SECONDS,
-    YIELD_BYTES,
-    Buffer,
-    BytesRefused,
-    Stream,
-    StreamClosed,
-    wake,
-)
+from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed, wake
 
 JOINED_BYTES = 16 * 1024
 """A frame up to this size is joined and sent in one call, one record: copying is cheaper than a second one."""
@@ -73,16 +64,6 @@ class PlainStream(Stream):
             self._wakes_at = count
             wake_at(self._socket, count)
 
-    async def _give(self, view: memoryview) -> None:
-        """Write all of `view`."""
-        while view:
-            sent = self._attempt(self._socket.send, view)
-            if sent is None:
-                await self._wait_to_write()
-            else:
-                self.sent += sent
-                view = view[sent:]
-
 
 class TlsStream(PlainStream):
     """Through OpenSSL, between memory and the socket: two calls of the system per 16 KiB record would cost as much."""
@@ -104,7 +85,7 @@ class TlsStream(PlainStream):
     async def _give_sealed(self, plain: memoryview) -> None:
         if self._why is not None:
             raise StreamClosed(self._why)
-        await self._give(memoryview(self._tls.seal(plain)))
+        await super().send(self._tls.seal(plain))
 
     async def _take(self, view: memoryview, lacking: int, bound: float | None) -> int:
         # How much of the records that those bytes are in has come already, only OpenSSL knows.
@@ -154,12 +135,12 @@ class AeadStream(PlainStream):
         for piece in _pieces(rest):
             # The first piece leaves with the head: a call less for each frame.
             sealed = self._seal(aead.BODY, piece, sealed)
-            await self._give(self._out[:sealed])
+            await super().send(self._out[:sealed])
             sealed, unyielded = 0, unyielded + len(piece)
             if unyielded >= YIELD_BYTES:
                 unyielded = 0
                 await asyncio.sleep(0)
-        await self._give(self._out[:sealed])
+        await super().send(self._out[:sealed])
 
     def _seal(self, kind: int, plain: bytes | memoryview, at: int) -> int:
         """Put the record of `plain` behind the first `at` bytes that wait to be sent; return how many wait then."""
@@ -171,13 +152,13 @@ class AeadStream(PlainStream):
         """Open the next record into `place`, or ahead; return how many bytes `place` has got."""
         try:
             if self._end - self._start < aead.PREFIX_BYTES:
-                await self._hold(aead.PREFIX_BYTES, STALL_SECONDS)
+                await self._hold(aead.PREFIX_BYTES, streams.STALL_SECONDS)
             kind, size = self._opener.parse_prefix(self._in[self._start : self._end])
             if kind == aead.BODY and size > len(place):
                 raise BytesRefused(f"a record of {size} bytes where {len(place)} are left of a body")
             total = aead.PREFIX_BYTES + size + aead.TAG_BYTES
             if self._end - self._start < total:
-                await self._hold(total, STALL_SECONDS)
+                await self._hold(total, streams.STALL_SECONDS)
             record = self._in[self._start : self._start + total]
             self._start += total
             if kind == aead.HEAD:
@@ -204,7 +185,7 @@ def _join(head: Buffer, body: Buffer) -> tuple[bytes, memoryview]:
     """Join what is small; a large body stays where it is."""
     first, rest = bytes(head), memoryview(body).cast("B")
     if rest and len(first) + len(rest) <= JOINED_BYTES:
-        return first + rest, NO_BYTES
+        return first + rest, memoryview(b"")
     return first, rest
 
 

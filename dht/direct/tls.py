@@ -180,9 +180,8 @@ class TlsSession:
         if code in _EXPIRED:
             return TlsFault("expired", "its certificate is not taken: it is not valid at this time")
         if code:
-            return TlsFault(
-                "impostor", f"its certificate is not taken: it is not the one announced (X.509 error {code})"
-            )
+            why = f"its certificate is not taken: it is not the one announced (X.509 error {code})"
+            return TlsFault("impostor", why)
         reasons = "; ".join(reason for _, _, reason in error.args[0]) if error.args else ""
         if "signature" in reasons:
             return TlsFault("replayed certificate", "it does not hold the key of the certificate it shows")

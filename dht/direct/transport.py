@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
-from equipoise.dht.dialpolicy import DialPolicy, private_networks
+from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake, stun
 from equipoise.dht.direct.allowlist import Admitted, Allowlist
 from equipoise.dht.direct.credential import Presence, fingerprint_of
@@ -198,7 +198,7 @@ class DirectTransport:
         return self.channels.enter(peer, stream)
 
     async def punch(
-        self, peer: str, connection: socket.socket, address: tuple[str, int], *, dialled: bool
+        self, peer: str, connection: socket.socket, address: Place, *, dialled: bool
     ) -> FramedChannel:
         """Make a connection that both sides have opened at once a channel, as if one had dialled the other.
 
@@ -224,9 +224,7 @@ class DirectTransport:
         finally:
             connection.close()
 
-    async def _claim(
-        self, connection: socket.socket, admitted: Admitted, address: tuple[str, int]
-    ) -> PlainStream:
+    async def _claim(self, connection: socket.socket, admitted: Admitted, address: Place) -> PlainStream:
         """Say who this peer is on a connection that it has opened, and prove it."""
         own = fingerprint_of(self._presence.certificate.der)
         preface = Preface(self._layer, self.peer, admitted.credential.peer, own)
@@ -252,7 +250,7 @@ class DirectTransport:
         expected = admitted.credential.certificate
         return await handshake.secure(connection, context, expected, preface, dialler=dialler)
 
-    def _accept(self, connection: socket.socket, address: tuple[str, int]) -> None:
+    def _accept(self, connection: socket.socket, address: Place) -> None:
         task = self._tasks.spawn(self._welcome(connection, address))
         task.add_done_callback(lambda _: connection.close())
         evicted = self._gate.enter(task, address[0])
@@ -260,7 +258,7 @@ class DirectTransport:
             self._refuse("too many", f"more than {len(self._gate)} connections without a proven peer")
             evicted.cancel()
 
-    async def _welcome(self, connection: socket.socket, address: tuple[str, int]) -> None:
+    async def _welcome(self, connection: socket.socket, address: Place) -> None:
         task, host = asyncio.current_task(), address[0]
         assert task is not None
         try:

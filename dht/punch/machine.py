@@ -142,7 +142,10 @@ class Punch:
                 self._missed = reason
                 return []  # When the next try begins must not tell the other side what has answered here.
             case Broke(reason=reason):
-                return self._on_broke(reason)
+                if self._phase == "settling" and not self._opened:
+                    return []  # Its last word was that it has a channel.
+                why = "" if self._opened else f"the relayed stream has ended: {reason}"
+                return self._finish(why, tell=False)
             case Tick():
                 return self._on_tick(now)
 
@@ -178,11 +181,6 @@ class Punch:
             return self._finish(f"the other side gave up: {printable(reason)}{here}", tell=False)
         self._told = True
         return self._finish("") if self._opened else self._settle(now)
-
-    def _on_broke(self, reason: str) -> list[Action]:
-        if self._phase == "settling" and not self._opened:
-            return []  # Its last word was that it has a channel.
-        return self._finish("" if self._opened else f"the relayed stream has ended: {reason}", tell=False)
 
     def _on_tick(self, now: float) -> list[Action]:
         match self._phase:

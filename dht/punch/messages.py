@@ -142,8 +142,8 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 def decode(data: bytes) -> Message:
     """Read a stranger's message; raises Malformed if it is none, or breaks a bound."""
+    message = sanitize.decode(_decoder, data, MAX_MESSAGE_BYTES)
     try:
-        message = sanitize.decode(_decoder, data, MAX_MESSAGE_BYTES)
         for host, _ in (message.outside, *message.inside) if isinstance(message, Places) else ():
             if ipaddress.ip_address(host) and "%" in host:
                 raise ValueError("expected addresses without a zone")

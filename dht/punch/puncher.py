@@ -295,11 +295,9 @@ class Puncher:
             self._end(peer, failure)
 
     async def _answer(self, peer: str, relayed: bool, stream: Stream) -> None:
-        refusal = self._refusal(peer)
+        refusal = self._refusal(peer)[: messages.MAX_REASON_CHARACTERS]
         if refusal:
-            await send_message(
-                stream, messages.encode(messages.End(refusal[: messages.MAX_REASON_CHARACTERS]))
-            )
+            await send_message(stream, messages.encode(messages.End(refusal)))
             async with asyncio.timeout(HANG_UP_SECONDS):
                 await stream.wait_readable()
             return

@@ -160,7 +160,15 @@ class RelayService:
             raise Refusal(Status.CONNECTION_FAILED, why) from None
         try:
             await messages.send(stream, Hop(kind=Kind.STATUS, limit=_limit(rules), status=Status.OK))
-            why = await self._pump_both(stream, other, rules)
+            pumps = [
+                asyncio.create_task(self._pump(stream, other, rules)),
+                asyncio.create_task(self._pump(other, stream, rules)),
+            ]
+            try:
+                done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+                why = next(iter(done)).result()
+            finally:
+                await end(pumps)
             _log.info("the circuit from %s to %s has ended: %s", peer, target, why)
         finally:
             other.close()
@@ -185,17 +193,6 @@ class RelayService:
             other.close()
             raise
         return other
-
-    async def _pump_both(self, one: Stream, other: Stream, rules: RelayRules) -> str:
-        pumps = [
-            asyncio.create_task(self._pump(one, other, rules)),
-            asyncio.create_task(self._pump(other, one, rules)),
-        ]
-        try:
-            done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-            return next(iter(done)).result()
-        finally:
-            await end(pumps)
 
     async def _pump(self, source: Stream, sink: Stream, rules: RelayRules) -> str:
         """Carry bytes one way until that ends; returns why."""

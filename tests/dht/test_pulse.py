@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from equipoise.dht.contacts import MAX_ASKED, QUIET_SECONDS, Pulse
+from equipoise.dht.bootstrap import MAX_ASKED, QUIET_SECONDS, Pulse
 
 
 def test_only_the_silent_are_asked_and_each_once_at_a_time() -> None:

@@ -206,9 +206,9 @@ async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
 
 async def test_one_that_falls_silent_is_gone_before_its_record_lapses(members, until, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.directory.TTL_SECONDS", 60.0)
-    monkeypatch.setattr("equipoise.dht.contacts.ANSWER_SECONDS", 0.5)
-    monkeypatch.setattr("equipoise.dht.contacts.LOOK_SECONDS", 0.1)
-    monkeypatch.setattr("equipoise.dht.contacts.QUIET_SECONDS", 0.2)
+    monkeypatch.setattr("equipoise.dht.bootstrap.ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr("equipoise.dht.bootstrap.LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("equipoise.dht.bootstrap.QUIET_SECONDS", 0.2)
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     for member in (first, second):

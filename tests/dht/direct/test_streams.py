@@ -130,7 +130,7 @@ async def test_the_end_of_a_stream_within_a_record_does_not_wait(ends) -> None:
 
 async def test_too_little_to_go_on_with_is_progress_and_silence_is_none(ends, monkeypatch, reads) -> None:
     monkeypatch.setattr(base, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(streams, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr("equipoise.dht.streams.STALL_SECONDS", 0.3)
     receiving = ends.receiving()
     frame = ends.frame(b"header", BODY)
     await ends.drip(frame[:2000])
