@@ -257,20 +257,10 @@ class Reach:
         self._verdict.doubt()
         self._met.set()
 
-    def start(self) -> None:
-        """Start to ask."""
-        self._tasks.spawn(self._survey())
-        if self.hidden:
-            self._follow()
-
     def renew(self) -> None:
         """Begin anew: p2pd is another one now."""
         self.doubt()
         self.keeper.lose_all()
-
-    async def stop(self) -> None:
-        """End everything; idempotent."""
-        await self._tasks.stop()
 
     def status(self) -> ReachStatus:
         """Return how others reach this peer, without waiting."""
@@ -282,13 +272,19 @@ class Reach:
         reason = f"{self.keeper.reason}; not dialled: {self._verdict.reason}"
         return ReachStatus("relayed" if relays else "unreachable", reason, relays, relay)
 
-    async def _survey(self) -> None:
-        while True:
-            self._met.clear()
-            if self._link.attached:
-                for peer in self._verdict.whom(self._protocol.peers, time.monotonic()):
-                    self._tasks.spawn(self._ask(peer))
-            await sleep_until(self._met, SURVEY_SECONDS)
+    async def run(self) -> None:
+        """Ask, and look for relays where that may be needed, until cancelled."""
+        if self.hidden:
+            self._follow()
+        try:
+            while True:
+                self._met.clear()
+                if self._link.attached:
+                    for peer in self._verdict.whom(self._protocol.peers, time.monotonic()):
+                        self._tasks.spawn(self._ask(peer))
+                await sleep_until(self._met, SURVEY_SECONDS)
+        finally:
+            await self._tasks.stop()
 
     async def _ask(self, peer: str) -> None:
         # A dial that somebody drops takes 2 s to fail: relays are looked for meanwhile.

@@ -148,7 +148,12 @@ class RecordProtocol:
         self._limit = RateLimit()
         self._scrutiny = Scrutiny()
         self._held = Tally()
-        self._dht = _make_dht_node(self)
+        # Not DHTNode.create: that registers hivemind's own handlers, and ends in an error without a bootstrap peer.
+        self._dht: Any = DHTNode(_initialized_with_create=True)
+        self._dht.node_id, self._dht.peer_id = self.node_id, PeerID.from_base58(peer)
+        self._dht.protocol, self._dht.blacklist = self, self.blacklist
+        self._dht.num_replicas, self._dht.num_workers = REPLICAS, WORKERS
+        self._dht.is_alive = True
         self.traversals = TaskSet()
 
     @property
@@ -366,15 +371,3 @@ def _page(records: list[Kept]) -> tuple[Kept, ...]:
             break
         page.append(kept)
     return tuple(page)
-
-
-def _make_dht_node(protocol: RecordProtocol) -> Any:
-    # Not DHTNode.create: that registers hivemind's own handlers, and ends in an error without a bootstrap peer.
-    node = DHTNode(_initialized_with_create=True)
-    node.node_id = protocol.node_id
-    node.peer_id = PeerID.from_base58(protocol.peer)
-    node.protocol = protocol
-    node.num_replicas, node.num_workers = REPLICAS, WORKERS
-    node.blacklist = protocol.blacklist
-    node.is_alive = True
-    return node

@@ -207,8 +207,8 @@ class Swarm:
             listen = self._take_ports()
             for inbound in self._inbounds:
                 inbound.listen()
-            self._reach.start()
-            self._puncher.start()
+            self._tasks.spawn(self._reach.run())
+            self._tasks.spawn(self._puncher.run())
             await self._supervisor.start(self._p2pd_options(listen))
         except BaseException:
             await self.stop()
@@ -248,10 +248,8 @@ class Swarm:
         await self._tasks.stop()
         self._memory.save()
         await self.directory.stop()
-        await self._puncher.stop()
         await self.direct.stop()
         self.transport.channels.close()
-        await self._reach.stop()
         for inbound in self._inbounds:
             await inbound.stop()
         await self._supervisor.stop()

@@ -256,21 +256,17 @@ class Puncher:
         if self._hidden:
             self.schedule.want(peer, time.monotonic())
 
-    def start(self) -> None:
-        """Start to punch."""
-        self._tasks.spawn(self._run())
-
-    async def stop(self) -> None:
-        """End everything; idempotent."""
-        await self._tasks.stop()
-
-    async def _run(self) -> None:
-        while True:
-            if self._link.attached and self._hidden:
-                for peer in self.schedule.due(time.monotonic(), self._begins):
-                    self.schedule.began(peer)
-                    self._tasks.spawn(self._begin(peer))
-            await asyncio.sleep(CHECK_SECONDS)
+    async def run(self) -> None:
+        """Punch, until cancelled."""
+        try:
+            while True:
+                if self._link.attached and self._hidden:
+                    for peer in self.schedule.due(time.monotonic(), self._begins):
+                        self.schedule.began(peer)
+                        self._tasks.spawn(self._begin(peer))
+                await asyncio.sleep(CHECK_SECONDS)
+        finally:
+            await self._tasks.stop()
 
     @property
     def _hidden(self) -> bool:
