@@ -198,7 +198,7 @@ class Reach:
         self._verdict = Reachability(hidden)
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._under_way = 0
-        self._service = RelayService(link, protocol.dialer.refresh, relay)
+        self._service = RelayService(link, protocol.dialer, relay)
         trials = Trials(folder)
         self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
         self.keeper = RelayKeeper(link, protocol.dialer, protocol.peer, trials, lambda: tuple(self._offers))

@@ -133,11 +133,7 @@ class Dialer:
         raise failures[0] if failures else Unreached("failed", why)
 
     async def _try(self, address: Address) -> None:
-        """Connect to the peer at an address that somebody has told, if the policy allows.
-
-        Raises:
-            Unreached: It is not there, or is not to be tried now; says why.
-        """
+        """Connect where somebody told that a peer listens, if the policy allows; raises Unreached, and why, if not."""
         place, failure = (address.host, address.port), "it was broken off"
         while address.first not in self.connected:
             refusal = self._policy.begin(address.first, place, time.monotonic())

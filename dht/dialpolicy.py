@@ -68,12 +68,7 @@ class _Failure:
 
 @dataclass
 class _Host:
-    """What strangers have had tried at one host.
-
-    Attributes:
-        failed: When tries failed, within the last `WINDOW_SECONDS`.
-        pending: Tries under way.
-    """
+    """What strangers have had tried at one host: when tries failed of late, and how many are under way."""
 
     failed: list[float] = field(default_factory=list)
     pending: int = 0
@@ -144,11 +139,8 @@ class DialPolicy:
         except ValueError:
             return True
         address = getattr(address, "ipv4_mapped", None) or address
-        if (
-            address.is_multicast
-            or address.is_unspecified
-            or (address.is_reserved and not address.is_loopback)
-        ):
+        odd = address.is_reserved and not address.is_loopback
+        if odd or address.is_multicast or address.is_unspecified:
             return False
         if address.is_global or address.is_loopback:
             return True
@@ -164,14 +156,11 @@ class DialPolicy:
                 del self._hosts[name]
         tried = self._hosts.get(host)
         if tried is None and len(self._hosts) >= MAX_NEW_HOSTS:
-            pending = any(one.pending for one in self._hosts.values())
-            return Refusal(
-                f"nobody was found at {MAX_NEW_HOSTS} hosts within a minute; {host} is tried later", pending
-            )
+            why = f"nobody was found at {MAX_NEW_HOSTS} hosts within a minute; {host} is tried later"
+            return Refusal(why, any(one.pending for one in self._hosts.values()))
         if tried is not None and len(tried.failed) + tried.pending >= MAX_TRIES_PER_HOST:
-            return Refusal(
-                f"nobody was found at {host} at {len(tried.failed)} tries within a minute", tried.pending > 0
-            )
+            why = f"nobody was found at {host} at {len(tried.failed)} tries within a minute"
+            return Refusal(why, tried.pending > 0)
         return None
 
 

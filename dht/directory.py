@@ -148,11 +148,7 @@ class RunDirectory:
         bandwidth: float = 0.0,
         left: bool = False,
     ) -> None:
-        """Publish this peer's state in `run`, at once; renewed until withdrawn. Returns without waiting for peers.
-
-        Raises:
-            RecordError: A value breaks a bound of `records`.
-        """
+        """Publish this peer's state in `run` until withdrawn, without waiting; raises RecordError beyond a bound."""
         self._publish(
             self._record(
                 run,

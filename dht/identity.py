@@ -34,12 +34,7 @@ class IdentityError(Exception):
 
 
 class Identity:
-    """An Ed25519 key pair.
-
-    Attributes:
-        peer: PeerID in base58.
-        path: The file that p2pd reads the key from.
-    """
+    """An Ed25519 key pair: its PeerID in base58, `peer`, and the file that p2pd reads it from, `path`."""
 
     def __init__(self, private: Ed25519PrivateKey, path: Path) -> None:
         self._private = private

@@ -49,11 +49,7 @@ def printable(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
 
 
 def read_regular(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file, cut to `limit` bytes; a pipe or a device is never waited for.
-
-    Raises:
-        OSError: It cannot be read, or is not a regular file.
-    """
+    """Return a regular file's content, cut to `limit` bytes, never waiting for a pipe or device; raises OSError."""
     # To open a pipe that nobody writes to would block without O_NONBLOCK; regular files ignore the flag.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:

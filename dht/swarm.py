@@ -21,10 +21,9 @@ from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.p2pd import P2pdOptions, make_runtime_dir
+from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, Claim, P2pdOptions, claim, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.peer_cache import PeerCache
-from equipoise.dht.ports import DIRECT_PORT, LIBP2P_PORT, Claim, claim
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness

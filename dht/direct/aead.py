@@ -138,11 +138,7 @@ class Opener(_Keyed):
 
     @staticmethod
     def parse_prefix(prefix: Buffer) -> tuple[int, int]:
-        """Return kind and size of the record that begins with `prefix`; not yet authenticated.
-
-        Raises:
-            RecordRefused: No record begins so.
-        """
+        """Return kind and size, not yet authenticated, of the record that begins so; raises RecordRefused if none."""
         word: int = _PREFIX.unpack_from(prefix)[0]
         kind, size = word >> 24, word & 0xFFFFFF
         limit = _LIMITS.get(kind)

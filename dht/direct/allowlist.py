@@ -27,12 +27,7 @@ MAX_VERIFIED = 1024
 
 @dataclass
 class Admitted:
-    """One peer that may connect.
-
-    Attributes:
-        credential: The latest that it was admitted with.
-        fingerprint: Of the certificate in it.
-    """
+    """One peer that may connect: its latest credential, the fingerprint of the certificate in that."""
 
     credential: Credential
     fingerprint: bytes

@@ -49,13 +49,7 @@ _DOMAIN = "direct"
 
 @dataclass(frozen=True)
 class OwnCertificate:
-    """A certificate with its key.
-
-    Attributes:
-        der: The certificate.
-        key: What it is signed with.
-        expires: Seconds since 1970.
-    """
+    """A certificate (DER) with the key that it is signed with, and when it expires, in seconds since 1970."""
 
     der: bytes
     key: Ed25519PrivateKey = field(repr=False)

@@ -116,14 +116,21 @@ async def secure(
             raise Refused("impostor", "it holds a certificate that another one vouches for, not its own")
         layer, own = bytes([_LAYERS.index(preface.layer)]), secrets.token_bytes(SECRET_BYTES)
         await loop.sock_sendall(connection, tls.seal(layer + own))
-        greeting = await _receive(connection, tls, GREETING_BYTES)
+        greeting = bytearray(GREETING_BYTES)
+        view = memoryview(greeting)
+        while view:
+            opened = tls.open_into(view)
+            if not opened:
+                await _read(connection, tls)
+            view = view[opened:]
         if greeting[:1] != layer:  # Somebody between has altered the preface.
             raise Refused("tls failure", f"the greeting does not confirm the layer {preface.layer}")
         if preface.layer == "tls":
             tls.stay()
             return TlsStream(connection, tls)
         peers = (preface.dialler, preface.acceptor)
-        ordered = (own, greeting[1:]) if dialler else (greeting[1:], own)
+        theirs = bytes(greeting[1:])
+        ordered = (own, theirs) if dialler else (theirs, own)
         key = aead.traffic_key(ordered, peers, of_dialler=dialler)
         their_key = aead.traffic_key(ordered, peers, of_dialler=not dialler)
         return AeadStream(connection, aead.Sealer(key), aead.Opener(their_key), tls.leave())
@@ -142,17 +149,6 @@ def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
         if isinstance(error, OSError) and not isinstance(error, Refused):
             raise Refused("went away", said(error)) from None
         raise
-
-
-async def _receive(connection: socket.socket, tls: TlsSession, size: int) -> bytes:
-    data = bytearray(size)
-    view = memoryview(data)
-    while view:
-        opened = tls.open_into(view)
-        if not opened:
-            await _read(connection, tls)
-        view = view[opened:]
-    return bytes(data)
 
 
 async def _read(connection: socket.socket, tls: TlsSession) -> None:

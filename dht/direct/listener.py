@@ -12,8 +12,7 @@ from equipoise.dht.address import ListenAddress, is_ip, is_loopback
 from equipoise.dht.dialpolicy import Place
 from equipoise.dht.direct.sockets import prepare
 from equipoise.dht.limits import Tally
-from equipoise.dht.p2pd import ListenError, listen_error
-from equipoise.dht.ports import with_port
+from equipoise.dht.p2pd import ListenError, listen_error, with_port
 from equipoise.dht.streams import Acceptor
 
 BACKLOG = 128

@@ -123,11 +123,7 @@ class TlsSession:
             return b""
 
     def open_into(self, view: memoryview) -> int:
-        """Fill the beginning of `view` from what was fed; returns how many bytes, 0 if more must be fed first.
-
-        Raises:
-            TlsFault: What was fed is not authentic, or the other side has ended TLS.
-        """
+        """Fill `view` from what was fed, as far as that goes; return how much. Raises TlsFault if TLS has ended."""
         read = self._tls.recv_into
         done, whole = 0, len(view)
         try:

@@ -100,11 +100,7 @@ class DirectTransport:
         )
 
     def admit(self, peer: str, credential: bytes) -> None:
-        """Accept channels from `peer`, and open them to it, from now on.
-
-        Raises:
-            ValueError: The credential is not genuine, has expired, or is another peer's; says which.
-        """
+        """Have channels with `peer` from now on; raises ValueError, and says why, if the credential is not genuine."""
         try:
             self._allowlist.admit(peer, credential)
         except Refused as error:

@@ -240,12 +240,7 @@ def _short(peer: str) -> str:
 
 @dataclass
 class _Transfer:
-    """The one under way.
-
-    Attributes:
-        peer: PeerID of whoever sends.
-        received: Bytes that have arrived.
-    """
+    """The one under way: PeerID of the peer that sends, bytes that have arrived."""
 
     peer: str
     received: int = 0

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import base58
 
+from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Allowance, Tally
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
@@ -64,12 +64,9 @@ class Refusal(Exception):
 class RelayService:
     """Answers `HOP_PROTOCOL` in p2pd's place; without rules it refuses everybody."""
 
-    def __init__(
-        self, link: P2pdClient, connected: Callable[[], Awaitable[frozenset[str]]], rules: RelayRules | None
-    ) -> None:
-        """`connected` asks p2pd which peers it has connections to."""
+    def __init__(self, link: P2pdClient, dialer: Dialer, rules: RelayRules | None) -> None:
         self._link = link
-        self._connected = connected
+        self._dialer = dialer
         self._rules = rules
         self._allowance = Allowance(rules.bandwidth if rules else 1.0)
         self._reserved: dict[str, float] = {}
@@ -126,7 +123,7 @@ class RelayService:
         self._reserved = {one: until for one, until in self._reserved.items() if until > now}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
             # Those who have gone made room without saying so.
-            here = await self._connected()
+            here = await self._dialer.refresh()
             self._reserved = {one: until for one, until in self._reserved.items() if one in here}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
             raise Refusal(Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
@@ -150,7 +147,7 @@ class RelayService:
             raise Refusal(Status.NO_RESERVATION, f"{target} has not asked for it")
 
     async def _carry(self, peer: str, target: str, stream: Stream, rules: RelayRules) -> None:
-        if target not in await self._connected():
+        if target not in await self._dialer.refresh():
             self._reserved.pop(target, None)
             raise Refusal(Status.NO_RESERVATION, f"{target} is not connected")
         try:

@@ -10,9 +10,8 @@ import pytest
 
 from equipoise.dht import dialpolicy
 from equipoise.dht.address import AddressError, parse_announce, parse_listen
-from equipoise.dht.p2pd import ListenError
+from equipoise.dht.p2pd import ListenError, claim
 from equipoise.dht.peer_cache import PeerCache
-from equipoise.dht.ports import claim
 from equipoise.dht.swarm import Swarm, SwarmOptions
 
 ANY = (parse_listen("/ip4/127.0.0.1/tcp/0"),)

@@ -37,7 +37,7 @@ class Relay:
     """A relay service whose p2pd is made up; every stream is one end of a socket pair."""
 
     def __init__(self, rules: RelayRules) -> None:
-        self.service = RelayService(self, self._connected, rules)  # type: ignore[arg-type]
+        self.service = RelayService(self, self, rules)  # type: ignore[arg-type]
         self.called: asyncio.Queue[Stream] = asyncio.Queue()
         self.ends: list[Stream] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -45,7 +45,7 @@ class Relay:
         self.here.set()
         self.refusing = False
 
-    async def _connected(self) -> frozenset[str]:
+    async def refresh(self) -> frozenset[str]:
         await self.here.wait()
         return frozenset() if self.refusing else frozenset(PEERS)
 
