@@ -15,10 +15,10 @@ LISTEN_EXAMPLE = "/ip4/0.0.0.0/tcp/31337"
 ANNOUNCE_EXAMPLE = "/dns4/gpu.example.org/tcp/31337"
 
 MAX_ADDRESS_CHARACTERS = 512
-"""A DNS name has at most 253 characters, a PeerID 52; a relayed address holds two of each."""
+"""Longest address: a DNS name has at most 253 characters, a PeerID 52, and a relayed address holds two of each."""
 
 MAX_HOST_CHARACTERS = 253
-"""Of a DNS name."""
+"""Longest DNS name."""
 
 _HOSTNAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 _HOST_CODES = {"ip4": 4, "ip6": 41, "dns": 53, "dns4": 54, "dns6": 55}

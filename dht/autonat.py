@@ -40,30 +40,30 @@ from equipoise.dht.state import ReachStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
 
 WITNESSES = 3
-"""Peers asked: a neighbour on the same network reaches what the rest of the world does not."""
+"""Most peers asked: a neighbour on the same network reaches what the rest of the world does not."""
 TRUSTED_SECONDS = 300.0
-"""An answer is asked for again after so long: routers forget port mappings, machines move."""
+"""Longest time that an answer counts before it is asked for again: routers forget port mappings, machines move."""
 UNANSWERED_SECONDS = 10.0
 """Seconds after which this peer asks a peer again that gave no answer or was too busy to try."""
 MAX_ASKED = 1024
 DIALBACK = "equipoise.dht.dialback"
 DIALBACK_SECONDS = 4.0
-"""A try takes at most 2 s; the rest is for the way there and back."""
+"""Longest wait for an answer: a try takes at most 2 s, the rest is for the way there and back."""
 MAX_TARGETS = 6
 MAX_AT_ONCE = 8
-"""Dial-backs under way for others; a further one is told to come again."""
+"""Most dial-backs under way for others; a further one is told to come again."""
 CALLS_PER_SECOND = 0.5
 BURST = 5.0
-"""A daemon asks three peers, and again after its addresses have changed."""
+"""Most questions of one peer: a daemon asks three peers, and again after its addresses have changed."""
 MAX_TEXT = 200
 SUSPECT_SECONDS = 0.5
 """Where a dial-back leads anywhere, its answer comes sooner."""
 SURVEY_SECONDS = 2.0
-"""How often it is looked whether somebody should be asked."""
+"""Longest time until a peer that should be asked is asked."""
 MAX_HOPS = 256
-"""Requests and circuits through this peer at once; the service has its own bounds on circuits."""
+"""Most requests and circuits through this peer at once; the service has its own bounds on circuits."""
 MAX_TRIALS = 4
-"""Streams of the trial under way; others are closed at once."""
+"""Most streams of the trial under way; others are closed at once."""
 
 _log = logging.getLogger(__name__)
 

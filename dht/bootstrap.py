@@ -28,19 +28,19 @@ from equipoise.dht.tasks import TaskSet, sleep_until
 FIRST_RETRY_SECONDS = 0.3
 RETRY_GROWTH = 1.5
 MAX_RETRY_SECONDS = 60.0
-"""The longest pause between two attempts: a way that opens is found within that and one attempt."""
+"""Longest pause between two attempts: a way that opens is found within that and one attempt."""
 JITTER = 0.25
 """The part of each pause that is drawn, so that daemons that lost one entry peer do not all come back at one moment."""
 LOOK_SECONDS = 1.0
 """Longest time until a lost way into the swarm is noticed, and until a peer that has fallen silent is asked."""
 QUIET_SECONDS = 2.0
-"""A peer that has said nothing for so long is asked."""
+"""Longest silence of a peer before it is asked."""
 MAX_MISSED = 2
-"""Questions in a row that go unanswered before a peer is given up: a busy one may miss the first."""
+"""Most questions in a row that go unanswered before a peer is given up: a busy one may miss the first."""
 MAX_ASKED = 32
-"""Peers that are asked at once: the next ones wait, so that a large swarm costs no more than a small one."""
+"""Most peers that are asked at once: the next ones wait, so that a large swarm costs no more than a small one."""
 ANSWER_SECONDS = 2.0
-"""A ping that is not answered within that counts as missed; across the world an answer takes 0.3 s."""
+"""Longest wait for an answer; a later one counts as missed. Across the world an answer takes 0.3 s."""
 
 _log = logging.getLogger(__name__)
 

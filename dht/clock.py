@@ -10,14 +10,14 @@ from humanfriendly import format_timespan
 from equipoise.dht.limits import LruDict
 
 MAX_SAMPLES = 64
-"""Peers whose clocks are remembered: a median of so many is not moved by a few liars."""
+"""Most peers whose clocks are remembered: a median of so many is not moved by a few liars."""
 MAX_OFFSET_SECONDS = 86_400.0
-"""How far the swarm's clock is taken to be from this machine's. Clocks that are off by a day take part; and peers that
+"""Most that the swarm's clock is taken to be off this machine's. Clocks that are off by a day take part; and peers that
 lie about theirs, however many, move this peer's idea of the time by no more."""
 FRESH_SECONDS = 600.0
-"""How long a peer's clock is taken into account after it was last asked for: either clock may be set meanwhile."""
+"""Longest time that a peer's clock counts after the peer was last asked for it: either clock may be set meanwhile."""
 WARN_SECONDS = 10.0
-"""A smaller difference is not worth a person's time: a busy machine answers that late."""
+"""Largest difference that is not worth a person's time: a busy machine answers that late."""
 
 
 class SwarmClock:

@@ -25,12 +25,12 @@ from equipoise.dht.state import AddressState
 from equipoise.dht.tasks import end
 
 PROBE_SECONDS = 2.0
-"""A TCP handshake takes one round trip; a packet lost once is sent again after 1 s."""
+"""Longest TCP handshake: it takes one round trip; a packet lost once is sent again after 1 s."""
 CONNECT_SECONDS = 4.0
-"""TCP, security and multiplexer: about five round trips."""
+"""Longest connect of libp2p, with security and multiplexer: about five round trips."""
 MAX_KNOWN_PEERS = 1024
 MAX_ADDRESSES_PER_PEER = 4
-"""What a record may tell; a machine with more interfaces names its first ones."""
+"""Most addresses of a peer, as a record may tell; a machine with more interfaces names its first ones."""
 GREETING = b"\x13/multistream/1.0.0\n"
 """What libp2p's listeners send first; p2pd is not sent to anything else because a stranger says so."""
 FRESH_SECONDS = 0.05

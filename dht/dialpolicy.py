@@ -23,19 +23,19 @@ Place = tuple[str, int]
 
 WINDOW_SECONDS = 60.0
 MAX_NEW_HOSTS = 20
-"""Hosts tried in a minute at which nobody is found. A host where the peer is found does not count: a large swarm is
-met as fast as it answers."""
+"""Most hosts tried in a minute at which nobody is found. A host where the peer is found does not count: a large swarm
+is met as fast as it answers."""
 MAX_TRIES_PER_HOST = 10
-"""Tries in a minute at one host, over all of its ports, that find nobody: each may take two connections."""
+"""Most tries in a minute at one host, over all of its ports, that find nobody: each may take two connections."""
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
-"""Between two tries of one place that find nobody; each pause is twice as long as the one before. So a peer that comes
+"""Pause between two tries of one place that find nobody; each is twice as long as the one before. So a peer that comes
 back is dialled again after at most as long as it was away."""
 MET_SECONDS = 3600.0
-"""A peer that was met at a host stands for it so long."""
+"""Longest time that a peer that was met at a host stands for it."""
 MAX_MET = 4096
 MAX_PLACES = 4096
-"""Places whose failures are remembered; more than `MAX_NEW_HOSTS` and `MAX_TRIES_PER_HOST` allow in ten minutes."""
+"""Most places whose failures are kept; more than `MAX_NEW_HOSTS` and `MAX_TRIES_PER_HOST` allow in ten minutes."""
 
 NETWORK_BITS = {4: 16, 6: 64}
 """Bits that addresses of one private network have in common, by version of IP."""

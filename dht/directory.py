@@ -24,17 +24,17 @@ from equipoise.dht.state import PROTOCOL_VERSION, Part
 from equipoise.dht.tasks import TaskSet, end, sleep_until
 
 MAX_TARGETS = 64
-"""Peers told of a change directly; others find it in the DHT."""
+"""Most peers told of a change directly; others find it in the DHT."""
 MAX_UNCONNECTED = 16
-"""Bounds the targets that this peer must dial first: records of absent peers cost nothing to make, and must not delay
+"""Most targets that this peer must dial first: records of absent peers cost nothing to make, and must not delay
 the news to connected peers."""
 MAX_ATTEMPTS = 4
-"""Then the peer is told again at the next renewal, if it is still one to be told."""
+"""Most attempts to tell a peer; then it is told again at the next renewal, if it is still one to be told."""
 RETRY_SECONDS = 0.5
 """p2pd is back, or attached again, about so long after it broke."""
 
 TTL_SECONDS = 15.0
-"""How long the dead are listed; three renewals fit, so that two may be lost."""
+"""Longest time that the dead are listed; three renewals fit, so that two may be lost."""
 RENEW_SECONDS = 5.0
 PUBLISH_GAP_SECONDS = 0.1
 """Changes of one run closer together than this are published as one."""
@@ -43,7 +43,7 @@ REFRESH_SECONDS = 2.0
 STALE_SECONDS = 5.0
 """`peers` of a run that is not announced searches first if the last search is older."""
 WITHDRAW_SECONDS = 1.0
-"""How long a farewell may take."""
+"""Longest farewell."""
 
 Send = Callable[[str, Kept], Awaitable[bool]]
 

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 CALLS_PER_SECOND = 100.0
-"""A run-mate stores 10 records a second in each run and looks up every 2 s."""
+"""Most calls of one peer; a run-mate stores 10 records a second in each run and looks up every 2 s."""
 BURST = 200.0
 SIGNATURES_PER_SECOND = 100.0
 SIGNATURES_BURST = 300.0
-"""Records of one sender whose signatures are verified, 0.15 ms each; a run-mate sends 10 a second in each run."""
+"""Most records of one sender that are verified, at 0.15 ms each; a run-mate sends 10 a second in each run."""
 HEARSAY_PER_SECOND = 100.0
 HEARSAY_BURST = 600.0
 """The same of all senders together, for records of others than the sender. What a peer says of itself is not among
 them: strangers that pass on what they like must not keep it from being heard."""
 DISTRUST_SECONDS = 60.0
-"""How long nothing is taken from a peer that has sent a forged record."""
+"""Time for which nothing is taken from a peer that has sent a forged record."""
 MAX_PEERS = 4096
-"""The least recently seen is forgotten: its bucket was full again long before."""
+"""Most peers with a bucket. The least recently seen is forgotten: its bucket was full again long before."""
 BURST_SECONDS = 0.25
 """What was not taken of a rate for so long may be taken at once: control messages do not wait for bulk."""
 

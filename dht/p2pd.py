@@ -30,14 +30,14 @@ from equipoise.dht.sanitize import printable
 from equipoise.dht.tasks import sleep_until
 
 START_SECONDS = 15.0
-"""p2pd answers 0.1 s after its start on an idle machine; a loaded one gets a hundred times that."""
+"""Longest start: p2pd answers after 0.1 s on an idle machine; a loaded one gets a hundred times that."""
 STOP_SECONDS = 1.0
-"""p2pd ends within milliseconds of SIGTERM; then it is killed."""
+"""Longest end: p2pd ends within milliseconds of SIGTERM, and is killed after this."""
 KEPT_LINES = 100
-"""p2pd is told to log errors only; the last of them explain why it ended."""
+"""Most lines kept: p2pd is told to log errors only; the last of them explain why it ended."""
 LINE_CHARACTERS = 300
 MAX_UNARY_BYTES = 256 * 1024
-"""p2pd refuses larger unary messages; ours carry at most 64 KB of records beside some protobuf."""
+"""Longest unary message that p2pd takes; ours carry at most 64 KB of records beside some protobuf."""
 
 MAX_SOCKET_PATH_BYTES = 103
 """sun_path holds 108 bytes with the final zero on Linux, 104 on macOS."""
@@ -46,7 +46,7 @@ LIBP2P_PORT = 31337
 DIRECT_PORT = 31338
 """The same, for direct channels."""
 MAX_DRAWS = 16
-"""Free ports that the system is asked for; another program may take one between the question and the use."""
+"""Most free ports that the system is asked for; another program may take one between the question and the use."""
 
 _PARENT_DEATH_SIGNAL = Path(__file__).with_name("parent_death_signal.py")
 _NAME = re.compile(r"eqp-(\d+)-\w+")

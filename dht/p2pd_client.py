@@ -24,12 +24,12 @@ from equipoise.dht.streams import Acceptor, Stream, connect_unix, receive_messag
 from equipoise.dht.tasks import TaskSet
 
 REQUEST_SECONDS = 5.0
-"""p2pd answers local requests within milliseconds; dialling a peer takes a few round trips."""
+"""Longest request: p2pd answers local ones within milliseconds; dialling a peer takes a few round trips."""
 ERROR_CHARACTERS = 1000
-"""libp2p lists every address that it tried, with the cause."""
+"""Longest error that is shown: libp2p lists every address that it tried, with the cause."""
 
 PREFACE_SECONDS = 5.0
-"""p2pd says at once who a stream is from."""
+"""Longest wait for p2pd to say who a stream is from, which it does at once."""
 PEERS_SHARE = 8
 """No peer takes more than an eighth of what is handled at once."""
 

@@ -17,7 +17,7 @@ from equipoise.dht.sanitize import read_regular
 MEMORY_FILE = "swarm.json"
 MAX_FILE_BYTES = 256 * 1024
 MAX_PEERS = 32
-"""Any one of them leads back into the swarm."""
+"""Most peers remembered: any one of them leads back into the swarm."""
 MAX_STARTS = 2**22
 """Sequences are `starts << 40 | count`, below 2**63."""
 

@@ -30,13 +30,13 @@ from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.tasks import TaskSet
 
 MAX_PEERS = 1024
-"""Peers whose instances are remembered, the latest heard."""
+"""Most peers whose instances are remembered, the latest heard."""
 MAX_FORMER = 4
-"""Former instances that are remembered of a peer."""
+"""Most former instances that are remembered of a peer."""
 DOUBLED_SECONDS = 30.0
-"""How long a peer counts as doubled after both were heard; they speak every few seconds."""
+"""Time for which a peer counts as doubled after both were heard; they speak every few seconds."""
 CALL_SECONDS = 3.0
-"""A peer that does not answer a look-up in this time is left out of it."""
+"""Longest wait for an answer; a peer that does not answer a look-up in time is left out of it."""
 BUCKET_DEPTH_MODULO = 5
 """hivemind's default (Kademlia paper, section 4.2, b)."""
 BLACKLIST_SECONDS = 2.0
@@ -44,21 +44,21 @@ BLACKLIST_GROWTH = 1.5
 """A peer that others still tell of but that does not answer is left out for so long, then longer."""
 MAX_ACQUAINTED = 4096
 HELD_SECONDS = 2.0
-"""How long a refused caller waits for its answer, which comes before `CALL_SECONDS` are over."""
+"""Time that a refused caller waits for its answer, which comes before `CALL_SECONDS` are over."""
 MAX_HELD_OF_ONE = 32
-"""Refused calls of one peer that wait; further ones are refused at once."""
+"""Most refused calls of one peer that wait; further ones are refused at once."""
 MAX_HELD = 128
 """The same of all peers together: a call that waits keeps its message in memory, up to 256 KB here and in p2pd."""
 FORGER = "has sent a forged record: nothing is taken from it for a minute"
 REPLICAS = 5
 """Peers that keep a record, hivemind's default: with 30 % of them gone at once, one of 400 records is lost."""
 BEAM = 8
-"""Peers nearest to a key that a look-up asks; some more than keep its records."""
+"""Number of peers nearest to a key that a look-up asks; some more than keep its records."""
 WORKERS = 4
 LOOKUP_SECONDS = 6.0
-"""Two calls that time out, one after the other."""
+"""Longest look-up: two calls that time out, one after the other."""
 MAX_BANS = 4096
-"""Peers whose failures are remembered."""
+"""Most peers whose failures are remembered."""
 
 _Answer = TypeVar("_Answer", messages.Hello, messages.Found, messages.Stored)
 

@@ -26,26 +26,26 @@ from equipoise.dht.sanitize import Malformed, decode, printable
 from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
 
 MAX_RECORD_BYTES = 4096
-"""A usual record takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
+"""Longest record. A usual one takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
 MAX_TTL_SECONDS = 60.0
-"""How long anybody keeps a record after its first arrival, whatever it asks for."""
+"""Longest time that anybody keeps a record after its first arrival, whatever it asks for."""
 MAX_RUN_BYTES = 128
 MAX_REASON_CHARACTERS = 200
 MAX_WHY_CHARACTERS = 160
 MAX_PROGRAM_CHARACTERS = 64
 MAX_NAME_CHARACTERS = 64
 MAX_SPEC_CHARACTERS = 128
-"""Hex of a hash of at most 512 bits."""
+"""Longest hash of a spec: 512 bits in hex."""
 MAX_ADDRESSES = 4
 MAX_CREDENTIAL_BYTES = 1024
 """Equal to `direct.credential.MAX_CREDENTIAL_BYTES`, which this light module does not import; checked by a test."""
 MAX_SEQUENCE = 2**63 - 1
 MAX_RUNS_PER_PEER = 128
-"""Runs that one peer may have records in: 64 sessions of a daemon, with a run for each of their two purposes."""
+"""Most runs that one peer may have records in: 64 sessions of a daemon, with a run for each of their two purposes."""
 SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
 MAX_BYTES = 10 * 1024 * 1024
-"""Memory of all records: about 3,600 usual ones. The one that was renewed longest ago goes first."""
+"""Most memory of all records: about 3,600 usual ones. The one that was renewed longest ago goes first."""
 ENTRY_BYTES = 1700
 """Memory of one record besides its own bytes: its names, and its places in four indices."""
 CLOCK_TOLERANCE_SECONDS = 2 * MAX_OFFSET_SECONDS + 600.0

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 
 MAX_SHOWN_CHARACTERS = 200
-"""A foreign string takes at most two lines of a terminal."""
+"""Most characters of a foreign string that are shown: two lines of a terminal."""
 
 _T = TypeVar("_T")
 

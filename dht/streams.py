@@ -19,17 +19,17 @@ PREFACE_BYTES = 4096
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 """Asked of the kernel, which may grant less: fewer wake-ups per part."""
 STALL_SECONDS = 10.0
-"""A peer that takes nothing, or ends nothing that it began, for this long is given up."""
+"""Longest time that a peer takes nothing, or ends nothing that it began, before it is given up."""
 WATCH_SECONDS = 1.0
-"""A stall is noticed so much later at most."""
+"""Longest time until a stall is noticed."""
 YIELD_BYTES = 1024 * 1024
-"""After so much without waiting, others on the loop get a turn."""
+"""Most bytes that are read without waiting before others on the loop get a turn."""
 READ_COST_BYTES = 64 * 1024
 """What a read counts for at least before others on the loop get a turn: many small frames take their time too."""
 HEAD_BYTES = 4096
-"""Read ahead: a control frame whole, in one call."""
+"""Most bytes that are read ahead: a control frame whole, in one call."""
 ACCEPTED_AT_ONCE = 16
-"""Connections accepted before others on the loop get a turn."""
+"""Most connections that are accepted before others on the loop get a turn."""
 PAUSE_SECONDS = 0.5
 """Time without accepting after the system had no descriptor left."""
 

@@ -12,7 +12,7 @@ from equipoise.dht.p2pd_client import CallHandler, P2pdClient, P2pdClientError
 
 FIRST_RESTART_SECONDS = 0.1
 MAX_RESTART_SECONDS = 5.0
-"""p2pd that dies at every start is not started more often than this."""
+"""Longest pause before p2pd is started again if it dies at every start."""
 HEALTHY_SECONDS = 30.0
 """After so long a run the next restart is quick again."""
 WATCH_SECONDS = 1.0

@@ -26,7 +26,7 @@ MAX_BODY_BYTES = 4 * 1024 * 1024
 
 STREAM_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}"
 OPEN_SECONDS = 5.0
-"""To dial, negotiate and open: the port's own timeout."""
+"""Longest time to dial, negotiate and open: the port's own timeout."""
 MAX_CHANNELS_PER_PEER = 8
 """One is usual, for all runs together, two if both sides dial at once: the rest is room for those that the other end
 has given up already. One more is refused."""

@@ -54,16 +54,16 @@ BODY = 2
 """A record that holds a piece of one frame's body and nothing else: decrypted straight into its place."""
 
 PIECE_BYTES = 544 * 1024
-"""Of a body per record at most: a part of 512 Ki values in int8 (528 KiB) is one. As two of half the size it took
+"""Most of a body in one record: a part of 512 Ki values in int8 (528 KiB) is one. As two of half the size it took
 3 % more processor time in rounds of four."""
 MAX_HEAD_BYTES = 160 * 1024
-"""A frame's header of at most 128 KiB with its prefix, or a small frame whole."""
+"""Longest beginning of a frame: a header of 128 KiB with its prefix, or a small frame whole."""
 PREFIX_BYTES = 4
 TAG_BYTES = 16
 MAX_HEAD_RECORD_BYTES = PREFIX_BYTES + MAX_HEAD_BYTES + TAG_BYTES
 MAX_RECORD_BYTES = PREFIX_BYTES + PIECE_BYTES + TAG_BYTES
 REKEY_RECORDS = 2048
-"""See the module: less than 2^27 blocks under one key."""
+"""Most records under one key, less than 2^27 blocks: see the module."""
 KEY_BYTES = 32
 NONCE_BYTES = 12
 

@@ -20,9 +20,9 @@ from equipoise.dht.direct.tls import make_context
 from equipoise.dht.limits import LruDict
 
 MAX_ADMITTED = 1024
-"""Members of the rounds of some hours; the least recently admitted is forgotten. Contexts take some 30 KB each."""
+"""Most peers admitted, members of the rounds of some hours; the first is forgotten. Contexts take some 30 KB each."""
 MAX_VERIFIED = 1024
-"""Credentials remembered as genuine: a look-up instead of two signatures (0.3 ms)."""
+"""Most credentials remembered as genuine: a look-up instead of two signatures (0.3 ms)."""
 
 
 @dataclass

@@ -29,7 +29,7 @@ from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode
 
 CERTIFICATE_LIFE_SECONDS = 30 * 86400.0
-"""Of a certificate; a daemon that runs longer makes a new one at half of it."""
+"""Life of a certificate; a daemon that runs longer makes a new one at half of it."""
 BACKDATED_SECONDS = 30 * 86400.0
 """How far behind this machine's clock may be that of one that takes a fresh certificate. OpenSSL judges it by the local
 clock, so this is far above the day that clocks may be off; a key that is as young as the process needs no beginning."""
@@ -39,10 +39,10 @@ MAX_CREDENTIAL_BYTES = 1024
 MAX_ADDRESSES = 4
 """Most addresses that a credential tells; of more, the first count."""
 LIFE_SECONDS = 7 * 86400.0
-"""Of a credential; signed anew, with the same certificate, at half of it. A week bounds how long a key that was
+"""Life of a credential; signed anew, with the same certificate, at half of it. A week bounds how long a key that was
 stolen from a daemon's memory, the only place where it is, is good for, and is far above what clocks are off."""
 MAX_LIFE_SECONDS = 60 * 86400.0
-"""More than this ahead is refused: nobody needs it, and clocks are not off by months."""
+"""Longest life of a credential that is taken: nobody needs it, and clocks are not off by months."""
 
 _DOMAIN = "direct"
 

@@ -27,7 +27,7 @@ Why = Literal[
 certificate`: a credential that presents another peer's. `plain`: one side alone wants no encryption."""
 
 LINE_SECONDS = 1.0
-"""Between two lines of the log about one reason: a stranger can be refused thousands of times a second."""
+"""Shortest time between two lines of the log about one reason: one may be refused thousands of times a second."""
 
 _log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from equipoise.dht.p2pd import ListenError, listen_error, with_port
 from equipoise.dht.streams import Acceptor
 
 BACKLOG = 128
-"""Connections that the kernel holds for us; a group of 64 may dial at once, twice each."""
+"""Most connections that the kernel holds for us; a group of 64 may dial at once, twice each."""
 MAX_WAITING = 64
-"""Connections that have not proved who they are: each costs a descriptor, a task and some KB."""
+"""Most connections that have not proved who they are: each costs a descriptor, a task and some KB."""
 
 Guest = TypeVar("Guest")
 

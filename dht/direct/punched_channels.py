@@ -14,7 +14,7 @@ from equipoise.dht.tasks import TaskSet
 from equipoise.dht.transport import FramedChannel
 
 PARKED_SECONDS = 600.0
-"""A channel that no round has wanted for so long is closed; some rounds are minutes apart."""
+"""Longest time that a channel waits for a round; some rounds are minutes apart."""
 
 
 class PunchedChannels:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from equipoise.dht.address import is_ip
 
 USER_TIMEOUT_MS = 3000
-"""Bytes that nobody acknowledges for so long end the connection (RFC 5482): a dead machine is not waited for."""
+"""Longest time that bytes go unacknowledged (RFC 5482): then the connection ends, for the machine is dead."""
 UNSENT_BYTES = 256 * 1024
 """The kernel takes more only once less than this waits to be sent: a control frame never queues behind megabytes."""
 
@@ -36,7 +36,7 @@ _INT = struct.Struct("=i")
 _ACKNOWLEDGED = struct.Struct("=120xQ")
 """tcp_info.tcpi_bytes_acked (RFC 4898, tcpEStatsAppHCThruOctetsAcked), in Linux since 4.1."""
 DIAL_SECONDS = 1.5
-"""For one address, so that three are tried: packets to an address of another network vanish without an answer."""
+"""Longest dial of one address, so that three are tried: packets to another network vanish without an answer."""
 
 
 def prepare(unopened: socket.socket, how: bytes = WITHIN_HOST) -> None:

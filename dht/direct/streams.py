@@ -22,11 +22,11 @@ WAKE_BYTES = 64 * 1024
 """Of what a record still lacks, the kernel collects so much before it wakes the loop: a wake-up costs as much as these
 bytes, and links deliver segments of 1.4 KB. Half of what Linux gives a receive buffer to begin with."""
 TLS_PIECE_BYTES = 128 * 1024
-"""Encrypted at once, as eight records: larger copies no longer fit the cache."""
+"""Most bytes that are encrypted at once, as eight records: larger copies no longer fit the cache."""
 TLS_RECORD_BYTES = 16 * 1024
-"""Of plaintext, at most (RFC 8446, section 5.1)."""
+"""Most plaintext of a record (RFC 8446, section 5.1)."""
 TLS_READ_BYTES = 256 * 1024
-"""Read from the socket at once."""
+"""Most bytes that are read from the socket at once."""
 
 
 class PlainStream(Stream):

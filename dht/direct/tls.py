@@ -16,7 +16,7 @@ from equipoise.dht.direct.errors import Refused
 _PARTIAL_WRITE = 1
 """SSL_MODE_ENABLE_PARTIAL_WRITE of OpenSSL's ssl.h, which pyOpenSSL sets: a call of Python for every record."""
 RECORD_BYTES = 16 * 1024
-"""Plaintext of a record at most (RFC 8446, section 5.1): what comes out of OpenSSL at a time."""
+"""Most plaintext of a record (RFC 8446, section 5.1): what comes out of OpenSSL at a time."""
 OVERHEAD_BYTES = 32
 """More than a record takes beside its plaintext: 5 of prefix, 16 of tag, one of type."""
 EXTRA_BYTES = 32 * 1024

@@ -25,13 +25,13 @@ from equipoise.dht.tasks import TaskSet
 from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
 
 OPEN_SECONDS = 5.0
-"""To dial and shake hands, over all of a peer's addresses."""
+"""Longest time to dial and shake hands, over all of a peer's addresses."""
 HANDSHAKE_SECONDS = 5.0
-"""For whoever dials us, from its first byte to its greeting."""
+"""Longest handshake of a peer that dials this one, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
-"""How long who dials us may wait for its admission: its manifest comes to us a moment later than to it."""
+"""Longest wait of a dialling peer for its admission: its manifest comes here a moment later than to it."""
 MAX_FAILURES = 1024
-"""Peers remembered with the reason for which they could not be dialled: as many as are admitted."""
+"""Most peers remembered with the reason why they could not be dialled: as many as are admitted."""
 DEFAULT_LAYER: Layer = "aead"
 """A quarter of the processor time of TLS' records: `aead` states figures, how sure they are, and when to choose TLS."""
 

@@ -23,13 +23,13 @@ from equipoise.dht.punch.messages import Place, Places, obstacle, targets
 from equipoise.dht.sanitize import printable
 
 MEASURE_SECONDS = 4.0
-"""To ask public peers where this one's connections come from."""
+"""Longest time to ask public peers where this one's connections come from."""
 ANSWER_SECONDS = 8.0
-"""For the other side's next message, which may measure first; a relay that is busy takes seconds."""
+"""Longest wait for the other side's next message, which may measure first; a relay that is busy takes seconds."""
 TRY_SECONDS = 2.0
 """For one try, and for the news of a channel to come over; the kernel repeats a connection's first packet after 1 s."""
 MAX_LEAD_SECONDS = 1.0
-"""Waited at most for the other side to have heard `Go`; a relay slower than that is not in step anyway."""
+"""Longest wait for the other side to have heard `Go`; a relay slower than that is not in step anyway."""
 
 
 class Heard(msgspec.Struct, frozen=True):

@@ -20,17 +20,17 @@ MIN_PORT = 1024
 port of another service."""
 
 MAX_INSIDE = 2
-"""A member that lies has this peer send so many connections' first packets, and one more, to its neighbours."""
+"""Most places inside: a member that lies has so many first packets, and one more, sent to this peer's neighbours."""
 
 Place = tuple[str, int]
 """IP address and TCP port."""
 _Told = tuple[Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]]
 PUNCH_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/punch"
 MAX_MESSAGE_BYTES = 1024
-"""Three IPv6 addresses, or a reason, take less than half."""
+"""Longest message; three IPv6 addresses, or a reason, take less than half."""
 MAX_REASON_CHARACTERS = 160
 MAX_TRIES = 3
-"""As in DCUtR: what does not come about in three tries does not in thirty."""
+"""Most tries, as in DCUtR: what does not come about in three does not in thirty."""
 
 _Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRIES)]
 

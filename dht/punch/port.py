@@ -19,14 +19,14 @@ from equipoise.dht.streams import Acceptor
 from equipoise.dht.tasks import sleep_until
 
 MIRRORS = 3
-"""Public peers that are asked: two tell a NAT that maps each destination to another port, a third outvotes a liar."""
+"""Most public peers asked: two tell a NAT that maps each destination to another port, a third outvotes a liar."""
 MIRROR_SECONDS = 2.0
-"""For an answer: a connection and a round trip. Half of `machine.MEASURE_SECONDS`."""
+"""Longest wait for an answer: a connection and a round trip. Half of `machine.MEASURE_SECONDS`."""
 AGAIN_SECONDS = 0.1
 """After a refusal: the other side, or its router, has not heard of this one yet. Each pause is twice as long as the one
 before: a member that names somebody else's address has few packets sent there."""
 MAX_ARRIVED = 4
-"""Connections that came from outside and were not asked for yet; the oldest goes."""
+"""Most connections that came from outside and were not asked for yet; the oldest goes."""
 
 _PASSING = {
     errno.ECONNREFUSED,

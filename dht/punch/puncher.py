@@ -38,19 +38,19 @@ PATIENCE_SECONDS = 2.0
 """From first meeting a peer to punching: one may dial the other, which is simpler, and the other side learns a moment
 later that both are in one round."""
 MAX_WANTED = 256
-"""The least recently met is forgotten; a group has at most 64 members."""
+"""Most peers wanted; the least recently met is forgotten. A group has at most 64 members."""
 MAX_AT_ONCE = 4
-"""Punches under way that began here: each holds a stream and a few sockets."""
+"""Most punches under way that began here: each holds a stream and a few sockets."""
 MAX_EVENTS = 8
-"""Bounds the events that wait to be handled; a peer that sends faster waits as well."""
+"""Most events that wait to be handled; a peer that sends faster waits as well."""
 CHECK_SECONDS = 1.0
-"""How often it is looked whether a hole is wanted."""
+"""Longest time until a hole that is wanted is begun."""
 OPEN_SECONDS = 5.0
-"""To open a stream through a relay."""
+"""Longest time to open a stream through a relay."""
 MAX_ANSWERED = 32
-"""Punches under way that others began, an eighth of them for one peer; each holds a stream and a few sockets."""
+"""Most punches under way that others began, an eighth of them for one peer; each holds a stream and a few sockets."""
 HANG_UP_SECONDS = 2.0
-"""For whoever was refused to read why: a stream that is closed under it would be cut before."""
+"""Longest time for a refused peer to read why: a stream that is closed under it would be cut before."""
 CALLS_PER_SECOND = 0.1
 BURST = 4.0
 """An honest peer begins anew after 15 s at the earliest."""

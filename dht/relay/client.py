@@ -31,13 +31,13 @@ from equipoise.dht.streams import Stream, StreamClosed
 from equipoise.dht.tasks import sleep_until
 
 WANTED = 2
-"""Relays in use: one may die while a round goes on, and three would only make addresses longer."""
+"""Most relays in use: one may die while a round goes on, and three would only make addresses longer."""
 RESERVE_SECONDS = 3.0
-"""For the answer to a reservation."""
+"""Longest wait for the answer to a reservation."""
 RENEW_SECONDS = 300.0
 """A place is asked for again; it lasts an hour."""
 CHECK_SECONDS = 1.0
-"""How often it is looked whether relays are still connected."""
+"""Longest time until a relay that is not connected any more is noticed."""
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
 """A relay that did not do is tried again after so long, each time twice as long."""
@@ -46,7 +46,7 @@ MIN_CIRCUIT_SECONDS = 600
 GAP_SECONDS = 3.0
 """After a failure the next relay is tried so much later: a trial costs a process, an offer costs nothing."""
 MAX_CANDIDATES = 64
-"""Relays whose failures are remembered, and that are known at all."""
+"""Most relays whose failures are remembered, and that are known at all."""
 TRIAL_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/trial"
 TRIAL_BYTES = 1024 * 1024
 """Eight times what p2pd's own relay lets pass."""

@@ -25,13 +25,13 @@ DEFAULT_BANDWIDTH = 12.5e6
 MAX_RESERVATIONS = 128
 """go-libp2p's own default."""
 MAX_CIRCUITS = 64
-"""In all; each holds four descriptors here and a chunk of memory."""
+"""Most circuits in all; each holds four descriptors here and a chunk of memory."""
 MAX_CIRCUITS_PER_PEER = 16
-"""From or to one peer, go-libp2p's own default."""
+"""Most circuits from or to one peer, go-libp2p's own default."""
 RESERVED_SECONDS = 3600.0
 """go-libp2p's own default; ours renew every five minutes."""
 ANSWER_SECONDS = 5.0
-"""For each message of the opening."""
+"""Longest wait for each message of the opening."""
 IDLE_SECONDS = 120.0
 """libp2p's multiplexer sends something every 30 s: a direction silent for so long leads nowhere."""
 CHUNK_BYTES = 64 * 1024
