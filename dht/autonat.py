@@ -29,10 +29,10 @@ from equipoise.dht.dialpolicy import network_of
 from equipoise.dht.direct import stun
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.limits import LruDict, RateLimit
-from equipoise.dht.p2pd_client import CallHandler, Inbound, P2pdClient
+from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
-from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayKeeper, Trials
+from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayClient, Trials
 from equipoise.dht.relay.messages import HOP_PROTOCOL
 from equipoise.dht.relay.service import RelayRules, RelayService
 from equipoise.dht.sanitize import Malformed, printable
@@ -175,8 +175,8 @@ class Reach:
         listening: Tells where this peer listens itself, in the form that `--join` takes.
         mates: Tells the records of all others in this peer's runs.
         direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
-        keeper: The relays in use.
-        inbounds: Where p2pd is to send streams for this.
+        relays: The relays in use.
+        listeners: Where p2pd is to send streams for this.
     """
 
     def __init__(
@@ -201,11 +201,11 @@ class Reach:
         self._service = RelayService(link, protocol.dialer, relay)
         trials = Trials(folder)
         self._offers: LruDict[str, None] = LruDict(MAX_CANDIDATES)
-        self.keeper = RelayKeeper(link, protocol.dialer, protocol.peer, trials, lambda: tuple(self._offers))
-        self.keeper.on_change = lambda: self.on_change()
-        self.inbounds = (
-            Inbound(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),
-            Inbound(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
+        self.relays = RelayClient(link, protocol.dialer, protocol.peer, trials, lambda: tuple(self._offers))
+        self.relays.on_change = lambda: self.on_change()
+        self.listeners = (
+            StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),
+            StreamListener(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
         )
         self._met = asyncio.Event()
         self._tasks = TaskSet()
@@ -224,7 +224,7 @@ class Reach:
     @property
     def dialable(self) -> bool:
         """Whether others can open channels to this peer, and it may own shares."""
-        return not self.hidden or (bool(self.keeper.held) and stands_in(self.mates()))
+        return not self.hidden or (bool(self.relays.held) and stands_in(self.mates()))
 
     @property
     def mirrors(self) -> list[tuple[str, int]]:
@@ -249,7 +249,7 @@ class Reach:
         if relays:
             self._offers[peer] = None  # Heard of last: whoever is gone for good is forgotten first.
             if not known:
-                self.keeper.look.set()
+                self.relays.look.set()
         self._met.set()
 
     def doubt(self) -> None:
@@ -260,7 +260,7 @@ class Reach:
     def renew(self) -> None:
         """Begin anew: p2pd is another one now."""
         self.doubt()
-        self.keeper.lose_all()
+        self.relays.lose_all()
 
     def status(self) -> ReachStatus:
         """Return how others reach this peer, without waiting."""
@@ -268,8 +268,8 @@ class Reach:
         state = self._verdict.verdict
         if state != "private":
             return ReachStatus(state, self._verdict.reason, (), relay)
-        relays = tuple(self.keeper.held)
-        reason = f"{self.keeper.reason}; not dialled: {self._verdict.reason}"
+        relays = tuple(self.relays.held)
+        reason = f"{self.relays.reason}; not dialled: {self._verdict.reason}"
         return ReachStatus("relayed" if relays else "unreachable", reason, relays, relay)
 
     async def run(self) -> None:
@@ -344,11 +344,11 @@ class Reach:
         """Look for relays unless this peer is known to be dialled."""
         direct = self._verdict.verdict == "direct"
         if not direct and (self._keeping is None or self._keeping.done()):
-            self._keeping = self._tasks.spawn(self.keeper.run())
+            self._keeping = self._tasks.spawn(self.relays.run())
         elif direct and self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
-            self.keeper.held.clear()
+            self.relays.held.clear()
 
 
 def stands_in(mates: Iterable[Readiness]) -> bool:

@@ -50,7 +50,7 @@ Send = Callable[[str, Kept], Awaitable[bool]]
 _log = logging.getLogger(__name__)
 
 
-class Outbox:
+class Publisher:
     """Sends the newest version of a record to many peers: a slow or dead one delays nobody, and gets only the last."""
 
     def __init__(self, send: Send, connected: Callable[[], Container[str]]) -> None:
@@ -101,7 +101,7 @@ class Outbox:
 class _Own:
     """This peer's part in one run."""
 
-    outbox: Outbox
+    publisher: Publisher
     record: Readiness
     kept: Kept
     replicas: tuple[str, ...] = ()
@@ -170,9 +170,9 @@ class RunDirectory:
         last = self._seal(self._record(run, state="offline", spec=own.record.spec, round=own.record.round))
         targets = self._targets(own)
         self._protocol.take([last], self._identity.peer)
-        own.outbox.publish(last, targets)
-        await own.outbox.drained(WITHDRAW_SECONDS)
-        await own.outbox.close()
+        own.publisher.publish(last, targets)
+        await own.publisher.drained(WITHDRAW_SECONDS)
+        await own.publisher.close()
 
     async def peers(self, run: str) -> Sequence[Readiness]:
         """Return the verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""
@@ -223,8 +223,8 @@ class RunDirectory:
         kept = self._seal(record)
         own = self._own.get(record.run)
         if own is None:
-            outbox = Outbox(self._send, lambda: self._protocol.dialer.connected)
-            own = self._own[record.run] = _Own(outbox, record, kept)
+            publisher = Publisher(self._send, lambda: self._protocol.dialer.connected)
+            own = self._own[record.run] = _Own(publisher, record, kept)
             own.tasks.spawn(self._keep_published(own))
             own.tasks.spawn(self._keep_searched(own))
         own.record, own.kept = record, kept
@@ -248,7 +248,7 @@ class RunDirectory:
             if not own.changed.is_set():
                 self._renew(own)
             own.changed.clear()
-            own.outbox.publish(own.kept, self._targets(own))
+            own.publisher.publish(own.kept, self._targets(own))
             await asyncio.sleep(PUBLISH_GAP_SECONDS)
 
     def _renew(self, own: _Own) -> None:
@@ -279,7 +279,7 @@ class RunDirectory:
         record = entry.record
         own = self._own.get(record.run)
         if own is not None and entry.newcomer and record.peer != self._identity.peer:
-            own.outbox.publish(own.kept, [record.peer])
+            own.publisher.publish(own.kept, [record.peer])
             if own.record.dialable != self._reach.dialable:
                 self._renew(own)
 

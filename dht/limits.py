@@ -107,7 +107,7 @@ class Scrutiny:
         return now < self._distrusted.get(sender, float("-inf"))
 
 
-class Allowance:
+class TokenBucket:
     """At most `rate` bytes a second, averaged over `BURST_SECONDS`; takers are served in the order of their asking.
 
     That is the generic cell rate algorithm (ITU-T I.371): a time up to which everything is taken already.

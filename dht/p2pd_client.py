@@ -178,7 +178,7 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float | None = N
         raise P2pdClientError(f"{what}: {printable(text, ERROR_CHARACTERS)}") from error
 
 
-class Inbound:
+class StreamListener:
     """Listens for the streams of one protocol, which p2pd hands over."""
 
     def __init__(self, protocol: str, path: Path, most: int, handler: StreamHandler) -> None:

@@ -139,13 +139,13 @@ class Swarm:
         reach.direct = lambda: self.direct.port
         self._puncher = Puncher(link, dialer, self.direct, reach, self._runtime)
         self.direct.on_meet = self._puncher.want
-        self._inbounds = (self.transport.inbound, *reach.inbounds, self._puncher.inbound)
+        self._listeners = (self.transport.listener, *reach.listeners, self._puncher.listener)
 
     @property
     def addresses(self) -> list[str]:
         """Where others reach this member, in the form that `--join` takes, the best first."""
         listening = self._listening
-        relayed = [held.address for held in self._reach.keeper.held.values()]
+        relayed = [held.address for held in self._reach.relays.held.values()]
         reached = [f"{address}/p2p/{self.peer}" for address in self._reach.reached_at]
         return [*relayed, *(one for one in reached if one not in listening), *listening]
 
@@ -204,8 +204,8 @@ class Swarm:
         """
         try:
             listen = self._take_ports()
-            for inbound in self._inbounds:
-                inbound.listen()
+            for listener in self._listeners:
+                listener.listen()
             self._tasks.spawn(self._reach.run())
             self._tasks.spawn(self._puncher.run())
             await self._supervisor.start(self._p2pd_options(listen))
@@ -249,8 +249,8 @@ class Swarm:
         await self.directory.stop()
         await self.direct.stop()
         self.transport.channels.close()
-        for inbound in self._inbounds:
-            await inbound.stop()
+        for listener in self._listeners:
+            await listener.stop()
         await self._supervisor.stop()
         await self._protocol.traversals.join()
         if self._claim is not None:
@@ -331,8 +331,8 @@ class Swarm:
 
     async def _on_launched(self) -> None:
         self._tell_addresses()
-        for inbound in self._inbounds:
-            await inbound.attach(self._link)
+        for listener in self._listeners:
+            await listener.attach(self._link)
         self._reach.renew()
         # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
         await self._dialer.refresh()

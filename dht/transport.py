@@ -15,7 +15,7 @@ from pathlib import Path
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Tally
-from equipoise.dht.p2pd_client import Inbound, P2pdClient
+from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
 
@@ -222,7 +222,7 @@ class Libp2pTransport:
     Attributes:
         peer: PeerID of this peer.
         channels: Those that are open.
-        inbound: Where p2pd is to send streams for this.
+        listener: Where p2pd is to send streams for this.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Libp2pTransport:
         self._dialable = dialable
         self._link = link
         self._dialer = dialer
-        self.inbound = Inbound(STREAM_PROTOCOL, runtime / "streams.sock", MAX_CHANNELS, self._welcome)
+        self.listener = StreamListener(STREAM_PROTOCOL, runtime / "streams.sock", MAX_CHANNELS, self._welcome)
         self.channels = OpenChannels()
 
     @property

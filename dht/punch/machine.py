@@ -1,15 +1,15 @@
 """One attempt of two peers to punch a hole, at either side. Sans IO: told events and the time, it returns actions.
 
     begins                                        the other side
-    Measure, Places       ------------------->    Measure
-                          <-------------------    Places
+    Measure, Candidates   ------------------->    Measure
+                          <-------------------    Candidates
     Probe                 ------------------->
                           <-------------------    Echo
     Go                    ------------------->    Try at once
     Try half the way there and back later
 
 The last four lines are repeated while no connection comes about: each time the way is measured anew, so that both
-routers' first packets cross (libp2p's DCUtR; its CONNECT is our Places, its SYNC our Go).
+routers' first packets cross (libp2p's DCUtR; its CONNECT is our Candidates, its SYNC our Go).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from equipoise.dht.punch import messages
-from equipoise.dht.punch.messages import Place, Places, obstacle, targets
+from equipoise.dht.punch.messages import Candidates, Place, obstacle, targets
 from equipoise.dht.sanitize import printable
 
 MEASURE_SECONDS = 4.0
@@ -41,7 +41,7 @@ class Heard(msgspec.Struct, frozen=True):
 class Measured(msgspec.Struct, frozen=True):
     """It is known where this peer's connections come from; or, without places, why not."""
 
-    places: Places | None
+    places: Candidates | None
     reason: str = ""
 
 
@@ -112,9 +112,9 @@ class Punch:
         self.finished = False
         self._begins = begins
         self._phase: Phase = "measuring"
-        self._awaited: type[messages.Message] = Places
-        self._own: Places | None = None
-        self._theirs: Places | None = None
+        self._awaited: type[messages.Message] = Candidates
+        self._own: Candidates | None = None
+        self._theirs: Candidates | None = None
         self._targets: tuple[Place, ...] = ()
         self._obstacle = ""
         self._probed_at = 0.0
@@ -124,7 +124,7 @@ class Punch:
 
     def start(self, now: float) -> list[Action]:
         """Begin: the one side measures, the other waits for its offer."""
-        return self._measure(now) if self._begins else self._await(Places, now)
+        return self._measure(now) if self._begins else self._await(Candidates, now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in what has happened; return what is to be done."""
@@ -149,19 +149,19 @@ class Punch:
             case Tick():
                 return self._on_tick(now)
 
-    def _on_measured(self, places: Places | None, reason: str, now: float) -> list[Action]:
+    def _on_measured(self, places: Candidates | None, reason: str, now: float) -> list[Action]:
         if places is None:
             return self._finish(reason)
         self._own = places
         if self._begins:
-            return [Say(places), *self._await(Places, now)]
+            return [Say(places), *self._await(Candidates, now)]
         return self._compare() or [Say(places), *self._await(messages.Probe, now)]
 
     def _on_message(self, message: messages.Message, now: float) -> list[Action]:
         if self._phase != "awaiting" or type(message) is not self._awaited:
             return self._finish(f"the other side said {type(message).__name__} out of turn")
         match message:
-            case Places():
+            case Candidates():
                 self._theirs = message
                 return (self._compare() or self._probe(now)) if self._begins else self._measure(now)
             case messages.Probe(number=number) if number == self.tries + 1:

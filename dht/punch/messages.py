@@ -35,7 +35,7 @@ MAX_TRIES = 3
 _Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRIES)]
 
 
-class Places(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+class Candidates(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """Where one peer's connections come from: what the two sides of a punch tell each other first.
 
     Attributes:
@@ -49,11 +49,11 @@ class Places(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     steady: bool = True
 
 
-class NoPlace(Exception):
+class NoCandidate(Exception):
     """Nobody can be told where this peer's connections come from; the message says why."""
 
 
-def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Places:
+def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Candidates:
     """Return this peer's places by what public peers have said.
 
     Most observers must agree on the address: a single lying observer could have peers connect to any host.
@@ -63,22 +63,22 @@ def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Places:
         inside: That port's own addresses.
 
     Raises:
-        NoPlace: They have said nothing, or do not agree.
+        NoCandidate: They have said nothing, or do not agree.
     """
     seen = list(seen)
     # A neighbour sees what is inside, which helps nobody beyond the router.
     outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
     if not outside:
-        raise NoPlace("no public peer has told where its connections come from")
+        raise NoCandidate("no public peer has told where its connections come from")
     [(host, votes)] = Counter(host for host, _ in outside).most_common(1)
     if 2 * votes <= len(outside):
         told = " and ".join(sorted({host for host, _ in outside}))
-        raise NoPlace(f"public peers do not agree where its connections come from: {told}")
+        raise NoCandidate(f"public peers do not agree where its connections come from: {told}")
     [(place, alike)] = Counter(place for place in outside if place[0] == host).most_common(1)
-    return Places(place, tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=2 * alike > votes)
+    return Candidates(place, tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=2 * alike > votes)
 
 
-def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
+def targets(own: Candidates, theirs: Candidates) -> tuple[Place, ...]:
     """Return where the other peer may be found, the likeliest first; empty if it names nothing worth a packet.
 
     Behind one router (one public address), it is sought inside too. Addresses that nobody outside could have are
@@ -95,7 +95,7 @@ def targets(own: Places, theirs: Places) -> tuple[Place, ...]:
     return tuple(place for place in foreign if place[1] >= MIN_PORT)
 
 
-def obstacle(own: Places, theirs: Places) -> str:
+def obstacle(own: Candidates, theirs: Candidates) -> str:
     """Return in words what is known to stand between the two; empty if nothing is."""
     unsteady = [whose for whose, one in (("this", own), ("the other", theirs)) if not one.steady]
     if not unsteady:
@@ -134,7 +134,7 @@ class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)] = ""
 
 
-Message = Places | Probe | Echo | Go | End
+Message = Candidates | Probe | Echo | Go | End
 
 encode = msgspec.msgpack.Encoder().encode
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -144,7 +144,7 @@ def decode(data: bytes) -> Message:
     """Read a stranger's message; raises Malformed if it is none, or breaks a bound."""
     message = sanitize.decode(_decoder, data, MAX_MESSAGE_BYTES)
     try:
-        for host, _ in (message.outside, *message.inside) if isinstance(message, Places) else ():
+        for host, _ in (message.outside, *message.inside) if isinstance(message, Candidates) else ():
             if ipaddress.ip_address(host) and "%" in host:
                 raise ValueError("expected addresses without a zone")
     except ValueError as error:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from equipoise.dht.direct import stun
 from equipoise.dht.direct.sockets import said, shown
-from equipoise.dht.punch.messages import Place, Places, judge
+from equipoise.dht.punch.messages import Candidates, Place, judge
 from equipoise.dht.streams import Acceptor
 from equipoise.dht.tasks import sleep_until
 
@@ -52,13 +52,13 @@ class SharedPort:
         self._arrived: dict[str, socket.socket] = {}
         self._arrival = asyncio.Event()
 
-    async def measure(self, mirrors: Sequence[Place]) -> Places:
+    async def measure(self, mirrors: Sequence[Place]) -> Candidates:
         """Find out where connections that leave from here come from, as public peers see them.
 
         The connections to them stay open, and with them the router's mapping.
 
         Raises:
-            NoPlace: None answers.
+            NoCandidate: None answers.
             OSError: No port can be had.
         """
         # The first one takes the port; all are of its kind of address.

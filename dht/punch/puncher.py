@@ -18,9 +18,9 @@ from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit
-from equipoise.dht.p2pd_client import Inbound, P2pdClient
+from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.punch import machine, messages
-from equipoise.dht.punch.messages import PUNCH_PROTOCOL, NoPlace, Place
+from equipoise.dht.punch.messages import PUNCH_PROTOCOL, NoCandidate, Place
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
@@ -206,7 +206,7 @@ class PunchDriver:
     async def _measure(self) -> None:
         try:
             places = await self._port.measure(self._mirrors)
-        except (NoPlace, OSError) as error:
+        except (NoCandidate, OSError) as error:
             await self._events.put(machine.Measured(None, said(error)))
         else:
             await self._events.put(machine.Measured(places))
@@ -234,7 +234,7 @@ class Puncher:
 
     Attributes:
         schedule: When a hole to each peer is tried, and why the last try failed.
-        inbound: Where p2pd is to send streams for this.
+        listener: Where p2pd is to send streams for this.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class Puncher:
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
         self._address_tries = RateLimit(ADDRESS_TRIES_PER_SECOND, ADDRESS_TRIES_BURST)
-        self.inbound = Inbound(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
+        self.listener = StreamListener(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
         self._tasks = TaskSet()
 
     def want(self, peer: str) -> None:

@@ -91,7 +91,7 @@ class Refused:
     delay: float
 
 
-class RelayKeeper:
+class RelayClient:
     """Keeps this peer reachable through relays while it runs.
 
     Attributes:

@@ -11,7 +11,7 @@ import base58
 
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.limits import Allowance, Tally
+from equipoise.dht.limits import Tally, TokenBucket
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.relay import messages
 from equipoise.dht.relay.messages import Hop, Kind, Status, Stop, StopKind
@@ -68,7 +68,7 @@ class RelayService:
         self._link = link
         self._dialer = dialer
         self._rules = rules
-        self._allowance = Allowance(rules.bandwidth if rules else 1.0)
+        self._bucket = TokenBucket(rules.bandwidth if rules else 1.0)
         self._reserved: dict[str, float] = {}
         self._circuits = Tally()
         self._bytes = 0
@@ -198,7 +198,7 @@ class RelayService:
             while left > 0:
                 async with asyncio.timeout(IDLE_SECONDS):
                     count = await source.receive_some(chunk[: int(min(left, CHUNK_BYTES))])
-                await self._allowance.take(count)
+                await self._bucket.take(count)
                 await sink.send(chunk[:count])
                 self._bytes += count
                 left -= count

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from equipoise.dht.address import parse_address
 from equipoise.dht.autonat import stands_in
-from equipoise.dht.limits import BURST_SECONDS, Allowance
-from equipoise.dht.p2pd_client import Inbound, P2pdClient
+from equipoise.dht.limits import BURST_SECONDS, TokenBucket
+from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
 from equipoise.dht.relay.client import RelayError
@@ -86,7 +86,7 @@ def test_a_status_in_words() -> None:
 async def test_an_allowance_is_never_exceeded() -> None:
     loop = asyncio.get_running_loop()
     rate, taken = 1e6, 0
-    allowance = Allowance(rate)
+    allowance = TokenBucket(rate)
     began = loop.time()
 
     async def take() -> None:
@@ -170,7 +170,7 @@ async def test_nobody_relays_unasked(members, until) -> None:
     hidden = await members.start("hidden", join=public.addresses, client_mode=True)
     await until(lambda: hidden.status().state == "joined")
     with pytest.raises(RelayError, match="permission denied"):
-        await hidden._reach.keeper._reserve(public.peer)
+        await hidden._reach.relays._reserve(public.peer)
     assert hidden.status().reach.state == "unreachable"
     assert "no peer that it has met relays" in hidden.status().reach.reason
     assert public.status().reach.relaying is None
@@ -189,14 +189,14 @@ async def test_a_relay_that_cuts_is_not_used(members, until, monkeypatch, honest
 
 
 async def test_p2pds_own_relay_is_not_used(members, until, monkeypatch) -> None:
-    attach = Inbound.attach
+    attach = StreamListener.attach
 
-    async def leave_relaying_to_p2pd(self: Inbound, link: P2pdClient) -> None:
+    async def leave_relaying_to_p2pd(self: StreamListener, link: P2pdClient) -> None:
         if self._protocol != HOP_PROTOCOL:
             await attach(self, link)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Inbound, "attach", leave_relaying_to_p2pd)
+        patch.setattr(StreamListener, "attach", leave_relaying_to_p2pd)
         relay = await members.start("relay", relay=RelayRules())
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
     await until(lambda: "cuts connections after 131072 bytes" in hidden.status().reach.reason)
@@ -270,11 +270,11 @@ async def test_who_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch
     relay = await members.start("relay", relay=RelayRules())
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
-    inbound = relay._reach.inbounds[0]
+    listener = relay._reach.listeners[0]
     streams = [await client._link.open_stream(relay.peer, HOP_PROTOCOL) for _ in range(40)]
     for stream in streams:
         with pytest.raises(StreamClosed):
             await receive_message(stream)
         stream.close()
-    await until(lambda: not inbound._tasks)
-    assert not inbound._per_peer
+    await until(lambda: not listener._tasks)
+    assert not listener._per_peer

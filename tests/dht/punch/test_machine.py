@@ -30,11 +30,11 @@ from equipoise.dht.punch.machine import (
     Tick,
     Try,
 )
-from equipoise.dht.punch.messages import MAX_TRIES, Echo, End, Go, Places, Probe
+from equipoise.dht.punch.messages import MAX_TRIES, Candidates, Echo, End, Go, Probe
 
 PLACES = (
-    Places(("44.0.0.1", 5001), (("192.168.1.2", 5001),)),
-    Places(("44.0.0.2", 5002), (("192.168.1.2", 5002),)),
+    Candidates(("44.0.0.1", 5001), (("192.168.1.2", 5001),)),
+    Candidates(("44.0.0.2", 5002), (("192.168.1.2", 5002),)),
 )
 
 Network = Callable[[list[float], list[float]], bool]
@@ -140,7 +140,7 @@ def test_who_cannot_tell_where_it_is_says_so(blind: int) -> None:
 
 
 def test_who_have_no_kind_of_address_in_common_do_not_try() -> None:
-    meeting = Meeting(always, (0.1, 0.1), (PLACES[0], Places(("2001:4860::1", 5002))))
+    meeting = Meeting(always, (0.1, 0.1), (PLACES[0], Candidates(("2001:4860::1", 5002))))
     assert "no kind of address in common" in meeting.run()[0]
     assert meeting.tried == ([], [])
 
@@ -159,7 +159,7 @@ def begun() -> Punch:
     machine = Punch(True)
     machine.start(0.0)
     machine.handle(Measured(PLACES[0]), 0.0)
-    machine.handle(Heard(Places(PLACES[1].outside)), 0.1)
+    machine.handle(Heard(Candidates(PLACES[1].outside)), 0.1)
     machine.handle(Heard(Echo(1)), 0.3)
     assert machine.handle(Tick(), 0.4) == [Try((PLACES[1].outside,))]
     return machine
@@ -169,7 +169,7 @@ def test_a_slow_relay_is_not_waited_for_without_end() -> None:
     machine = Punch(True)
     machine.start(0.0)
     machine.handle(Measured(PLACES[0]), 0.0)
-    machine.handle(Heard(Places(PLACES[1].outside)), 0.0)
+    machine.handle(Heard(Candidates(PLACES[1].outside)), 0.0)
     machine.handle(Heard(Echo(1)), 7.0)
     assert machine.deadline == 7.0 + MAX_LEAD_SECONDS
 
@@ -214,14 +214,14 @@ def test_the_answering_side_waits_until_both_have_a_channel() -> None:
 def answering() -> Punch:
     machine = Punch(False)
     assert machine.start(0.0) == []
-    machine.handle(Heard(Places(PLACES[0].outside)), 0.0)
+    machine.handle(Heard(Candidates(PLACES[0].outside)), 0.0)
     machine.handle(Measured(PLACES[1]), 0.1)
     machine.handle(Heard(Probe(1)), 0.2)
     assert machine.handle(Heard(Go(1)), 0.3) == [Try((PLACES[0].outside,))]
     return machine
 
 
-@pytest.mark.parametrize("message", [Go(1), Echo(2), Places(("44.0.0.3", 1)), Probe(1)])
+@pytest.mark.parametrize("message", [Go(1), Echo(2), Candidates(("44.0.0.3", 1)), Probe(1)])
 def test_what_is_said_out_of_turn_ends_it(message) -> None:
     machine = begun()
     actions = machine.handle(Heard(message), 0.5)
@@ -240,7 +240,9 @@ numbers = st.integers(1, MAX_TRIES)
 events = st.one_of(
     st.builds(Heard, st.builds(Probe, numbers) | st.builds(Echo, numbers) | st.builds(Go, numbers)),
     st.builds(Heard, st.builds(End, st.sampled_from(["", "no\nway"]))),
-    st.builds(Heard, st.builds(Places, st.sampled_from([("44.0.0.9", 1), ("fe80::1", 2), ("0.0.0.0", 3)]))),
+    st.builds(
+        Heard, st.builds(Candidates, st.sampled_from([("44.0.0.9", 1), ("fe80::1", 2), ("0.0.0.0", 3)]))
+    ),
     st.sampled_from([Measured(PLACES[0]), Measured(None, "why"), Opened(), Missed("x"), Broke("x"), Tick()]),
 )
 

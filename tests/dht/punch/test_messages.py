@@ -16,11 +16,11 @@ from equipoise.dht.punch.messages import (
     MAX_REASON_CHARACTERS,
     MAX_TRIES,
     MIN_PORT,
+    Candidates,
     Echo,
     End,
     Go,
-    NoPlace,
-    Places,
+    NoCandidate,
     Probe,
     decode,
     encode,
@@ -34,15 +34,15 @@ HOME = ("192.168.1.2", 5001)
 ROUTER = ("44.0.0.1", 5001)
 
 
-def places(host: str, *inside: str, port: int = 5002) -> Places:
-    return Places((host, port), tuple((one, port) for one in inside))
+def places(host: str, *inside: str, port: int = 5002) -> Candidates:
+    return Candidates((host, port), tuple((one, port) for one in inside))
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Places(ROUTER, (HOME,)),
-        Places(("2001:4860::1", 65535), (), False),
+        Candidates(ROUTER, (HOME,)),
+        Candidates(("2001:4860::1", 65535), (), False),
         Probe(1),
         Echo(MAX_TRIES),
         Go(2),
@@ -84,31 +84,33 @@ def test_any_bytes_are_a_message_or_malformed(data: bytes) -> None:
 
 
 def test_public_peers_that_agree_are_believed() -> None:
-    assert judge([ROUTER, ROUTER], [HOME, HOME]) == Places(ROUTER, (HOME,))
+    assert judge([ROUTER, ROUTER], [HOME, HOME]) == Candidates(ROUTER, (HOME,))
     # A neighbour knows nothing of what is beyond the router.
-    assert judge([HOME, ROUTER], [HOME]) == Places(ROUTER, (HOME,))
-    assert judge([HOME], [HOME]) == Places(HOME, (HOME,))
+    assert judge([HOME, ROUTER], [HOME]) == Candidates(ROUTER, (HOME,))
+    assert judge([HOME], [HOME]) == Candidates(HOME, (HOME,))
 
 
 def test_one_public_peer_that_lies_points_at_nobody() -> None:
     victim = ("44.0.0.9", 8080)
-    assert judge([victim, ROUTER, ROUTER], [HOME]) == Places(ROUTER, (HOME,))
+    assert judge([victim, ROUTER, ROUTER], [HOME]) == Candidates(ROUTER, (HOME,))
     with pytest.raises(
-        NoPlace, match=r"do not agree where its connections come from: 44\.0\.0\.1 and 44\.0\.0\.9"
+        NoCandidate, match=r"do not agree where its connections come from: 44\.0\.0\.1 and 44\.0\.0\.9"
     ):
         judge([victim, ROUTER], [HOME])
     other_port = (ROUTER[0], 8080)
-    assert judge([other_port, ROUTER, ROUTER], [HOME]) == Places(ROUTER, (HOME,)), "nor at a neighbour"
+    assert judge([other_port, ROUTER, ROUTER], [HOME]) == Candidates(ROUTER, (HOME,)), "nor at a neighbour"
 
 
 def test_no_service_of_somebody_else_is_tried() -> None:
-    assert targets(Places(ROUTER, (HOME,)), places("44.0.0.2", port=443)) == ()
-    assert targets(Places(ROUTER, (HOME,)), places("44.0.0.2", port=MIN_PORT)) == (("44.0.0.2", MIN_PORT),)
+    assert targets(Candidates(ROUTER, (HOME,)), places("44.0.0.2", port=443)) == ()
+    assert targets(Candidates(ROUTER, (HOME,)), places("44.0.0.2", port=MIN_PORT)) == (
+        ("44.0.0.2", MIN_PORT),
+    )
 
 
 def test_a_router_that_draws_ports_is_found_out() -> None:
     drawn = judge([ROUTER, ("44.0.0.1", 777)], [HOME])
-    assert drawn == Places(ROUTER, (HOME,), steady=False)
+    assert drawn == Candidates(ROUTER, (HOME,), steady=False)
     other = places("44.0.0.2")
     # One port at least must be known, except among neighbours.
     assert targets(drawn, other) == (other.outside,)
@@ -123,7 +125,7 @@ def test_a_router_that_draws_ports_is_found_out() -> None:
 
 
 def test_where_no_public_peer_answers_nothing_is_known() -> None:
-    with pytest.raises(NoPlace, match="no public peer"):
+    with pytest.raises(NoCandidate, match="no public peer"):
         judge([], [HOME])
 
 
@@ -144,5 +146,5 @@ def test_where_no_public_peer_answers_nothing_is_known() -> None:
         (places("44.0.0.1", "192.168.1.2", port=5001), []),
     ],
 )
-def test_only_what_may_be_the_other_peer_is_tried(theirs: Places, tried: list[str]) -> None:
-    assert [host for host, _ in targets(Places(ROUTER, (HOME,)), theirs)] == tried
+def test_only_what_may_be_the_other_peer_is_tried(theirs: Candidates, tried: list[str]) -> None:
+    assert [host for host, _ in targets(Candidates(ROUTER, (HOME,)), theirs)] == tried

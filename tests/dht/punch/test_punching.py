@@ -13,7 +13,7 @@ from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
-from equipoise.dht.punch.messages import NoPlace, Places, encode
+from equipoise.dht.punch.messages import Candidates, NoCandidate, encode
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.punch.puncher import PunchDriver
 from equipoise.dht.streams import Stream, send_message
@@ -171,7 +171,7 @@ async def test_noise_on_the_relayed_stream_ends_it(hidden: Hidden) -> None:
 async def test_a_stream_that_ends_ends_it(hidden: Hidden) -> None:
     introduce(hidden.first, hidden.second)
     side = hidden.side(hidden.second, hidden.first, False)
-    await send_message(hidden.streams[0], encode(Places(("127.0.0.1", 9))))
+    await send_message(hidden.streams[0], encode(Candidates(("127.0.0.1", 9))))
     hidden.streams[0].close()
     assert "the relayed stream has ended" in await side.run()
 
@@ -210,11 +210,11 @@ async def test_connections_of_one_port_leave_from_one_port(peers: Peers) -> None
 async def test_public_peers_that_say_nothing_are_not_waited_for(silent, monkeypatch) -> None:
     monkeypatch.setattr("equipoise.dht.punch.port.MIRROR_SECONDS", 0.1)
     port = SharedPort()
-    with pytest.raises(NoPlace, match="no public peer"):
+    with pytest.raises(NoCandidate, match="no public peer"):
         await port.measure([silent, ("127.0.0.1", 9)])
     port.close()
 
 
 async def test_without_public_peers_nothing_is_known() -> None:
-    with pytest.raises(NoPlace, match="no public peer"):
+    with pytest.raises(NoCandidate, match="no public peer"):
         await SharedPort().measure([])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from equipoise.dht.directory import MAX_UNCONNECTED, Outbox
+from equipoise.dht.directory import MAX_UNCONNECTED, Publisher
 
 
 async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
@@ -18,12 +18,12 @@ async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
             await asyncio.Event().wait()
         return True
 
-    outbox = Outbox(send, lambda: set(present))
-    outbox.publish(b"first", [*ghosts, *present])
+    publisher = Publisher(send, lambda: set(present))
+    publisher.publish(b"first", [*ghosts, *present])
     for ghost in ghosts:
-        outbox.publish(b"second", [ghost])
-    outbox.publish(b"third", [*ghosts, *present])
-    await until(lambda: len(outbox._tasks) <= MAX_UNCONNECTED)
+        publisher.publish(b"second", [ghost])
+    publisher.publish(b"third", [*ghosts, *present])
+    await until(lambda: len(publisher._tasks) <= MAX_UNCONNECTED)
     assert set(present) <= set(sent)
     assert sum(peer.startswith("ghost") for peer in sent) <= MAX_UNCONNECTED
-    await outbox.close()
+    await publisher.close()

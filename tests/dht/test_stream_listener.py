@@ -14,17 +14,17 @@ import pytest
 
 from equipoise.dht import p2pd_client
 from equipoise.dht.identity import peer_of
-from equipoise.dht.p2pd_client import PEERS_SHARE, Inbound, P2pdClientError
+from equipoise.dht.p2pd_client import PEERS_SHARE, P2pdClientError, StreamListener
 from equipoise.dht.streams import Stream, StreamClosed, connect_unix, receive_message, send_message
 
 PEER, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2))
 
 
 class Door:
-    """An `Inbound` on a socket of its own, with p2pd's part played here."""
+    """An `StreamListener` on a socket of its own, with p2pd's part played here."""
 
     def __init__(self, path: Path, most: int) -> None:
-        self.inbound = Inbound("/test", path, most, self.handle)
+        self.listener = StreamListener("/test", path, most, self.handle)
         self.entered: list[str] = []
         self.leave = asyncio.Event()
         self.error: Exception | None = None
@@ -48,9 +48,9 @@ class Door:
 async def door(tmp_path: Path, monkeypatch) -> AsyncIterator[Door]:
     monkeypatch.setattr(p2pd_client, "inbound_stream", lambda message: (message.decode(), False))
     door = Door(tmp_path / "s", 2 * PEERS_SHARE)
-    door.inbound.listen()
+    door.listener.listen()
     yield door
-    await door.inbound.stop()
+    await door.listener.stop()
     for end in door.ends:
         end.close()
 
@@ -69,7 +69,7 @@ async def test_no_peer_takes_more_than_its_share(door: Door, until) -> None:
     await door.knock(OTHER)
     await until(lambda: door.entered == [PEER, PEER, OTHER])
     door.leave.set()
-    await until(lambda: not door.inbound._per_peer)
+    await until(lambda: not door.listener._per_peer)
 
 
 @pytest.mark.parametrize("error", [P2pdClientError("p2pd is gone"), TimeoutError(), ValueError("x")])
@@ -88,15 +88,15 @@ async def test_a_fault_in_a_handler_is_logged(door: Door, caplog) -> None:
 async def test_a_stream_that_was_not_begun_with_is_closed(door: Door) -> None:
     near, far = socket.socketpair()
     with near:
-        door.inbound._take(far, "")
-        await door.inbound.stop()
+        door.listener._take(far, "")
+        await door.listener.stop()
         near.setblocking(False)
         assert await asyncio.get_running_loop().sock_recv(near, 1) == b""
 
 
 async def test_without_descriptors_it_pauses_and_goes_on(door: Door, until, monkeypatch, caplog) -> None:
     monkeypatch.setattr("equipoise.dht.streams.PAUSE_SECONDS", 0.05)
-    acceptor = door.inbound._acceptor
+    acceptor = door.listener._acceptor
     assert acceptor is not None
     listening = acceptor.socket
     acceptor.socket = cast(socket.socket, _Exhausted(listening.fileno()))

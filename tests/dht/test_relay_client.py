@@ -17,7 +17,7 @@ from equipoise.dht.identity import peer_of
 from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.relay import client
-from equipoise.dht.relay.client import MAX_CANDIDATES, RelayError, RelayKeeper, Trials, _Transfer
+from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient, RelayError, Trials, _Transfer
 from equipoise.dht.relay.messages import Hop, Kind, Status, send
 from equipoise.dht.streams import Stream
 
@@ -26,14 +26,14 @@ PASSED = "1 MB passed in 0.10 s"
 
 
 class World:
-    """A keeper whose p2pd, connections and trials are made up."""
+    """A relay client whose p2pd, connections and trials are made up."""
 
     def __init__(self) -> None:
         self.answer = Hop(kind=Kind.STATUS, status=Status.OK)
         self.meanwhile: Callable[[], None] = lambda: None
         self.broken = False
         self.ends: list[Stream] = []
-        self.keeper = RelayKeeper(self, self, OWN, self, lambda: (RELAY,))  # type: ignore[arg-type]
+        self.relays = RelayClient(self, self, OWN, self, lambda: (RELAY,))  # type: ignore[arg-type]
         self.attached = True
         self.connected = {RELAY}
         self.paths: dict[str, tuple[str, ...]] = {}
@@ -63,8 +63,8 @@ class World:
 
 async def hold(world: World) -> None:
     """Take a place at the relay."""
-    await world.keeper._tend()
-    assert list(world.keeper.held) == [RELAY]
+    await world.relays._tend()
+    assert list(world.relays.held) == [RELAY]
 
 
 @pytest.fixture
@@ -83,26 +83,26 @@ async def test_a_p2pd_that_dies_while_a_place_is_renewed_takes_it_along(
     await hold(world)
     monkeypatch.setattr(client, "RENEW_SECONDS", -1.0)
     monkeypatch.setattr(client, "WANTED", 0)
-    world.broken, world.meanwhile = broken, world.keeper.lose_all
-    await world.keeper._tend()
-    assert not world.keeper.held
-    assert not world.keeper.refused
+    world.broken, world.meanwhile = broken, world.relays.lose_all
+    await world.relays._tend()
+    assert not world.relays.held
+    assert not world.relays.refused
 
 
 async def test_a_p2pd_that_dies_during_a_trial_takes_the_place_along(world: World) -> None:
-    world.meanwhile = world.keeper.lose_all
-    await world.keeper._tend()
-    assert not world.keeper.held
-    assert "started again" in world.keeper.reason
+    world.meanwhile = world.relays.lose_all
+    await world.relays._tend()
+    assert not world.relays.held
+    assert "started again" in world.relays.reason
 
 
 async def test_a_place_that_is_not_renewed_is_given_up(world: World, monkeypatch) -> None:
     await hold(world)
     monkeypatch.setattr(client, "RENEW_SECONDS", -1.0)
     world.answer = Hop(kind=Kind.STATUS, status=Status.RESERVATION_REFUSED)
-    await world.keeper._tend()
-    assert not world.keeper.held
-    assert "reservation refused" in world.keeper.reason
+    await world.relays._tend()
+    assert not world.relays.held
+    assert "reservation refused" in world.relays.reason
 
 
 @pytest.mark.parametrize(
@@ -110,9 +110,9 @@ async def test_a_place_that_is_not_renewed_is_given_up(world: World, monkeypatch
 )
 async def test_a_relay_that_says_it_cuts_is_believed(world: World, limit: dict[str, int], why: str) -> None:
     world.answer = Hop(kind=Kind.STATUS, limit=limit, status=Status.OK)
-    await world.keeper._tend()
-    assert not world.keeper.held
-    assert why in world.keeper.reason
+    await world.relays._tend()
+    assert not world.relays.held
+    assert why in world.relays.reason
 
 
 async def test_relays_that_are_gone_make_room_for_others(tmp_path: Path) -> None:
