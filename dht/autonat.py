@@ -302,12 +302,7 @@ class Reach:
             self.on_change()
 
     async def ask(self, peer: str) -> Answer | None:
-        """Have `peer` dial back; None if it did not try.
-
-        Raises:
-            ConnectionError: It does not answer.
-            Malformed: Its answer is none.
-        """
+        """Have `peer` dial back; None if it did not try. Raises ConnectionError or Malformed if it gives no answer."""
         question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self.direct())
         data = await self._link.call(peer, DIALBACK, messages.encode(question), DIALBACK_SECONDS)
         answer = messages.decode(data, Answer)

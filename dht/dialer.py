@@ -98,12 +98,7 @@ class Dialer:
         return self.connected
 
     async def reach(self, peer: str) -> None:
-        """See to it that p2pd is connected to `peer`.
-
-        Raises:
-            Unreached: No address of it is known, or none leads to it.
-            P2pdClientError: p2pd does not answer.
-        """
+        """See to it that p2pd is connected to `peer`; raises Unreached, or P2pdClientError if p2pd is silent."""
         async with self._asking:
             if time.monotonic() - self._asked > FRESH_SECONDS:
                 await self.refresh()

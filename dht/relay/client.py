@@ -256,11 +256,7 @@ class Trials:
         self._lock = asyncio.Lock()
 
     async def conduct(self, address: Address) -> str:
-        """Send `TRIAL_BYTES` to this peer at `address`, a relayed one; return in words how that went.
-
-        Raises:
-            RelayError: Not every byte arrived.
-        """
+        """Send `TRIAL_BYTES` to this peer at a relayed address; tell how that went, or raise RelayError."""
         async with self._lock:
             try:
                 with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
