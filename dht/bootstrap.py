@@ -20,6 +20,7 @@ from humanfriendly.text import pluralize
 
 from equipoise.dht.address import Address
 from equipoise.dht.dialer import Unreached
+from equipoise.dht.limits import backoff
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.protocol import CallError, OtherVersion, RecordProtocol
 from equipoise.dht.state import AddressState, BootstrapStatus
@@ -65,12 +66,12 @@ class _Standing:
     state: AddressState = "trying"
     reason: str = "not tried yet"
     attempts: int = 0
-    pause: float = FIRST_RETRY_SECONDS
+    pause: float = 0.0
     due: float | None = None
     trying: bool = False
 
     def restart(self, now: float) -> None:
-        self.pause, self.due = FIRST_RETRY_SECONDS, now
+        self.pause, self.due = 0.0, now
 
     def connected(self) -> None:
         self.state, self.reason, self.attempts, self.due = "connected", "connected", 0, None
@@ -160,8 +161,8 @@ class Joining:
             one.connected()
         else:
             one.state, one.reason, one.attempts = state, reason, one.attempts + 1
+            one.pause = backoff(one.pause, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS, RETRY_GROWTH)
             one.due = now + one.pause * (1 - JITTER * self._draw.random())
-            one.pause = min(one.pause * RETRY_GROWTH, MAX_RETRY_SECONDS)
 
     def network_changed(self, now: float) -> None:
         """This machine's network, or its p2pd, is another one now: past failures say nothing."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from equipoise.dht.limits import LruDict
+from equipoise.dht.limits import LruDict, backoff
 
 Place = tuple[str, int]
 """IP address or name, and TCP port."""
@@ -61,7 +61,7 @@ class Refusal:
 
 @dataclass
 class _Failure:
-    tries: int
+    pause: float
     until: float
     reason: str
 
@@ -125,9 +125,8 @@ class DialPolicy:
         if failure:
             key = (peer if self._knows(peer, place[0], now) else "", place)
             before = self._failures.get(key)
-            tries = before.tries + 1 if before is not None else 1
-            pause = min(FIRST_PAUSE_SECONDS * 2.0 ** min(tries - 1, 10), MAX_PAUSE_SECONDS)
-            self._failures[key] = _Failure(tries, now + pause, failure)
+            pause = backoff(before.pause if before else 0.0, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
+            self._failures[key] = _Failure(pause, now + pause, failure)
         else:
             self._failures.pop((peer, place), None)
             self._failures.pop(("", place), None)

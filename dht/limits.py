@@ -43,6 +43,11 @@ class LruDict(OrderedDict[_K, _V]):
             self.popitem(last=False)
 
 
+def backoff(pause: float, first: float, most: float, growth: float = 2.0) -> float:
+    """Return the pause after one more failure: `first`, then `growth` times the `pause` before, `most` at most."""
+    return min(pause * growth or first, most)
+
+
 class Tally(Counter[str]):
     """Counts by name what is under way; a name of which nothing is left is forgotten."""
 

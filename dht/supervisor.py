@@ -7,6 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from equipoise.dht.dialer import Dialer
+from equipoise.dht.limits import backoff
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, P2pdClientError
 
@@ -101,14 +102,14 @@ class Supervisor:
 
     async def _keep_running(self) -> None:
         loop = asyncio.get_running_loop()
-        delay = FIRST_RESTART_SECONDS
+        delay = 0.0
         while True:
             began = loop.time()
             self.reason = await self._until_broken()
             _log.warning("%s; starting it again", self.reason)
             await self._link.detach()
             if loop.time() - began > HEALTHY_SECONDS:
-                delay = FIRST_RESTART_SECONDS
+                delay = 0.0
             while self.reason:
                 try:
                     if self._p2pd is not None:
@@ -118,8 +119,8 @@ class Supervisor:
                 except (P2pdError, P2pdClientError) as error:
                     self.reason = str(error)
                     _log.warning("%s", error)
+                    delay = backoff(delay, FIRST_RESTART_SECONDS, MAX_RESTART_SECONDS)
                     await asyncio.sleep(delay)
-                    delay = min(2 * delay, MAX_RESTART_SECONDS)
 
     async def _until_broken(self) -> str:
         assert self._p2pd is not None

@@ -17,7 +17,7 @@ from equipoise.dht.autonat import Reach
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.limits import LruDict, RateLimit
+from equipoise.dht.limits import LruDict, RateLimit, backoff
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.punch import machine, messages
 from equipoise.dht.punch.messages import PUNCH_PROTOCOL, NoCandidate, Place
@@ -118,7 +118,7 @@ class Schedule:
         wish = self._wishes.get(peer)
         if wish is not None:
             wish.under_way, wish.failure = False, failure
-            wish.delay = min(2 * wish.delay or FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS) if failure else 0.0
+            wish.delay = backoff(wish.delay, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS) if failure else 0.0
             wish.retry = now + (wish.delay or FIRST_RETRY_SECONDS)
 
     def refusal(self, peer: str, now: float) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
 from equipoise.dht.dialer import Dialer, Unreached
 from equipoise.dht.identity import IdentityError, load_or_create
-from equipoise.dht.limits import LruDict
+from equipoise.dht.limits import LruDict, backoff
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.relay.messages import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
@@ -77,7 +77,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Unfit:
     """A relay that did not do.
 
     Attributes:
@@ -106,7 +106,7 @@ class RelayClient:
     ) -> None:
         """`offers` tells the PeerIDs of peers that relay for others."""
         self.held: dict[str, Held] = {}
-        self.refused: LruDict[str, Refused] = LruDict(MAX_CANDIDATES)
+        self.refused: LruDict[str, Unfit] = LruDict(MAX_CANDIDATES)
         self.on_change: Callable[[], None] = lambda: None
         self._link = link
         self._dialer = dialer
@@ -168,7 +168,7 @@ class RelayClient:
             if self.held.get(relay) is held:
                 self.held[relay] = Held(held.address, time.monotonic(), held.trial)
 
-    async def _attempt(self, relay: str, before: Refused | None) -> None:
+    async def _attempt(self, relay: str, before: Unfit | None) -> None:
         era = self._era
         try:
             address = await self._place(relay)
@@ -176,8 +176,8 @@ class RelayClient:
             if era != self._era:
                 raise RelayError("p2pd was started again meanwhile")
         except RelayError as error:
-            delay = min(2 * before.delay, MAX_RETRY_SECONDS) if before else FIRST_RETRY_SECONDS
-            self.refused[relay] = Refused(str(error), time.monotonic() + delay, delay)
+            delay = backoff(before.delay if before else 0.0, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
+            self.refused[relay] = Unfit(str(error), time.monotonic() + delay, delay)
             self._pause_until = time.monotonic() + GAP_SECONDS
             _log.info("relay %s is not used: %s", relay, error)
         else:
@@ -188,7 +188,7 @@ class RelayClient:
 
     def _drop(self, relay: str, reason: str, delay: float) -> None:
         del self.held[relay]
-        self.refused[relay] = Refused(reason, time.monotonic() + delay, delay or FIRST_RETRY_SECONDS)
+        self.refused[relay] = Unfit(reason, time.monotonic() + delay, delay or FIRST_RETRY_SECONDS)
         _log.info("relay %s is not used any more: %s", relay, reason)
         self.on_change()
 

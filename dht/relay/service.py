@@ -53,7 +53,7 @@ class RelayRules:
     circuit_bytes: int = 0
 
 
-class Refusal(Exception):
+class RequestRefused(Exception):
     """A request is refused; the message says why, `status` what it is answered."""
 
     def __init__(self, status: Status, why: str) -> None:
@@ -93,7 +93,7 @@ class RelayService:
         """
         try:
             await self._serve(peer, relayed, stream)
-        except Refusal as refusal:
+        except RequestRefused as refusal:
             self._refused += 1
             _log.info("no relaying for %s: %s", peer, refusal)
             await messages.send(stream, Hop(kind=Kind.STATUS, status=refusal.status))
@@ -103,10 +103,10 @@ class RelayService:
             async with asyncio.timeout(ANSWER_SECONDS):
                 request = await messages.receive(stream, Hop)
         except Malformed as error:
-            raise Refusal(Status.MALFORMED_MESSAGE, str(error)) from None
+            raise RequestRefused(Status.MALFORMED_MESSAGE, str(error)) from None
         if self._rules is None or relayed:
             why = "it is relayed itself" if relayed else "this peer does not relay"
-            raise Refusal(Status.PERMISSION_DENIED, why)
+            raise RequestRefused(Status.PERMISSION_DENIED, why)
         if request.kind == Kind.RESERVE:
             await self._reserve(peer, stream, self._rules)
         elif request.kind == Kind.CONNECT:
@@ -116,7 +116,7 @@ class RelayService:
             with self._circuits.counting(peer, target):
                 await self._carry(peer, target, stream, self._rules)
         else:
-            raise Refusal(Status.UNEXPECTED_MESSAGE, f"kind {request.kind}")
+            raise RequestRefused(Status.UNEXPECTED_MESSAGE, f"kind {request.kind}")
 
     async def _reserve(self, peer: str, stream: Stream, rules: RelayRules) -> None:
         now = time.monotonic()
@@ -126,7 +126,7 @@ class RelayService:
             here = await self._dialer.refresh()
             self._reserved = {one: until for one, until in self._reserved.items() if one in here}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
-            raise Refusal(Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
+            raise RequestRefused(Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
         self._reserved[peer] = now + RESERVED_SECONDS
         _log.info("relaying for %s", peer)
         # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
@@ -135,26 +135,26 @@ class RelayService:
         await messages.send(stream, answer)
 
     def _check(self, peer: str, target: str) -> None:
-        """Raise Refusal unless a circuit from `peer` to `target` may be opened."""
+        """Raise RequestRefused unless a circuit from `peer` to `target` may be opened."""
         try:
             public_key_of(target)
         except ValueError as error:
-            raise Refusal(Status.MALFORMED_MESSAGE, str(error)) from None
+            raise RequestRefused(Status.MALFORMED_MESSAGE, str(error)) from None
         most = max(self._circuits[peer], self._circuits[target])
         if self._open >= MAX_CIRCUITS or most >= MAX_CIRCUITS_PER_PEER:
-            raise Refusal(Status.RESOURCE_LIMIT_EXCEEDED, f"{self._open} circuits are open")
+            raise RequestRefused(Status.RESOURCE_LIMIT_EXCEEDED, f"{self._open} circuits are open")
         if self._reserved.get(target, 0.0) < time.monotonic():
-            raise Refusal(Status.NO_RESERVATION, f"{target} has not asked for it")
+            raise RequestRefused(Status.NO_RESERVATION, f"{target} has not asked for it")
 
     async def _carry(self, peer: str, target: str, stream: Stream, rules: RelayRules) -> None:
         if target not in await self._dialer.refresh():
             self._reserved.pop(target, None)
-            raise Refusal(Status.NO_RESERVATION, f"{target} is not connected")
+            raise RequestRefused(Status.NO_RESERVATION, f"{target} is not connected")
         try:
             other = await self._call(peer, target, rules)
         except (ConnectionError, Malformed, TimeoutError) as error:
             why = str(error) or f"{target} does not answer within {ANSWER_SECONDS:.0f} s"
-            raise Refusal(Status.CONNECTION_FAILED, why) from None
+            raise RequestRefused(Status.CONNECTION_FAILED, why) from None
         try:
             await messages.send(stream, Hop(kind=Kind.STATUS, limit=_limit(rules), status=Status.OK))
             pumps = [
