@@ -103,9 +103,8 @@ class Accumulator:
             if gradient is not None:
                 _check(name, gradient, total)
                 # Of a sparse one the rows that were touched, each once, summed in fp32.
-                present[name] = (
-                    gradient.detach().float().coalesce() if gradient.is_sparse else gradient.detach()
-                )
+                own = gradient.detach()
+                present[name] = own.float().coalesce() if own.is_sparse else own
         for name in gradients.keys() - self._sums.keys():
             raise SchemaError(
                 f"gradient {name!r} is not part of the run, which has {len(self._sums)} of them"

@@ -36,8 +36,7 @@ MAX_PAUSE = 2.0
 """Longest of them; a look costs a file lock."""
 
 WEATHER_LOOKS = 3
-"""Refusals for one reason, by a daemon that is back, before the script is told: of a daemon that hung the old
-connection may still hold the run for a moment."""
+"""Refusals for one reason before a script is told: a daemon that hung may hold the old connection for a moment."""
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +44,8 @@ log = logging.getLogger(__name__)
 class Client:
     """A connection to one daemon; runs joined through it are left when it closes, or this process ends.
 
-    Where the daemon is lost, one line says why, and rounds fail with that reason. A thread looks for a daemon on the
-    same home. It joins the runs again with new shared memory, agrees on the same terms, and says what was accumulated.
-    Meanwhile what asks the daemon raises `DaemonLost`.
+    Where the daemon is lost, one line says why, rounds fail with that reason, and other calls raise `DaemonLost`. A
+    thread looks for a daemon on the same home, joins the runs again on their terms, and says what was accumulated.
     """
 
     def __init__(self, link: Link, reopen: Callable[[], Link] | None = None) -> None:

@@ -40,9 +40,9 @@ _RATE = re.compile(
     r"(?P<amount>\d+(\.\d*)?)\s*(?P<prefix>[kKmMgGtT]i?)?((?P<bits>[Bb]its?|bps)|B|[Bb]ytes?|Bps)?(/s)?"
 )
 
-_SWITCHES = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(
-    ("false", "no", "off", "0"), False
-)
+_SWITCHES = {
+    text: text in ("true", "yes", "on", "1") for text in ["true", "yes", "on", "1", "false", "no", "off", "0"]
+}
 """What an environment variable may say."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -170,9 +170,8 @@ def load(
     config = Config(**{key: setting.value for key, setting in settings.items()})
     if config.relay and config.client_mode:
         origins = f"{settings['relay'].origin}, {settings['client_mode'].origin}"
-        raise _wrong(
-            origins, "a daemon in client mode cannot relay: nobody can dial it", "leave out one of them"
-        )
+        problem = "a daemon in client mode cannot relay: nobody can dial it"
+        raise _wrong(origins, problem, "leave out one of them")
     malformed = _malformed(config, settings, tolerant=not flags.get("join"))
     if "channel" in settings:
         _check_channel(config, settings["channel"].origin)
@@ -292,8 +291,7 @@ def _shown(value: Any) -> str:
 def _bytes_per_second(text: str) -> float:
     """Read a number of bytes per second, or a rate with its unit.
 
-    humanfriendly knows no bits and takes any letters for a unit, so the form is checked here. "10Mb/s" is refused: some
-    mean bits, others bytes.
+    humanfriendly knows no bits and takes any letters for a unit, so the form is checked here. "10Mb/s" is ambiguous.
 
     Raises:
         ValueError: It is neither.

@@ -19,7 +19,7 @@ from equipoise.compression import kernels
 from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
 from equipoise.peer.config import Config, Loaded
-from equipoise.peer.control.messages import CONTROL_VERSION, Welcome
+from equipoise.peer.control.messages import Welcome
 from equipoise.peer.control.server import ControlServer
 from equipoise.peer.errors import EquipoiseError, Refused, Unreached
 from equipoise.peer.history import History
@@ -136,9 +136,7 @@ class Daemon:
     def welcome(self) -> Welcome:
         """Who this is."""
         assert self._swarm is not None, "not started"
-        software = f"equipoise {_version('equipoise')}"
-        config = self._config
-        return Welcome(CONTROL_VERSION, self._swarm.peer, config.name, os.getpid(), software, config.home)
+        return Welcome(self._swarm.peer, self._config.name, os.getpid(), self._config.home)
 
     def status(self) -> Status:
         """What is going on, and why."""
@@ -188,9 +186,8 @@ class Daemon:
     def _standing(self, swarm: Swarm) -> SwarmStatus:
         """The swarm's status, with the addresses that it was not given, and with what a person does next."""
         status = swarm.status()
-        malformed = tuple(
-            BootstrapStatus(one.address, "malformed", one.reason, 0) for one in self._loaded.malformed
-        )
+        given = self._loaded.malformed
+        malformed = tuple(BootstrapStatus(one.address, "malformed", one.reason, 0) for one in given)
         self._met |= status.state in ("joined", "ready")
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)

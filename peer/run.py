@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Self, Unpack, overload
 
 import torch
@@ -122,9 +123,8 @@ class Run:
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
 
-        Where live peers of the run are known that have something else, and are more than those that have the same, this
-        peer is refused; of one against one, the later. Who comes with a mistake later turns nobody away: `state`,
-        `status` and `peers` then say what differs.
+        This peer is refused where more live peers of the run have something else than have the same; of one against
+        one, the later. A later one's mistake turns nobody away: `state`, `status` and `peers` say what differs.
 
         Args:
             terms: What must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to
@@ -203,8 +203,7 @@ class Run:
         """Add weight * gradient, in fp32 on the tensors' device, to what this peer contributes to the next step.
 
         Args:
-            gradients: A module (the `.grad` of its parameters), a mapping by tensors' names, or a list in their order.
-                None counts as zeros.
+            gradients: A module (its parameters' `.grad`), a mapping by name, or a list in order. None counts as zeros.
             weight: A finite number >= 0, usually the number of samples.
 
         Raises:
@@ -589,9 +588,8 @@ class Run:
                 self._binding.averaged.flatten(tensors, region.contribution)
             else:
                 region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
-            return self._start(
-                AVERAGE, weight, deadline, lambda outcome: self._averaged(outcome, tensors, region, write)
-            )
+            settle = partial(self._averaged, tensors=tensors, region=region, write=write)
+            return self._start(AVERAGE, weight, deadline, settle)
 
     def _averaged(
         self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, write: Write

@@ -1,4 +1,8 @@
-"""A daemon in the foreground, until a signal or a client ends it."""
+"""A daemon in the foreground until a signal or a client ends it, alone or beside a training script.
+
+`equipoise launch` runs both, each as a process of its own. It starts the daemon again where that ends before the
+script, which goes on meanwhile and connects by itself.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,18 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+import msgspec
 import uvloop
 
-from equipoise.peer.config import Loaded
+from equipoise.peer.config import HOME_ENV, RESUME_ENV, Loaded
 from equipoise.peer.errors import EquipoiseError
-from equipoise.peer.home import Home
+from equipoise.peer.home import STOP_SECONDS, Home
 
 if TYPE_CHECKING:
     from equipoise.peer.daemon import Daemon
@@ -25,6 +31,20 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+END_SECONDS = 5.0
+"""What a script has to clean up in, where its daemon cannot start."""
+
+FIRST_PAUSE = 1.0
+"""Seconds until a daemon that has ended is started again; twice as many after each end in a row."""
+
+MAX_PAUSE = 60.0
+"""Longest of them. A daemon that has served for so long has not ended in a row with the one before."""
+
+MAX_RESTARTS = 10
+"""Restarts in a row of a daemon that ends again and again; then the script goes on without."""
+
+CODE = "from equipoise.peer.run_daemon import serve_launched; serve_launched()"
 
 
 def run_daemon(loaded: Loaded) -> int:
@@ -107,3 +127,180 @@ def on_signals(
     finally:
         for number in heeded:
             loop.remove_signal_handler(number)
+
+
+class Given(msgspec.Struct, frozen=True):
+    """What a launched daemon is told on its standard input, which stays open as long as the launch lives.
+
+    Attributes:
+        loaded: Its configuration.
+        lock: Descriptor of its home's lock.
+    """
+
+    loaded: Loaded
+    lock: int
+
+
+def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
+    """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
+
+    The command is started first, so both load their libraries at the same time. Its `connect` waits for the daemon.
+
+    Args:
+        loaded: The daemon's configuration.
+        command: What to run.
+        resume: Whether the script is told, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
+
+    Returns:
+        The command's exit status, or 128 and the number of the signal that ended it; the daemon's if it cannot start.
+
+    Raises:
+        EquipoiseError: The home cannot be used, or the command cannot start.
+    """
+    environment = {**os.environ, HOME_ENV: loaded.config.home}
+    if resume:
+        environment[RESUME_ENV] = "1"
+    return run_loop(_launch(loaded, command, environment))
+
+
+def serve_launched() -> None:
+    """Run a launched daemon until it is asked to stop, or the launch has gone; exits."""
+    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=Given)
+    home = Home.inherit(Path(given.loaded.config.home), given.lock)
+    try:
+        run_loop(_serve(load_daemon(given.loaded, sys.stderr, home)))
+    except EquipoiseError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_status)
+
+
+async def _serve(daemon: Daemon) -> None:
+    def heard() -> None:
+        if not os.read(sys.stdin.fileno(), 1):
+            loop.remove_reader(sys.stdin.fileno())
+            daemon.request_stop("its launch has ended")
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(sys.stdin.fileno(), heard)
+    await serve(daemon, lambda _: daemon.request_stop("its script has ended"))
+
+
+class Keeper:
+    """Keeps a daemon running on a home for as long as the script runs."""
+
+    def __init__(self, loaded: Loaded, home: Home) -> None:
+        """`home` is taken over."""
+        self._loaded = loaded
+        self._home = home
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        """Start a daemon on the home, which both hold from now on."""
+        # In a session of its own, since Ctrl-C would reach it before the script is through.
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-c", CODE),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=sys.stderr,
+            pass_fds=(self._home.descriptor,),
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None, "a pipe"
+        self._process.stdin.write(msgspec.json.encode(Given(self._loaded, self._home.descriptor)) + b"\n")
+
+    async def keep(self) -> int:
+        """Start the daemon again whenever it ends; returns its exit status when it shall not be."""
+        pause, restarts = FIRST_PAUSE, 0
+        while True:
+            assert self._process is not None, "started"
+            began = time.monotonic()
+            status = await self._process.wait()
+            if time.monotonic() - began >= MAX_PAUSE:
+                pause, restarts = FIRST_PAUSE, 0
+            if status > 0 and restarts == 0 and time.monotonic() - began < MAX_PAUSE:
+                return status  # It could not start, and has said why. The script need not find out itself.
+            self._home.release()
+            if status == 0:
+                _say("the daemon was stopped; the script goes on without")
+                return status
+            if restarts == MAX_RESTARTS:
+                _say(f"the daemon has ended {restarts} times in a row; the script goes on without")
+                return 0
+            how = (
+                f"was ended by {signal.Signals(-status).name}"
+                if status < 0
+                else f"ended with status {status}"
+            )
+            _say(f"the daemon (process {self._process.pid}) {how}; it is started again in {pause:g} s")
+            await asyncio.sleep(pause)
+            pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1
+            try:
+                self._home = Home.take(self._home.path)
+                await self.start()
+            except EquipoiseError as error:
+                _say(f"it is not started again: {error}")
+                return 0
+
+    async def stop(self) -> None:
+        """Stop the daemon, and leave its home."""
+        assert self._process is not None, "started"
+        if self._process.returncode is None:
+            await _end(self._process, STOP_SECONDS)
+        self._home.release()
+
+
+async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[str, str]) -> int:
+    home = Home.take(Path(loaded.config.home))
+    try:
+        script = await asyncio.create_subprocess_exec(*command, env=environment)
+    except OSError as error:
+        home.release()
+        raise EquipoiseError(
+            f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
+        ) from error
+    keeper = Keeper(loaded, home)
+    with on_signals(partial(_forward, script), forced=lambda _: _send(script, signal.SIGKILL)):
+        await keeper.start()
+        ended = asyncio.create_task(script.wait())
+        keeping = asyncio.create_task(keeper.keep())
+        await asyncio.wait({ended, keeping}, return_when=asyncio.FIRST_COMPLETED)
+        failed = keeping.result() if keeping.done() else 0
+        if failed:
+            await _end(script, END_SECONDS)
+        status = await ended
+    keeping.cancel()
+    await asyncio.wait({keeping})
+    await keeper.stop()
+    return failed or (status if status >= 0 else 128 - status)
+
+
+def _say(line: str) -> None:
+    say(sys.stderr, f"launch: {line}")
+
+
+async def _end(child: asyncio.subprocess.Process, seconds: float) -> int:
+    """End a process by SIGTERM, and by SIGKILL if it takes longer; returns its exit status."""
+    _send(child, signal.SIGTERM)
+    try:
+        return await asyncio.wait_for(child.wait(), seconds)
+    except TimeoutError:
+        _send(child, signal.SIGKILL)
+    return await child.wait()
+
+
+def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    # Ctrl-C reaches every process of the terminal's foreground group; twice would interrupt the script's clean-up.
+    if number == signal.SIGINT and _in_foreground():
+        return
+    _send(child, number)
+
+
+def _send(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        child.send_signal(number)
+
+
+def _in_foreground() -> bool:
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except (OSError, ValueError):
+        return False

@@ -151,10 +151,8 @@ class Session:
         if not outcome.started:  # It ended before a run driver was asked, or after it was given up.
             outcome = msgspec.structs.replace(outcome, started=started)
         how = f"{len(outcome.contributors)} of {len(outcome.group)} contributed" if outcome.ok else "failed"
-        seconds = outcome.seconds.get("total", 0.0)
-        log.info(
-            "run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, seconds
-        )
+        took = outcome.seconds.get("total", 0.0)
+        log.info("run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, took)
         if purpose == STEP and outcome.counted(self._swarm.peer):
             # Until the client says what is left, the others must not count it towards the next round.
             self._accumulated = 0.0
@@ -367,9 +365,8 @@ class Session:
         if not done:
             log.error("run %r: a round exceeded its timeout of %g s and was given up", self.name, timeout)
             round_.cancel()
-            return Outcome(
-                ok=False, reason=f"the daemon gave the round up after {timeout:g} s", run=self.name
-            )
+            reason = f"the daemon gave the round up after {timeout:g} s"
+            return Outcome(ok=False, reason=reason, run=self.name)
         if round_.cancelled():
             return Outcome(ok=False, reason="the run was left before the round ended", run=self.name)
         return round_.result()
@@ -379,9 +376,8 @@ class Session:
         if self._reporting is not None:
             self._reporting.cancel()
         async with self._joining:
-            leaving = [
-                asyncio.create_task(run_driver.leave(reason)) for run_driver in self._run_drivers.values()
-            ]
+            drivers = self._run_drivers.values()
+            leaving = [asyncio.create_task(run_driver.leave(reason)) for run_driver in drivers]
         if leaving:
             _, late = await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
             for task in late:

@@ -1,8 +1,7 @@
 """Memory that a training script shares with its daemon, behind one descriptor.
 
-A run has a `Region`: two flat fp32 vectors. A state travels as bytes: what a script offers it writes once and the
-daemon only reads. What a script fetches the daemon writes into memory that the script has set aside. The kernel gives
-pages to it once its size is known.
+A run has a `Region`: two flat fp32 vectors. A state travels as bytes: a script writes once what it offers, and the
+daemon only reads it. The daemon writes what a script fetches into memory that has its pages once its size is known.
 
 The memory is anonymous: it lives as long as a process has it mapped or holds the descriptor, so nothing is left behind
 when a process dies. On Linux it is a memfd that cannot be resized: one that shrinks ends the daemon by SIGBUS.
@@ -56,9 +55,8 @@ class SharedMemory:
         try:
             os.ftruncate(fd, capacity)
             if SEALED:
-                fcntl.fcntl(
-                    fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                )
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
         except (OSError, OverflowError, ValueError) as error:
             os.close(fd)
             raise Refused(f"cannot set {capacity / 1e6:.1f} MB of shared memory aside: {error}") from error
@@ -71,19 +69,19 @@ class SharedMemory:
         Raises:
             Refused: It has another size, or could be shrunk, which would end this process by SIGBUS.
         """
+        memory, problem = cls(fd, capacity), ""
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != capacity or capacity < 1:
-                raise Refused(f"expected {capacity} bytes of shared memory, got {found.st_size}")
-            if SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise Refused("expected shared memory that is sealed against shrinking")
+                problem = f"expected {capacity} bytes of shared memory, got {found.st_size}"
+            elif SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                problem = "expected shared memory that is sealed against shrinking"
         except OSError as error:
-            os.close(fd)
-            raise Refused(f"the shared memory cannot be used: {error}") from error
-        except Refused:
-            os.close(fd)
-            raise
-        return cls(fd, capacity)
+            problem = f"the shared memory cannot be used: {error}"
+        if problem:
+            memory.close()
+            raise Refused(problem)
+        return memory
 
     def allocate(self, size: int) -> None:
         """Have the kernel provide the first `size` bytes now: to run out of memory later would end the process.

@@ -194,9 +194,8 @@ def sparse_gradients(module: torch.nn.Module) -> frozenset[str]:
         if isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
     }
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    return frozenset(
-        name for name, parameter in module.named_parameters() if name in found and uses[id(parameter)] == 1
-    )
+    ours = module.named_parameters()
+    return frozenset(name for name, one in ours if name in found and uses[id(one)] == 1)
 
 
 def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
@@ -225,9 +224,8 @@ def gradient_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
 def buffer_schema(module: torch.nn.Module) -> Schema:
     """The schema of a module's buffers as `step` averages them: in fp32, whatever they are."""
     named = persistent_buffers(module)
-    return Schema(
-        tuple(TensorSpec(name, tuple(tensor.shape), "float32", True) for name, tensor in named.items())
-    )
+    specs = (TensorSpec(name, tuple(one.shape), "float32", True) for name, one in named.items())
+    return Schema(tuple(specs))
 
 
 def tensor_schema(tensors: Tensors) -> Schema:

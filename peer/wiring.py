@@ -62,7 +62,6 @@ async def start_parts(config: Config) -> tuple[Swarm, Router]:
         raise EquipoiseError(str(error)) from error
     except OSError as error:
         raise unusable(f"use {error.filename or 'the directory for sockets'}", error) from error
-    router = Router(
-        swarm.transport, swarm.directory, Signer(swarm.identity), config.bandwidth, direct=swarm.direct
-    )
+    signer = Signer(swarm.identity)
+    router = Router(swarm.transport, swarm.directory, signer, config.bandwidth, direct=swarm.direct)
     return swarm, router

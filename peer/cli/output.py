@@ -40,9 +40,8 @@ SHOWN_WEIGHTS = 4
 TODAY_SECONDS = 20 * 3600.0
 """Rounds older than this are shown with their date: the time of day alone would be ambiguous."""
 
-_PEER_ID = re.compile(
-    rf"12D3KooW[1-9A-HJ-NP-Za-km-z]{{{44 - SHORT_PEER}}}([1-9A-HJ-NP-Za-km-z]{{{SHORT_PEER}}})"
-)
+_BASE58 = "[1-9A-HJ-NP-Za-km-z]"
+_PEER_ID = re.compile(f"12D3KooW{_BASE58}{{{44 - SHORT_PEER}}}({_BASE58}{{{SHORT_PEER}}})")
 
 
 def print_json(value: Any) -> None:
@@ -81,16 +80,11 @@ def print_peers(peers: Sequence[PeerRow]) -> None:
         )
         for row in peers
     ]
-    lines: list[RenderableType] = [
-        _table(("name", "peer", "run", "state", "round", "accumulated"), rows),
-        Text(),
-    ]
-    for row in {row.peer: row for row in peers}.values():
-        lines.append(_line(_known_as(row), f"{row.reach}: {row.why}"))
-    lines += [
-        _line(_known_as(row), f"{row.run}: other options: {row.differs}") for row in peers if row.differs
-    ]
-    _print(lines)
+    titles = ("name", "peer", "run", "state", "round", "accumulated")
+    each = {row.peer: row for row in peers}.values()
+    reached = [_line(_known_as(row), f"{row.reach}: {row.why}") for row in each]
+    differ = [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
+    _print([_table(titles, rows), Text(), *reached, *(_line(_known_as(row), told) for row, told in differ)])
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
@@ -166,10 +160,9 @@ def _details(status: Status) -> Iterator[RenderableType]:
     yield from _settings(status.settings)
     for run in status.runs:
         last = "" if run.last is None else f"; last: {run.last.reason}"
-        name, state, round_, ok, why = _run(run)
-        yield _line(
-            name, f"{state}: {why}; round {round_}, ok {ok}; {run.values:,} values in {run.codec}{last}"
-        )
+        name, state, number, ok, why = _run(run)
+        values = f"{run.values:,} values in {run.codec}"
+        yield _line(name, f"{state}: {why}; round {number}, ok {ok}; {values}{last}")
         yield from (_line(name, line) for _, line in _told(run))
     if not status.runs:
         yield _line("runs", "none: a training script joins them")
@@ -204,32 +197,21 @@ def _direct(direct: DirectStatus | None) -> Iterator[str]:
 
 
 def _run(run: RunStatus) -> tuple[str, ...]:
-    return (
-        run.name,
-        type(run.state).__name__,
-        str(run.round),
-        f"{run.rounds_ok} of {run.rounds_ok + run.rounds_failed}",
-        run.reason,
-    )
+    ok = f"{run.rounds_ok} of {run.rounds_ok + run.rounds_failed}"
+    return run.name, type(run.state).__name__, str(run.round), ok, run.reason
 
 
 def _told(run: RunStatus) -> list[tuple[str, str]]:
-    lines = [
-        _exchanges(run.exchanges),
-        run.transfer,
-        *(f"{topic}: {told}" for topic, told in sorted(run.told.items())),
-    ]
-    return [(run.name, line) for line in lines if line]
+    told = [f"{topic}: {told}" for topic, told in sorted(run.told.items())]
+    return [(run.name, line) for line in (_exchanges(run.exchanges), run.transfer, *told) if line]
 
 
 def _exchanges(told: Exchanges | None) -> str:
     if told is None:
         return ""
+    counts = f"{told.ok} ok, {told.failed} failed, {told.in_doubt} in doubt"
     spread = "unknown" if told.spread is None else f"{told.spread:.2g}"
-    return (
-        f"{told.partners} partners; exchanges: {told.ok} ok, {told.failed} failed, {told.in_doubt} in doubt; "
-        f"spread {spread}"
-    )
+    return f"{told.partners} partners; exchanges: {counts}; spread {spread}"
 
 
 def _settings(settings: Sequence[Setting]) -> Iterator[RenderableType]:
@@ -247,10 +229,7 @@ def _weights(outcome: Outcome) -> str:
     if len(weights) > SHOWN_WEIGHTS:
         capped = f", {len(outcome.capped)} capped" if outcome.capped else ""
         return f"{min(weights):g} to {max(weights):g}{capped}"
-    return ", ".join(
-        f"{weight:g} of {outcome.capped[peer]:g}" if peer in outcome.capped else f"{weight:g}"
-        for peer, weight in outcome.contributors.items()
-    )
+    return ", ".join(map(outcome.weight, outcome.contributors))
 
 
 def _when(started: float) -> str:
@@ -290,9 +269,8 @@ def _table(
     for title in titles:
         table.add_column(title, no_wrap=title != prose)
     for row in rows:
-        table.add_row(
-            *(_cell(text, one_line and title == prose) for title, text in zip(titles, row, strict=True))
-        )
+        cells = zip(titles, row, strict=True)
+        table.add_row(*(_cell(text, one_line and title == prose) for title, text in cells))
     return table
 
 
@@ -345,8 +323,6 @@ def _value(setting: Setting) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return (
-        time.strftime("%H:%M:%S", time.gmtime(seconds))
-        if seconds < 86_400
-        else f"{seconds / 86_400:.1f} days"
-    )
+    if seconds < 86_400:
+        return time.strftime("%H:%M:%S", time.gmtime(seconds))
+    return f"{seconds / 86_400:.1f} days"

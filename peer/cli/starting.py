@@ -113,7 +113,7 @@ def launch(command: tuple[str, ...], resume: bool, **flags: Any) -> None:
     if shutil.which(command[0]) is None:
         raise click.UsageError(f"cannot find the command {command[0]!r}")
     loaded = load(flags)
-    from equipoise.peer.launching import launch as run
+    from equipoise.peer.run_daemon import launch as run
 
     sys.exit(run(loaded, command, resume))
 

@@ -66,9 +66,8 @@ class Link:
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
         connected.settimeout(None)
-        connected.setsockopt(
-            socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 0, int(SEND_SECONDS * 1e6))
-        )
+        limit = struct.pack("ll", 0, int(SEND_SECONDS * 1e6))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         self._reader = threading.Thread(target=self._read, name="equipoise-link", daemon=True)
 
     @classmethod
@@ -174,10 +173,8 @@ class Link:
 
     def _deliver(self, number: int, failure: str | None, content: msgspec.Raw) -> None:
         if number == 0:
-            greeted = hasattr(self, "welcome")
-            self._lose(
-                self._ended(f"closed the connection: {failure}") if greeted else Refused(failure or "")
-            )
+            error = self._ended(f"closed the connection: {failure}")
+            self._lose(error if hasattr(self, "welcome") else Refused(failure or ""))
             return
         with self._lock:
             if number not in self._waiting:

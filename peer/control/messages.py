@@ -63,19 +63,15 @@ class Welcome(msgspec.Struct, frozen=True):
     """Who answers.
 
     Attributes:
-        version: `CONTROL_VERSION`.
         peer_id: Its PeerID.
         name: What people call it.
         pid: Its process.
-        software: What it runs.
         home: Its home; empty where that is gone when the daemon ends.
     """
 
-    version: int
     peer_id: str
     name: str
     pid: int
-    software: str
     home: str = ""
 
 
@@ -244,9 +240,8 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _KINDS = {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(
-    functools.reduce(operator.or_, _KINDS)
-)
+_requests = functools.reduce(operator.or_, _KINDS)
+_request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(_requests)
 _reply = msgspec.msgpack.Decoder(tuple[int, str | None, msgspec.Raw])
 
 

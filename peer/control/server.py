@@ -276,9 +276,8 @@ class ControlServer:
         if full and silent is not None:
             silent.close()
         refused = full and silent is None
-        serving = (
-            connection.refuse(f"it has {MAX_CONNECTIONS} clients already") if refused else connection.serve()
-        )
+        too_many = f"it has {MAX_CONNECTIONS} clients already"
+        serving = connection.refuse(too_many) if refused else connection.serve()
         task = asyncio.create_task(serving)
         self._connections[connection] = task
         task.add_done_callback(lambda _: self._connections.pop(connection))

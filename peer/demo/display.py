@@ -70,10 +70,10 @@ def render_summary(summary: Summary, options: DemoOptions) -> Group:
     grid = Table.grid(padding=(0, 3))
     for name, value in _facts(summary, options):
         grid.add_row(name, value)
-    verdict = (
-        Text("It worked.", style="bold green") if summary.ok else Text("It did not work:", style="bold red")
+    text, style = ("It worked.", "bold green") if summary.ok else ("It did not work:", "bold red")
+    return Group(
+        Text(), grid, Text(), Text(text, style=style), *(Text(f"  {problem}") for problem in summary.problems)
     )
-    return Group(Text(), grid, Text(), verdict, *(Text(f"  {problem}") for problem in summary.problems))
 
 
 def _facts(summary: Summary, options: DemoOptions) -> list[tuple[str, str]]:

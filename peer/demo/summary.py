@@ -9,8 +9,7 @@ import msgspec
 from equipoise.peer.demo.options import DemoOptions
 
 MIN_GAIN = 0.01
-"""Accuracy by which the swarm must beat a peer alone: it does by 0.025 to 0.045 with at most a quarter killed, and
-0.01 is more than the noise of 898 test images."""
+"""Least gain in accuracy over a peer alone: above the noise of 898 images. It is .025 to .045 where few are killed."""
 
 FP32_BYTES = 4
 

@@ -43,9 +43,8 @@ class SwarmState:
         """
         tensors = {name: value for name, value in state_dict.items() if name != ABOUT}
         about = state_dict.get(ABOUT)
-        if not isinstance(about, dict) or not all(
-            isinstance(value, torch.Tensor) for value in tensors.values()
-        ):
+        are_tensors = all(isinstance(value, torch.Tensor) for value in tensors.values())
+        if not isinstance(about, dict) or not are_tensors:
             raise ImageError("expected what SwarmState.state_dict returned, got something else")
         self._optimizer.load(pack(tensors, about))
 
@@ -58,9 +57,7 @@ def _remembered(
         return {}
     # The twin steps with zeros at a rate of zero, as torch's own get_optimizer_state_dict does, but without touching
     # the original: its first step must be the swarm's.
-    twins = {
-        id(parameter): torch.zeros_like(parameter, requires_grad=True) for parameter in parameters.values()
-    }
+    twins = {id(one): torch.zeros_like(one, requires_grad=True) for one in parameters.values()}
     for one in twins.values():
         one.grad = torch.zeros_like(one)
     groups = [

@@ -1,8 +1,7 @@
 """The state that all peers of a training hold alike, as an image: safetensors bytes that any of them can load.
 
 Donors' images of one state are equal byte for byte, so a newcomer can take ranges of them from several and check all
-against one digest. What comes is untrusted until it has been compared with the local model: first everything is
-checked, then everything is loaded.
+against one digest. An image is untrusted: everything is compared with the local model before anything is loaded.
 """
 
 from __future__ import annotations
@@ -374,9 +373,8 @@ def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int =
         tensors[path] = tree.detach()
         return {"tensor": path}
     if isinstance(tree, Mapping):
-        return {
-            "dict": [[key, _split(v, f"{path}/{key}", tensors, depth + 1)] for key, v in _pairs(tree, path)]
-        }
+        items = _pairs(tree, path)
+        return {"dict": [[key, _split(one, f"{path}/{key}", tensors, depth + 1)] for key, one in items]}
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
         return {kind: [_split(value, f"{path}/{at}", tensors, depth + 1) for at, value in enumerate(tree)]}

@@ -76,8 +76,7 @@ class Missed:
         self.given_up = ""
 
     def next(self, state: StateId, target: StateId | None, most: int = MAX_MISSED) -> StateId | None:
-        """After which state to ask for a mean, on the way from `state` to `target`, of `most` that memory has room for;
-        None where that leads nowhere."""
+        """The state after which to ask for a mean on the way to `target`, of at most `most`; None if there is none."""
         end = self.links[-1].after if self.links else state
         if self.given_up or self.asked or target is None or end.epoch >= target.epoch:
             return None

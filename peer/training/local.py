@@ -3,9 +3,8 @@
     with DiLoCo(run, every=50):
         for batch in batches: ...  # the loop as it is: any torch optimizer over the run's parameters
 
-What is exchanged is the difference from the parameters on which all agreed last, so that a coarse codec costs little.
-The mean takes those one outer step further, alike on all peers, and every peer goes on from there. The inner
-optimizer's moments stay each peer's own.
+Peers exchange the difference from the parameters on which all agreed last, so that a coarse codec costs little. The
+mean takes those one outer step further, alike on all peers. The inner optimizer's moments stay each peer's own.
 """
 
 from __future__ import annotations
@@ -144,15 +143,14 @@ class DiLoCo(LocalTraining[Finished]):
             run: Joined with what is trained, and used for nothing else.
             every: See `LocalOptions`.
             outer: Made anew for each fragment from this one; by default `Nesterov(lr=0.7, momentum=0.9)`.
-            checkpoints: Of what all have agreed on, a directory for each fragment; their epochs are outer steps. The
-                inner optimizer is not in it: it begins anew.
+            checkpoints: Of what all agreed on, not of the inner optimizer; one directory a fragment, one epoch an outer
+                step.
             **options: Other fields of `LocalOptions`.
 
         Raises:
             TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
-            Refused: Something trains with the run already, or the peers who are there agreed on something else, or
-                fill a group.
+            Refused: Something trains with the run already, or its peers agreed on something else, or fill a group.
             CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
         """
         self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
@@ -211,9 +209,8 @@ class DiLoCo(LocalTraining[Finished]):
         return min(self.members, key=lambda member: member.in_step).reason
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others: apply what an exchange that goes on comes to, catch up with what they have
-        that this peer missed, and stay as long as some are not as far, `timeout` seconds at most. The end of the `with`
-        block does it, if it was not done before.
+        """End together with the others, within `timeout` seconds: apply what an open exchange comes to, catch up, and
+        stay as long as some are not as far. The end of the `with` block does it, if it was not done before.
 
         Returns:
             Whether this peer ends with the group's state, and why not.
@@ -368,14 +365,12 @@ class Fragment:
     @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """The outer step, and what the local parameters become by it."""
-        self._outer.step(
-            self._agreed, {name: one.to(self._agreed[name].device) for name, one in mean.items()}
-        )
+        here = {name: one.to(self._agreed[name].device) for name, one in mean.items()}
+        self._outer.step(self._agreed, here)
         for name, agreed in self._agreed.items():
             local = self._local[name]
-            local.copy_(
-                torch.lerp(agreed, local.float(), self._options.merge) if self._options.merge else agreed
-            )
+            merge = self._options.merge
+            local.copy_(torch.lerp(agreed, local.float(), merge) if merge else agreed)
 
     def _follow_agreed(self) -> None:
         self._caught_up = True
@@ -406,9 +401,8 @@ def _parts(
     """The run itself, or a run for each fragment."""
     if count == 1:
         return [(run, dict(parameters))]
-    return [
-        (run.branch(f"{run.name}/{at}", named), named) for at, named in enumerate(dealt(parameters, count))
-    ]
+    fragments = enumerate(dealt(parameters, count))
+    return [(run.branch(f"{run.name}/{at}", named), named) for at, named in fragments]
 
 
 def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:

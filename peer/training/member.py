@@ -16,13 +16,12 @@ from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import PendingRound
+from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, Recovered
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import VALUE_BYTES
 from equipoise.peer.tensors import Gradients, named_gradients
 from equipoise.peer.training import events
 from equipoise.peer.training import replica as machine
-from equipoise.peer.training.downloads import Downloads
 from equipoise.peer.training.image import Image, ModelPart, TrainingState, digest
 from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.options import CommonOptions
@@ -63,6 +62,12 @@ LEAST_SECONDS = 0.1
 FINISH_SECONDS = 10.0
 """Bounds how long a peer that ends stays for the others, in seconds: a stalled round, or the snapshot of a small model,
 fits in. The peer leaves at once where all others are as far."""
+
+FETCH_SECONDS = 600.0
+"""For one snapshot; a gigabyte at 16 Mbit/s. It resumes from other donors within that."""
+
+RECOVER_SECONDS = 60.0
+"""For one mean, a tenth of a snapshot. That nobody has it is known in a moment."""
 
 HELD_MEMORY = 0.25
 """Largest share of the available memory for means that are kept while a snapshot comes, which takes as much again."""
@@ -113,6 +118,106 @@ class Mean(NamedTuple):
         """A copy in the machine's memory: an accelerator has less of it."""
         copies = ({name: one.detach().to("cpu", copy=True) for name, one in named.items()} for named in self)
         return Mean(*copies)
+
+
+class Downloads:
+    """At most one download, and what the last one brought.
+
+    Attributes:
+        image: The snapshot that has just come, checked, until the next begins.
+        mean: The mean that has just come, until the next begins.
+        behind: How many peers are not as far as this one, when it was last asked what came next.
+        unheard: How many did not say then what they have.
+    """
+
+    def __init__(self, run: Run, state: TrainingState) -> None:
+        self.image: Image | None = None
+        self.mean: Recovered | None = None
+        self.behind = self.unheard = 0
+        self._run = run
+        self._state = state
+        self._going: PendingFetch | PendingMean | None = None
+        self._failed: type[events.FetchFailed | events.RecoveryFailed] = events.FetchFailed
+        self._refused: events.Event | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being fetched."""
+        return self._going is not None or self._refused is not None
+
+    @property
+    def recovering(self) -> bool:
+        """Whether a mean is being fetched."""
+        return self._going is not None and self._failed is events.RecoveryFailed
+
+    def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
+        """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
+        self._begin(
+            lambda: self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False, among=among),
+            events.FetchFailed,
+        )
+
+    def recover(
+        self, after: StateId, timeout: float = RECOVER_SECONDS, proved: bool = False, patient: bool = False
+    ) -> None:
+        """Begin to fetch the mean that leads on from a state; see `Run.recover`."""
+        self._begin(lambda: self._run.recover(after, timeout, proved, patient), events.RecoveryFailed)
+
+    def _begin(
+        self,
+        start: Callable[[], PendingFetch | PendingMean],
+        failed: type[events.FetchFailed | events.RecoveryFailed],
+    ) -> None:
+        self.stop()
+        self._failed = failed
+        try:
+            self._going = start()
+        except Refused as error:
+            self._refused = failed(str(error))
+
+    def stop(self) -> None:
+        """Fetch nothing more, and let go of what has come."""
+        going = self._going
+        self._going = self._refused = self.image = self.mean = None
+        if going is not None:
+            going.cancel()
+
+    def stop_snapshot(self) -> None:
+        """Fetch no snapshot any more; a mean may be on its way."""
+        if self._going is not None and not self.recovering:
+            self.stop()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for what is being fetched, at most so long; returns whether nothing is, or it has ended."""
+        return self._going is None or self._going.wait(seconds)
+
+    def ended(self) -> events.Event | None:
+        """What the download came to, if it has ended just now."""
+        if self._going is None or not self._going.done():
+            refused, self._refused = self._refused, None
+            return refused
+        going, self._going = self._going, None
+        try:
+            found = going.result()
+            return self._fetched(found) if isinstance(found, Fetched) else self._recovered(found)
+        except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
+            return self._failed(str(error))
+
+    def _fetched(self, fetched: Fetched) -> events.Event:
+        if not fetched.ok or fetched.image is None:
+            return events.FetchFailed(fetched.reason)
+        image = self._state.read(torch.frombuffer(fetched.image, dtype=torch.uint8), foreign=True)
+        if image.id != fetched.state:
+            raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
+        self.image = image
+        return events.ImageFetched(image.id)
+
+    def _recovered(self, found: Recovered) -> events.Event:
+        outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
+        if not outcome.ok or outcome.state is None:
+            return events.RecoveryFailed(outcome.reason, decided=not found.unheard)
+        self.mean = found
+        return events.MeanFetched(outcome.state, outcome.digest, outcome.counted(self._run.peer))
 
 
 class Member:
@@ -347,8 +452,7 @@ class Member:
             log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _is_past(self, outcome: Outcome) -> bool:
-        """Whether a round was of a state that this peer has left behind since the round began, by a download: it tells
-        nothing of where the group stands now, the next round does."""
+        """Whether a round was of a state that a download has left behind: the next tells where the group stands now."""
         of = outcome.state
         moved = self.in_step and self._claimed != self.id
         return outcome.ok and moved and of is not None and of.epoch < self.id.epoch
@@ -374,9 +478,8 @@ class Member:
         """End the round that goes on, if no group has formed: there is no more reason for it."""
         if self._pending is not None and not self._stopped:
             self._stopped = True
-            self._pending.stop_search(
-                "this peer has caught up with the group" if self.in_step else "no other peer is left"
-            )
+            why = "this peer has caught up with the group" if self.in_step else "no other peer is left"
+            self._pending.stop_search(why)
 
     def load(self, image: torch.Tensor) -> StateId:
         """Become what an image holds, as from a checkpoint; the next round tells whether it is the group's.
@@ -626,8 +729,6 @@ def affordable(size: int, available: int) -> int:
 
 def mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What one peer alone has accumulated, on the devices of the tensors that it is `like`."""
-    mean = {
-        name: torch.empty(one.shape, dtype=torch.float32, device=one.device) for name, one in like.items()
-    }
+    mean = {name: torch.empty(t.shape, dtype=torch.float32, device=t.device) for name, t in like.items()}
     accumulator.mean_into(mean)
     return mean

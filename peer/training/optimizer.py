@@ -44,8 +44,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     A parameter whose averaged gradient is exactly zero is skipped, weight decay and moments included, as torch skips
     one whose `.grad` is None: after an average nobody can tell them apart. LoRA's A is skipped as long as B is zero.
 
-    The wrapped optimizer's gradients lie where the next mean will, as after `zero_grad(set_to_none=False)`: one that
-    keeps some of them for its next step keeps copies.
+    The wrapped optimizer's gradients are overwritten by the next mean: one that keeps some of them keeps copies.
 
     Attributes:
         inner: The optimizer that makes the steps.
@@ -204,9 +203,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others, after the last step: apply what a round that goes on comes to, catch up with
-        what they have that this peer missed, and stay as long as some are not as far. Leaving the run does it, if it
-        was not done before, and nothing was raised.
+        """End together with the others, after the last step: apply what an open round comes to, catch up, and stay as
+        long as some are not as far. Leaving the run does it, if it was not done before and nothing was raised.
 
         Args:
             timeout: Seconds for all of that.
@@ -354,9 +352,8 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
             f"{foreign} of the optimizer's parameters are not those of run {run.name!r}",
             "join the run with all of them",
         )
-    missing = [
-        name for name, one in parameters.items() if id(one) not in {id(parameter) for parameter in held}
-    ]
+    known = {id(parameter) for parameter in held}
+    missing = [name for name, one in parameters.items() if id(one) not in known]
     if missing:
         raise Refused(
             f"{len(missing)} parameters of run {run.name!r} are not the optimizer's, as {missing[0]!r}",

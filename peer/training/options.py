@@ -63,9 +63,8 @@ class CommonOptions:
             `step` then returns all the same and adds gradients up, but makes no update; `epoch` stands, `reason` tells.
         patience: Seconds without company before it trains alone.
         timeout: Seconds for one round.
-        trust: Whose word for the group's state this peer takes. `known`: of those it has trained with; it leaves their
-            state for none that only strangers hold, as long as one of them is there. `heads`: of all, each counting
-            alike, for swarms whose members are known.
+        trust: Whose word for the group's state this peer takes. `known`: that of peers it has trained with, against any
+            number of strangers, while one of them is there. `heads`: that of all, where the members are known.
         clock: Seconds on a steady clock.
     """
 
@@ -94,9 +93,8 @@ class Options(CommonOptions):
         clip: Largest norm, over all parameters, of the averaged gradient; larger ones are scaled down. None: any.
         scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
         buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
-            not, each peer has its own, and neither newcomers nor checkpoints get them. Counters stay each peer's own in
-            both cases. They travel in fp32, whatever the codec. A peer whose statistics hold NaN or Inf gives nothing
-            to that round, and takes the others'.
+            not, each peer has its own, and neither newcomers nor checkpoints get them. They travel in fp32. Counters
+            stay each peer's own. A peer whose statistics hold NaN or Inf only takes from that round.
         extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
         delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
             this peer has as much again as it gave. Gradients are then up to one step old.
@@ -127,8 +125,7 @@ class LocalOptions(CommonOptions):
         fragments: Parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly (Streaming
             DiLoCo, 2501.18512, section 2.1).
         delay: Inner steps, tau, below H / P, that the loop makes while an exchange goes on (section 2.2).
-        merge: How much of its own, alpha, a peer keeps of what it did in those steps: own <- agreed + alpha (own -
-            agreed); equation 4.
+        merge: Share, alpha, of those steps that a peer keeps: own <- agreed + alpha (own - agreed); equation 4.
         weight: Of this peer in the mean.
     """
 

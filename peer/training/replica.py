@@ -10,14 +10,14 @@ with, or else among all, is the group's (`group_state`). From that a peer knows 
   meanwhile gets the few means that it missed, which all daemons keep for a while, or else fetches a snapshot. When that
   is there, it applies the means that were kept since: in step, and nobody waited.
 
-A round that failed here may have come to a mean for the others. So one in step asks for that at once; if its own
-contribution is in it, that must not be given again.
+A round that failed here may have come to a mean elsewhere, with this peer's contribution, which must not be given
+again. So a peer in step asks for that mean at once.
 
 Identities are free, so heads alone prove nothing. A peer that has trained with others, by rounds in which they held one
 state, does not leave that state for one that only strangers hold, whatever their number or epoch. It believes those
-that it has trained with (`Known`), so a peer that was cut off, or has trained alone meanwhile, comes back to them. Only
-where none of them is left does it follow the strangers: so a survivor of one island joins the other island, while two
-islands of several peers each keep their states.
+that it has trained with (`Known`), so a peer that was cut off, or has trained alone meanwhile, comes back to them. It
+follows strangers only where none of those is left: a survivor of one island joins another, two islands of several
+peers keep their states.
 
 An id's lineage is a running digest: of the first parameters, and of everything applied since. Every `CHECK_EVERY`
 epochs it takes in the parameters as they really are, so that hardware that computes otherwise is found out. That link
@@ -63,12 +63,10 @@ FAILED_ROUNDS = 3
 """Rounds that fail in a row, though others are known, before one that may train alone does; one alone is weather."""
 
 FIRST_SNAPSHOT = 2
-"""Epoch that one who finds others at work asks for at once: those who begin at the same time never come to be asked
-for it, for they are in step by then."""
+"""Epoch whose snapshot a peer wants that finds others at work: those who begin with it are in step by then."""
 
 LOOKS_BACK = 3
-"""Most times that a peer whose group has left asks for the mean after one state, where not all have answered: each may
-take some seconds, in which it trains nothing."""
+"""Most questions for the mean after one state by a peer whose group has left; each may cost it seconds of training."""
 
 FETCH_PAUSE = 0.5
 """Seconds from a download that failed to the next; twice as many after each in a row: one that no image fits would
@@ -86,8 +84,7 @@ MAX_KNOWN = 256
 """Peers remembered as those that this one has trained with: four groups of the largest size. The least recent go."""
 
 ROUNDS_APART = 3
-"""Rounds without any peer that is known, before strangers are followed: where a round takes longer than `patience`, one
-round that the others were late for must not be enough."""
+"""Least rounds without a known peer before strangers are followed: one round that they were late for is not enough."""
 
 
 class Phase(Enum):
@@ -104,8 +101,7 @@ class Known:
     Args:
         name: PeerID of the one that remembers them.
         trust: `heads`: it takes the word of all, whether it has trained with them or not.
-        patience: Seconds without any of them after which strangers are followed, if no other peer is known either, and
-            `ROUNDS_APART` rounds have passed.
+        patience: Seconds, and `ROUNDS_APART` rounds that nobody missed, without any of them: then it follows strangers.
         now: Seconds of the clock that `group` is given.
     """
 
@@ -135,9 +131,8 @@ class Known:
         """The state that this peer takes for the group's after a round; None if nobody whom it believes claims one."""
         if self._trust == "heads" or not self._names:
             return round.group
-        claims = {
-            name: state for name, state in round.states.items() if name in self._names or name == self._name
-        }
+        believed = {self._name, *self._names}
+        claims = {name: state for name, state in round.states.items() if name in believed}
         if any(name in self._names for name in round.members):
             self._met_at, self._apart = now, 0
         elif not round.missing:
@@ -167,9 +162,8 @@ class Replica:
         held: int = HELD_MEANS,
         trust: Trust = "known",
     ) -> None:
-        """This peer, `name`, starts with `state`; `patience` is the seconds without company after which it trains
-        alone, if `alone` says so; `held`, at least 2, the means that it has memory to keep; `trust` says whose word for
-        the group's state it takes."""
+        """This peer, `name`, starts with `state`. After `patience` seconds without company it trains alone, if `alone`
+        says so. It has memory for `held` means, at least 2. `trust` says whose word for the group's state it takes."""
         self._most_held = min(held, HELD_MEANS)
         self._name = name
         self.state = state
@@ -408,10 +402,8 @@ class Replica:
             self._meets = self._unsure = False
             self._links.extend(self._missed.clear())
             actions += [events.DropGiven()] if counted else []
-            self.phase, self.reason = (
-                Phase.IN_STEP,
-                f"it missed the mean after {lineage.told(before)}, and has it now",
-            )
+            self.phase = Phase.IN_STEP
+            self.reason = f"it missed the mean after {lineage.told(before)}, and has it now"
             actions += self._replay(now)
             return actions if self._replaying else [*actions, *self._look_ahead(self._looks_ahead - 1)]
         target = self._target
@@ -490,16 +482,13 @@ class Replica:
         if self._links:
             before = self._links[0].before
             self.phase, self._wanted = Phase.ASTRAY, before.epoch
-            self.reason = (
-                f"astray: it came to {lineage.told(self.state)}, the group to {lineage.told(before)}"
-            )
+            came, group = lineage.told(self.state), lineage.told(before)
+            self.reason = f"astray: it came to {came}, the group to {group}"
             return [*actions, *self._return(now)]
         if self.phase is not Phase.IN_STEP:
             # The next round tells whether it is the group's; most likely it is.
-            self.phase, self.reason = (
-                Phase.IN_STEP,
-                f"it caught up with the group at {lineage.told(self.state)}",
-            )
+            self.phase, told = Phase.IN_STEP, lineage.told(self.state)
+            self.reason = f"it caught up with the group at {told}"
         return actions
 
     def _due(self, company: bool, now: float) -> list[Action]:

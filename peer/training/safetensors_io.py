@@ -20,8 +20,7 @@ ALIGNMENT = 8
 """Bytes; every dtype's values can then be viewed where they lie."""
 
 MAX_HEADER_BYTES = 32 * 2**20
-"""A hundred thousand tensors take half of it. Parsed, a hostile one of empty objects is twenty times as large; the
-library itself refuses above a hundred megabytes."""
+"""Longest header: a hundred thousand tensors take half. A hostile one is twenty times as large once it is parsed."""
 
 MAX_DIMENSIONS = 64
 """As many as torch can index. The product of a header's worth of numbers would never end."""
@@ -80,9 +79,8 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
             "keep large lists of numbers as tensors"
         )
     image = torch.empty(8 + len(text) + at, dtype=torch.uint8)
-    image[: 8 + len(text)] = torch.frombuffer(
-        bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8
-    )
+    head = bytearray(len(text).to_bytes(8, "little") + text)
+    image[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
     values = image[8 + len(text) :]
     with torch.no_grad():
         for name, tensor in ordered:

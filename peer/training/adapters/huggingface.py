@@ -33,8 +33,8 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
             run: Joined with the model that is given to the Trainer.
             target_batch_size: Samples, of all peers together, that make an update.
             epochs: The swarm's epoch at which training stops; None leaves the end to the Trainer.
-            **options: Other fields of `equipoise.peer.training.Options`, and `checkpoints`. `batch_size`, `clip` and
-                `scheduler` come from the Trainer unless they are given.
+            **options: `checkpoints`, and other fields of `equipoise.peer.training.Options`: by default the Trainer's
+                `batch_size`, `clip` and `scheduler`.
         """
         self.optimizer: SwarmOptimizer | None = None
         self._run = run
