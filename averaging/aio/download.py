@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from blake3 import blake3
 
-from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import TICKET_BYTES
 from equipoise.averaging.ports import FrameRefused
@@ -70,7 +70,7 @@ class NoRoomError(Exception):
 
 
 def flow_of(ticket: bytes, peer: str) -> bytes:
-    """The mesh's name for what goes between this peer and another for one download."""
+    """The sessions's name for what goes between this peer and another for one download."""
     return TRANSFER_FRAME + ticket + peer.encode()
 
 
@@ -79,7 +79,7 @@ class Download:
 
     Args:
         request: What it is after, without a ticket.
-        mesh: Sends frames.
+        sessions: Sends frames.
         timeout: Seconds for everything.
         room: Makes memory for the image.
         examine: Looks at the image of a mean; of a snapshot nothing is asked.
@@ -90,11 +90,11 @@ class Download:
     """
 
     def __init__(
-        self, request: Request, mesh: Mesh, timeout: float, room: Room, examine: Examine | None = None
+        self, request: Request, sessions: Sessions, timeout: float, room: Room, examine: Examine | None = None
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.outcome: asyncio.Future[FetchOutcome] = self._loop.create_future()
-        self._mesh = mesh
+        self._sessions = sessions
         self._room = room
         self._examine = examine
         self.voters: frozenset[str] = frozenset()
@@ -130,16 +130,18 @@ class Download:
         self._credentials = {peer: credentials[peer] for peer in chosen}
         for peer, credential in self._credentials.items():
             if credential != before.get(peer):
-                self._mesh.admit(peer, credential)  # A donor that is asked opens a channel before it answers.
+                self._sessions.admit(
+                    peer, credential
+                )  # A donor that is asked opens a channel before it answers.
         self._tell(PeersSeen(tuple(self._credentials)))
 
     def withdraw(self, reason: str) -> None:
         """End it."""
         self._tell(Withdrew(reason))
 
-    def lost(self, peer: str, reason: str, connected: bool) -> None:
+    def lost(self, peer: str, reason: str) -> None:
         """Frames to or from a peer may have been lost."""
-        self._tell(PeerLost(peer, reason, connected))
+        self._tell(PeerLost(peer, reason))
 
     def place(self, peer: str, message: Bulk, size: int) -> memoryview:
         """Where a body goes: a buffer of its own if it is wanted, else scratch.
@@ -151,18 +153,18 @@ class Download:
             FrameRefused: It has another size than it should have, or more comes than was asked for.
         """
         if message.ticket != self._ticket:
-            return self._mesh.scratch(size)  # Of an earlier download, which was over before it came.
+            return self._sessions.scratch(size)  # Of an earlier download, which was over before it came.
         self._due[peer] -= 1
         if self._due[peer] < 0:
             raise self._broken(peer, "it sends more than it was asked for")
         if self._image is None or not self._machine.expects(peer, message):
-            return self._mesh.scratch(size)
+            return self._sessions.scratch(size)
         expected = self._image.chunks * DIGEST_BYTES
         if isinstance(message, Chunk):
             expected = self._image.length(message.chunk)
         if size != expected:
             raise self._broken(peer, f"expected {expected} bytes of a {type(message).__name__}, got {size}")
-        return self._mesh.pool.take(size)
+        return self._sessions.pool.take(size)
 
     def _lot(self, peer: str) -> bytes:
         """A peer's place in an order that differs from download to download, so that no name is sure of a place."""
@@ -176,7 +178,7 @@ class Download:
         """A frame has come from a donor."""
         if not isinstance(message, Bulk):
             self._tell(AnswerReceived(peer, message))
-        elif self._image is not None and body and not self._mesh.is_scratch(body):
+        elif self._image is not None and body and not self._sessions.is_scratch(body):
             self._take(peer, message, body, self._image)
 
     def _take(self, peer: str, message: Bulk, body: memoryview, image: ImageId) -> None:
@@ -207,13 +209,13 @@ class Download:
         self._schedule()
 
     def _send(self, peer: str, message: TransferMessage) -> None:
-        self._mesh.post(peer, TRANSFER_FRAME + encode(message), once=True)
+        self._sessions.post(peer, TRANSFER_FRAME + encode(message))
         if isinstance(message, AskDigests | AskChunks):
             self._due[peer] += len(message.chunks) if isinstance(message, AskChunks) else 1
             if peer not in self._entered:
                 # By now it has admitted this peer: it has answered.
                 self._entered.add(peer)
-                self._mesh.enter(flow_of(self._ticket, peer), {peer: self._credentials.get(peer, b"")})
+                self._sessions.enter(flow_of(self._ticket, peer), {peer: self._credentials.get(peer, b"")})
 
     def _allocate(self, image: ImageId) -> None:
         if self._making is not None:
@@ -260,7 +262,7 @@ class Download:
                 ok=False, reason=action.reason, seconds=seconds, behind=action.behind, unheard=action.unheard
             )
         for peer in self._entered:
-            self._mesh.leave(flow_of(self._ticket, peer))
+            self._sessions.leave(flow_of(self._ticket, peer))
         self._memory = memoryview(b"")
         if not self.outcome.done():
             self.outcome.set_result(outcome)

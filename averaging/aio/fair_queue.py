@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from equipoise.averaging.ports import Buffer
 
@@ -20,7 +20,7 @@ class _Lane:
     Attributes:
         waiting: What each flow wants to send; a flow that wants nothing is not there.
         had: Bytes that each flow has had while others waited too, since the lane was last empty.
-        reached: What who was next had had then: no flow that waits has had less.
+        reached: Virtual time: the least bytes that any waiting flow has had.
     """
 
     def __init__(self) -> None:
@@ -37,24 +37,21 @@ class _Lane:
         frames = self.waiting[flow] = deque()
         return frames
 
-    def drop(self, flow: bytes | None) -> None:
-        """Forget one flow, or all."""
-        for kept in (self.waiting, self.had):
-            if flow is None:
-                kept.clear()
-            else:
-                kept.pop(flow, None)
+    def drop(self, flow: bytes) -> None:
+        """Forget a flow."""
+        self.waiting.pop(flow, None)
+        self.had.pop(flow, None)
 
 
 class SendQueue:
     """A queue in which a heartbeat waits behind no part, a round behind no more than it must, a download behind both.
 
     Attributes:
-        control: Headers of control frames, in order.
+        control: Flow and header of each control frame, in order.
     """
 
     def __init__(self) -> None:
-        self.control: deque[bytes] = deque()
+        self.control: deque[tuple[bytes, bytes]] = deque()
         self._rounds = _Lane()
         self._late = _Lane()
 
@@ -74,8 +71,12 @@ class SendQueue:
             frames = lane.enter(flow)
         frames.append(make)
 
-    def next_bulk(self) -> Frame | None:
-        """Take the next bulk frame that is still wanted, from the flow that has had the fewest bytes."""
+    def next_bulk(self) -> tuple[Frame, bytes, Bulk] | None:
+        """Take the next bulk frame that is still wanted, from the flow that has had the fewest bytes.
+
+        Returns:
+            The frame, its flow, and what made it.
+        """
         for lane in (self._rounds, self._late):
             while waiting := lane.waiting:
                 shared = len(waiting) > 1
@@ -93,10 +94,17 @@ class SendQueue:
                     continue
                 if shared and flow in lane.had:
                     lane.had[flow] += len(frame[0]) + len(frame[1])
-                return frame
+                return frame, flow, make
         return None
 
-    def drop_bulk(self, flow: bytes | None = None) -> None:
-        """Forget the bulk frames of one flow, or of all."""
+    def drop_bulk(self, flow: bytes) -> None:
+        """Forget the bulk frames of a flow."""
         for lane in (self._rounds, self._late):
             lane.drop(flow)
+
+    def drop_all_but(self, flows: Container[bytes]) -> None:
+        """Forget all frames of other flows."""
+        self.control = deque(one for one in self.control if one[0] in flows)
+        for lane in (self._rounds, self._late):
+            for flow in [flow for flow in lane.waiting if flow not in flows]:
+                lane.drop(flow)

@@ -12,8 +12,8 @@ import msgspec
 import torch
 
 from equipoise.averaging.aio.fair_queue import Frame
-from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round_buffers import RoundBuffers
+from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.endpoint import Endpoint
@@ -119,7 +119,7 @@ class RoundDriver:
 
     Args:
         task: What to do.
-        mesh: Sends frames.
+        sessions: Sends frames.
         closed: Called once, when the round can be forgotten.
         keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
     """
@@ -127,7 +127,7 @@ class RoundDriver:
     def __init__(
         self,
         task: Task,
-        mesh: Mesh,
+        sessions: Sessions,
         closed: Callable[[RoundDriver], None],
         keep: Callable[[EncodedMean, Prove], None] = lambda mean, prove: None,
     ) -> None:
@@ -136,15 +136,17 @@ class RoundDriver:
         self._layout = task.spec.layout
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self._task = task
-        self._mesh = mesh
+        self._sessions = sessions
         self._closed = closed
         self._keep = keep
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
-        self._me = task.manifest.index(mesh.peer)
+        self._me = task.manifest.index(sessions.peer)
         self._header = ROUND_FRAME + self.id
         tensors = task.contribution, task.result
-        self._store = RoundBuffers(self.group, self._me, self._layout, *tensors, mesh.pool, task.spec.rule)
+        self._store = RoundBuffers(
+            self.group, self._me, self._layout, *tensors, sessions.pool, task.spec.rule
+        )
         self._began = self._loop.time()
         self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
         self._machine = self._endpoint.machine
@@ -153,7 +155,7 @@ class RoundDriver:
         self._phases: dict[str, float] = {}
         self._phase_began = self._began
         self._phase = self._machine.phase
-        self._heard_bytes = {peer: mesh.received(peer) for peer in self._members}
+        self._heard_bytes = {peer: sessions.received(peer) for peer in self._members}
         self._sent = 0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -161,8 +163,8 @@ class RoundDriver:
 
     def start(self) -> None:
         """Say hello to every member, and begin."""
-        self._mesh.enter(self.id, {join.peer: join.credential for join in self._task.manifest.members})
-        self._mesh.meet(self._task.manifest.peers)
+        credentials = {join.peer: join.credential for join in self._task.manifest.members}
+        self._sessions.enter(self.id, credentials, round=True)
         self._perform(self._endpoint.start(self._loop.time()))
 
     def withdraw(self, reason: str) -> None:
@@ -198,9 +200,9 @@ class RoundDriver:
             case _:
                 self._tell(MessageReceived(member, self._vote_signatures.check(member, message)))
 
-    def lost(self, peer: str, reason: str, connected: bool) -> None:
-        """Frames to or from a member may have been lost; `connected` says whether another channel to it is open."""
-        self._tell(PeerLost(self._members[peer], reason, connected))
+    def lost(self, peer: str, reason: str) -> None:
+        """No channel to a member is open."""
+        self._tell(PeerLost(self._members[peer], reason))
 
     @property
     def number(self) -> int:
@@ -220,7 +222,7 @@ class RoundDriver:
 
     def _on_contribution(self, member: int, part: int, body: memoryview) -> None:
         # What began to come in before its round lies in memory that the next body is received over.
-        if not self._machine.wants_contribution(member, part) or self._mesh.is_scratch(body):
+        if not self._machine.wants_contribution(member, part) or self._sessions.is_scratch(body):
             return
         try:
             self._store.keep_contribution(part, member, body)
@@ -230,7 +232,7 @@ class RoundDriver:
             self._tell(ContributionReceived(member, part))
 
     def _on_mean(self, member: int, part: int, contributors: int, body: memoryview) -> None:
-        if not self._machine.wants_mean(member, part, contributors) or self._mesh.is_scratch(body):
+        if not self._machine.wants_mean(member, part, contributors) or self._sessions.is_scratch(body):
             return
         try:
             digest = self._store.keep_mean(part, contributors, body)
@@ -245,7 +247,7 @@ class RoundDriver:
     def _wake(self) -> None:
         self._wakes_at = math.inf
         for peer, before in self._heard_bytes.items():
-            self._heard_bytes[peer] = received = self._mesh.received(peer)
+            self._heard_bytes[peer] = received = self._sessions.received(peer)
             self._endpoint.received(self._members[peer], max(received - before, 0))
         self._tell(Woke())
         self._schedule()
@@ -265,9 +267,9 @@ class RoundDriver:
                 case Send(to, message):
                     self._post(to, message)
                 case SendContribution(to, part):
-                    self._mesh.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
+                    self._sessions.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
                 case SendMean(to, part, contributors):
-                    self._mesh.post_bulk(
+                    self._sessions.post_bulk(
                         self._peers[to], self.id, partial(self._make_mean, part, contributors)
                     )
                 case Reduce(part, contributors):
@@ -285,7 +287,10 @@ class RoundDriver:
     def _post(self, to: int, message: wire.RoundMessage) -> None:
         header = self._header + wire.encode(self._vote_signatures.seal(message))
         self._sent += len(header)
-        self._mesh.post(self._peers[to], header)
+        if isinstance(message, wire.Heartbeat):
+            self._sessions.beat(self._peers[to], header)
+        else:
+            self._sessions.post(self._peers[to], header, self.id)
 
     def _make_contribution(self, part: int) -> Frame | None:
         if self._machine.ended is not None:
@@ -364,7 +369,7 @@ class RoundDriver:
     def close(self) -> None:
         """Forget the round at once, whoever may still need it."""
         self._store.release()
-        self._mesh.leave(self.id)
+        self._sessions.leave(self.id)
         if self._timer is not None:
             self._timer.cancel()
         self._wakes_at = -math.inf  # It is never woken again.

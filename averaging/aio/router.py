@@ -1,4 +1,4 @@
-"""All runs of a daemon over one mesh: joins them, and hands every frame to the run or round that it is for."""
+"""All runs of a daemon: joins them, and hands every frame to the run or round that it is for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import msgspec
 
 from equipoise.averaging.aio.download import TRANSFER_FRAME
 from equipoise.averaging.aio.leftovers import Leftovers
-from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, RoundDriver, Task
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver, Surroundings
+from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
@@ -74,9 +74,9 @@ class Router:
         self._rounds: dict[bytes, RoundDriver] = {}
         self._closed: OrderedDict[bytes, None] = OrderedDict()
         self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
-        self._mesh = Mesh(transport, self, direct)
+        self._sessions = Sessions(transport, self, direct)
         self._surroundings = Surroundings(
-            self._mesh,
+            self._sessions,
             directory,
             identity,
             bandwidth,
@@ -97,7 +97,7 @@ class Router:
         self._runs[spec.name] = run
         directory, verify = self._surroundings.directory, self._surroundings.identity.verify
         self._transfers[spec.name] = Transfer(
-            spec, self._mesh, directory, verify, self._busy, lambda: len(self._runs), run.is_mute
+            spec, self._sessions, directory, verify, self._busy, lambda: len(self._runs), run.is_mute
         )
         run.start()
         return run
@@ -119,11 +119,11 @@ class Router:
         finally:
             for round in list(self._rounds.values()):
                 round.withdraw("this daemon is stopping")
-            await self._mesh.stop()
+            await self._sessions.stop()
             for round in list(self._rounds.values()):
                 round.close()
 
-    # ---- what the mesh tells ----
+    # ---- what the sessions tell ----
 
     def place(self, peer: str, header: bytes, size: int) -> memoryview:
         """Where the body of a frame goes."""
@@ -131,12 +131,12 @@ class Router:
         if kind == ROUND_FRAME:
             round = self._rounds.get(header[1:HEADER_PREFIX_BYTES])
             if round is None or not round.is_member(peer):
-                return self._mesh.scratch(size)
+                return self._sessions.scratch(size)
             return round.place(peer, _bulk_message(header), size)
         if kind == TRANSFER_FRAME:
             message = _transfer_message(header)
             transfer = self._serving(message.run)
-            return self._mesh.scratch(size) if transfer is None else transfer.place(peer, message, size)
+            return self._sessions.scratch(size) if transfer is None else transfer.place(peer, message, size)
         raise FrameRefused(f"expected a body only in frames of a round, got {size} bytes after {kind!r}")
 
     def frame(self, peer: str, header: bytes, body: memoryview) -> None:
@@ -155,21 +155,18 @@ class Router:
                 f"expected a frame of a round, of matchmaking or of a transfer, got kind {kind!r}"
             )
 
-    def lost(self, peer: str, reason: str, connected: bool) -> None:
-        """Frames to or from a peer may have been lost."""
+    def broke(self, peer: str, reason: str) -> None:
+        """No channel to a peer is open, and frames to it wait."""
         for round in list(self._rounds.values()):
             if round.is_member(peer):
-                round.lost(peer, reason, connected)
-        if connected:
-            for transfer in [*self._transfers.values(), *self._leftovers.transfers]:
-                transfer.lost(peer, reason, connected)
-        else:
-            self.interrupted(peer, reason)
+                round.lost(peer, reason)
 
-    def interrupted(self, peer: str, reason: str) -> None:
-        """The only channel to a peer broke, and another is being opened."""
+    def lost(self, peer: str, reason: str, rounds: bool) -> None:
+        """Frames to or from a peer may be lost, those of rounds only if `rounds` says so."""
+        if rounds:
+            self.broke(peer, reason)
         for transfer in [*self._transfers.values(), *self._leftovers.transfers]:
-            transfer.lost(peer, reason, False)
+            transfer.lost(peer, reason)
         for run in list(self._runs.values()):
             run.lost(peer)
 
@@ -182,7 +179,7 @@ class Router:
         if run is not None:
             run.receive(peer, message)
         elif isinstance(message, JoinRequest):
-            self._mesh.post(
+            self._sessions.post(
                 peer, MATCHMAKING_FRAME + matchmaking_messages.encode(refuse_unknown_run(message))
             )
 
@@ -218,7 +215,7 @@ class Router:
             one.close()
         transfer = self._transfers[task.spec.name]
         transfer.begin(task.manifest)
-        round = RoundDriver(task, self._mesh, self._forget, transfer.keep)
+        round = RoundDriver(task, self._sessions, self._forget, transfer.keep)
         round.outcome.add_done_callback(transfer.over)
         self._rounds[round.id] = round
         round.start()
@@ -232,7 +229,7 @@ class Router:
             try:
                 self._round_frame(peer, header, memoryview(b""))
             except FrameRefused as error:
-                round.lost(peer, str(error), connected=False)
+                round.lost(peer, str(error))
 
     def _left(self, run: RunDriver) -> bool:
         name = run.spec.name

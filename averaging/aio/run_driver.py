@@ -16,8 +16,8 @@ from typing import Protocol
 import msgspec
 import torch
 
-from equipoise.averaging.aio.mesh import Mesh
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
+from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.vote_signatures import Keys
 from equipoise.averaging.claims import Claims
@@ -77,7 +77,7 @@ class Surroundings:
     """What a run needs of its daemon.
 
     Attributes:
-        mesh: Sends frames.
+        sessions: Sends frames.
         directory: Who else is in the run.
         identity: Signs joins.
         bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
@@ -85,7 +85,7 @@ class Surroundings:
         left: Told when the run has been left; returns whether what is kept of it is still served.
     """
 
-    mesh: Mesh
+    sessions: Sessions
     directory: Directory
     identity: Identity
     bandwidth: float
@@ -108,7 +108,7 @@ class RunDriver:
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
         self.rounds_ok = self.rounds_failed = 0
         self._surroundings = surroundings
-        self._mesh = surroundings.mesh
+        self._sessions = surroundings.sessions
         self._directory = surroundings.directory
         self._loop = asyncio.get_running_loop()
         identity = surroundings.identity
@@ -116,14 +116,14 @@ class RunDriver:
         context = Context(
             run=spec.name,
             spec=spec.hash,
-            peer=self._mesh.peer,
+            peer=self._sessions.peer,
             group_size=spec.options.group_size,
             sign=identity.sign,
             verify=identity.verify,
             quorum=spec.strategy.quorum,
         )
         self._machine = spec.strategy.matchmaker(context, random.Random())
-        self._spec_diff = SpecDiff(spec, self._mesh.peer, self._loop.time())
+        self._spec_diff = SpecDiff(spec, self._sessions.peer, self._loop.time())
         self._claims = Claims(spec.options.group_size)
         self._looked = asyncio.Event()
         self._compared = asyncio.Event()
@@ -315,13 +315,13 @@ class RunDriver:
         until = self._loop.time() + timeout
         dialable: bool | None = None
         while True:
-            again, dialable = dialable is not None, self._mesh.dialable
+            again, dialable = dialable is not None, self._sessions.dialable
             self._tell(
                 BecameReady(
                     weight=weight,
                     nonce=os.urandom(NONCE_BYTES),
                     bandwidth=self._bandwidth,
-                    credential=self._mesh.credential,
+                    credential=self._sessions.credential,
                     dialable=dialable,
                     patience=max(0.0, until - self._loop.time()),
                     state=state,
@@ -330,7 +330,7 @@ class RunDriver:
             if again:
                 # The machine takes its record for published; that others can dial this peer is not its concern.
                 self._publish()
-            while self._mesh.dialable == dialable:
+            while self._sessions.dialable == dialable:
                 await asyncio.wait({formed}, timeout=DIALABLE_SECONDS)
                 if formed.done():
                     return formed.result()
@@ -339,13 +339,13 @@ class RunDriver:
     @property
     def _bandwidth(self) -> float:
         """What this peer says it can send, to its group and to all: as its user says, or as measured; 0 if unknown."""
-        return self._surroundings.bandwidth or self._mesh.meter.bandwidth.estimate
+        return self._surroundings.bandwidth or self._sessions.meter.bandwidth.estimate
 
     async def _exchange(self, task: Task) -> Outcome:
         self._round = self._surroundings.begin(task)
         try:
             outcome = await asyncio.shield(self._round.outcome)
-            if outcome.counted(self._mesh.peer):
+            if outcome.counted(self._sessions.peer):
                 # Before the next round's number is announced: no weight may count towards two rounds.
                 self._accumulated = 0.0
             return outcome
@@ -393,7 +393,7 @@ class RunDriver:
     def _compare(self, event: Event) -> None:
         before = self._spec_diff.reason
         for send in self._spec_diff.handle(event, self._loop.time()):
-            self._mesh.post(send.peer, MATCHMAKING_FRAME + matchmaking_messages.encode(send.message))
+            self._sessions.post(send.peer, MATCHMAKING_FRAME + matchmaking_messages.encode(send.message))
         if self._spec_diff.reason != before and self._spec_diff.reason:
             log.warning("run %s: %s", self.spec.name, self._spec_diff.reason)
         self._compared.set()
@@ -403,12 +403,12 @@ class RunDriver:
         for action in self._machine.handle(event, self._loop.time()):
             match action:
                 case Send(peer, message):
-                    self._mesh.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
+                    self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
                 case Form(manifest, reason):
                     self._form(manifest, reason)
                 case Decline(peer, round_id):
                     gone = wire.GiveUp("it was not ready for this group")
-                    self._mesh.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
+                    self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
                 case Announce():
                     self._announced = action
                     self._publish()

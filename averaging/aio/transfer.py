@@ -14,7 +14,7 @@ import torch
 from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Examine, Room, flow_of
 from equipoise.averaging.aio.fair_queue import Frame
-from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
@@ -98,7 +98,7 @@ class Transfer:
 
     Args:
         spec: The run.
-        mesh: Sends frames.
+        sessions: Sends frames.
         directory: Who else is in the run.
         verify: Checks the signatures under a mean.
         busy: Whether a round exchanges at this daemon now.
@@ -109,7 +109,7 @@ class Transfer:
     def __init__(
         self,
         spec: RunSpec,
-        mesh: Mesh,
+        sessions: Sessions,
         directory: Directory,
         verify: Verify,
         busy: Callable[[], bool] = lambda: False,
@@ -117,7 +117,7 @@ class Transfer:
         is_mute: Callable[[str], bool] = lambda peer: False,
     ) -> None:
         self._spec = spec
-        self._mesh = mesh
+        self._sessions = sessions
         self._directory = directory
         self._verify = verify
         self._busy = busy
@@ -214,15 +214,15 @@ class Transfer:
         """A round has come to a mean: keep it for those who missed it, if there is a state that it leads on from."""
         before = mean.before
         if before is not None and not self._left:
-            self._circle = self._circle.ended(before, mean.manifest, self._mesh.peer)
-            self._attended = Circle.attended(before, mean.manifest, self._mesh.peer)
+            self._circle = self._circle.ended(before, mean.manifest, self._sessions.peer)
+            self._attended = Circle.attended(before, mean.manifest, self._sessions.peer)
             self._drop(before)
             self._means[before] = _Kept(mean, prove)
             self._tell(MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """A round of this run exchanges values here; `over` is called when it has ended."""
-        self._circle = self._circle.begun(manifest, self._mesh.peer)
+        self._circle = self._circle.begun(manifest, self._sessions.peer)
         before = group_state(join.state for join in manifest.members if join.state is not None)
         if before is not None:
             self._tell(RoundBegan(before))
@@ -302,7 +302,7 @@ class Transfer:
         self._left = reason
         self.withdraw(reason)
         for flow in self._flows.values():
-            self._mesh.leave(flow)
+            self._sessions.leave(flow)
         for task in self._tasks:
             task.cancel()
         if self._timer is not None:
@@ -319,7 +319,7 @@ class Transfer:
             FrameRefused: It is not what was asked for.
         """
         if self._download is None or not isinstance(message, Bulk):
-            return self._mesh.scratch(size)
+            return self._sessions.scratch(size)
         return self._download.place(peer, message, size)
 
     def frame(self, peer: str, message: TransferMessage, body: memoryview) -> None:
@@ -336,11 +336,11 @@ class Transfer:
             self._tell(RoundsSeen(self._busy()))
             self._tell(AskReceived(peer, message))
 
-    def lost(self, peer: str, reason: str, connected: bool) -> None:
+    def lost(self, peer: str, reason: str) -> None:
         """Frames to or from a peer may have been lost."""
-        self._tell(PeerLost(peer, reason, connected))
+        self._tell(PeerLost(peer, reason))
         if self._download is not None:
-            self._download.lost(peer, reason, connected)
+            self._download.lost(peer, reason)
 
     # ---- as a donor ----
 
@@ -384,7 +384,7 @@ class Transfer:
         if not self._looked_up(peer, ask):
             self._leave(peer)
             flow = self._flows[peer] = flow_of(ask.ticket, peer)
-            self._mesh.enter(flow, {peer: found.credential})
+            self._sessions.enter(flow, {peer: found.credential})
         self._tell(AskReceived(peer, ask))
 
     def _looked_up(self, peer: str, ask: Ask) -> bool:
@@ -420,7 +420,7 @@ class Transfer:
     def _post(self, peer: str, message: ToDonor | ToNewcomer) -> None:
         if isinstance(message, Answer):
             message = self._proved(message)
-        self._mesh.post(peer, TRANSFER_FRAME + encode(message), once=True)
+        self._sessions.post(peer, TRANSFER_FRAME + encode(message))
 
     def _proved(self, answer: Answer) -> Answer:
         """With all votes for the mean that it offers that are known by now."""
@@ -430,8 +430,8 @@ class Transfer:
 
     def _post_body(self, peer: str, message: Bulk) -> None:
         flow = self._flows.get(peer, b"")
-        self._mesh.post_bulk(peer, flow, lambda: self._make(message), late=True)
-        self._mesh.post_bulk(peer, flow, lambda: self._sent(peer), late=True)
+        self._sessions.post_bulk(peer, flow, lambda: self._make(message), late=True)
+        self._sessions.post_bulk(peer, flow, lambda: self._sent(peer), late=True)
 
     def _make(self, message: Bulk) -> Frame | None:
         held = self._held.get(message.digest)
@@ -449,7 +449,7 @@ class Transfer:
 
     def _leave(self, peer: str) -> None:
         if flow := self._flows.pop(peer, None):
-            self._mesh.leave(flow)
+            self._sessions.leave(flow)
 
     # ---- looking ----
 
@@ -461,7 +461,7 @@ class Transfer:
         self, request: Request, timeout: float, room: Room, examine: Examine | None = None
     ) -> Download:
         self._require_idle()
-        download = self._download = Download(request, self._mesh, timeout, room, examine)
+        download = self._download = Download(request, self._sessions, timeout, room, examine)
         if self._left:
             download.withdraw(self._left)
         looking = self._spawn(self._look_regularly(download))
@@ -478,7 +478,7 @@ class Transfer:
     async def _mates(self) -> list[Candidate]:
         """The other peers of the run with the same spec."""
         found = await self._directory.peers(self._spec.name)
-        return [one for one in found if one.peer != self._mesh.peer and one.spec == self._spec.hash]
+        return [one for one in found if one.peer != self._sessions.peer and one.spec == self._spec.hash]
 
     async def _look_regularly(self, download: Download) -> None:
         while True:

@@ -165,8 +165,8 @@ class Fetch:
                 actions += self._ask(self._poll.see(peers, now))
             case AnswerReceived(peer, message):
                 self._on_answer(peer, message, now)
-            case PeerLost(peer, reason, connected):
-                self._on_loss(peer, reason, connected)
+            case PeerLost(peer, reason):
+                self._on_loss(peer, reason)
             case MemoryReady(size):
                 self._memory = size
             case MemoryRefused(reason):
@@ -199,14 +199,13 @@ class Fetch:
                 self._poll.forget(peer)
                 self._leave_out(peer, message.reason)
 
-    def _on_loss(self, peer: str, reason: str, connected: bool) -> None:
+    def _on_loss(self, peer: str, reason: str) -> None:
         if self._sources is not None:
             self._sources.interrupt(peer)
         if peer in self._asked_digests:
             self._digests_until = 0.0
-        if not connected:
-            self._poll.forget(peer)
-            self._leave_out(peer, reason)
+        self._poll.forget(peer)
+        self._leave_out(peer, reason)
 
     def _on_digests(self, event: DigestsReceived) -> None:
         if self._is_current(event.image):

@@ -32,11 +32,10 @@ class AnswerReceived:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """Frames to or from a peer may have been lost; `connected` says whether it can still be spoken to."""
+    """Frames to or from a peer may have been lost, and the peer cannot be reached."""
 
     peer: str
     reason: str
-    connected: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equipoise.averaging.aio import router as hub_module
-from equipoise.averaging.aio.mesh import MAX_CHANNELS
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
+from equipoise.averaging.aio.sessions import MAX_CHANNELS
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking.messages import GroupFormed, Invitation, LeaveRequest, encode
@@ -25,6 +25,7 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from fakes.hostile import Frame, TappedTransport, run_at_once
 from fakes.memory import FakeIdentity, Net
+from fakes.speaker import Speaker
 
 HONEST = ["a", "b", "c"]
 HOSTILE = "m"
@@ -317,32 +318,38 @@ async def test_what_is_kept_of_rounds_unknown_is_bounded_and_by_peer() -> None:
 
 async def test_a_body_that_began_before_its_round_is_not_kept_from_shared_memory() -> None:
     scene = Scene(hostile=False)
-    mesh = scene.routers["a"]._mesh
+    sessions = scene.routers["a"]._sessions
     body = scene.routers["a"].place("b", ROUND_FRAME + bytes(16) + wire.encode(wire.Contribution(0)), 1024)
-    assert mesh.is_scratch(body)
-    assert mesh.is_scratch(body[:10].cast("B"))
-    assert not mesh.is_scratch(memoryview(bytearray(4)))
-    mesh.scratch(100_000)
-    assert mesh.is_scratch(body)
+    assert sessions.is_scratch(body)
+    assert sessions.is_scratch(body[:10].cast("B"))
+    assert not sessions.is_scratch(memoryview(bytearray(4)))
+    sessions.scratch(100_000)
+    assert sessions.is_scratch(body)
     await scene.stop()
 
 
 async def test_channels_of_one_peer_are_bounded_and_the_newest_is_written_to() -> None:
     scene = Scene(hostile=False)
     transport, _ = scene.net.peer("m")
-    channels = [await transport.open("a") for _ in range(MAX_CHANNELS + 3)]
+    channels = []
+    speaker = None
+    for _ in range(MAX_CHANNELS + 3):
+        channels.append(await transport.open("a"))
+        speaker = Speaker(channels[-1], speaker)
+        await speaker.greet()
     await settled()
-    assert len(scene.routers["a"]._mesh._links["m"].channels) == MAX_CHANNELS
+    assert len(scene.routers["a"]._sessions._peers["m"].channels) == MAX_CHANNELS
     for channel in channels[:3]:
         with pytest.raises(ConnectionError):
             await channel.receive(lambda _, size: memoryview(bytearray(size)))
-    scene.routers["a"]._mesh.post("m", b"hello")
-    assert (await channels[-1].receive(memoryview))[0] == b"hello"
+    scene.routers["a"]._sessions.post("m", b"hello")
+    newest, older = Speaker(channels[-1], speaker), Speaker(channels[-2], speaker)
+    assert (await newest.receive())[0] == b"hello"
     channels[-1].close()
     await settled()
-    scene.routers["a"]._mesh.post("m", b"again")
-    heard = [(await channels[-2].receive(memoryview))[0] for _ in range(2)]
-    assert heard == [b"hello", b"again"], "what was said last on the one that broke may be lost"
+    scene.routers["a"]._sessions.post("m", b"again")
+    heard = [(await older.receive())[0] for _ in range(2)]
+    assert heard == [b"hello", b"again"], "what was not acknowledged is written again"
     for channel in channels:
         channel.close()
     await scene.stop()

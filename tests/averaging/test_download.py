@@ -7,14 +7,14 @@ from collections import Counter
 from typing import cast
 
 from equipoise.averaging.aio.download import MAX_DONORS, TRANSFER_FRAME, Download
-from equipoise.averaging.aio.mesh import Mesh
+from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.statesync.client import Request
 from equipoise.averaging.statesync.messages import Ask, decode
 from fakes.transfer import RUN, SPEC, TICKET
 
 
 class Wire:
-    """Takes note of what a mesh is asked to do."""
+    """Takes note of what sessions are asked to do."""
 
     def __init__(self) -> None:
         self.admitted: Counter[str] = Counter()
@@ -24,8 +24,7 @@ class Wire:
         self.admitted[peer] += 1
         return True
 
-    def post(self, peer: str, header: bytes, once: bool) -> None:
-        assert once
+    def post(self, peer: str, header: bytes) -> None:
         assert header[:1] == TRANSFER_FRAME
         self.asked[peer] += isinstance(decode(header[1:]), Ask)
 
@@ -36,7 +35,7 @@ async def no_room(size: int) -> memoryview:
 
 async def test_a_flooded_directory_has_no_more_peers_dialled_than_a_group_has() -> None:
     wire = Wire()
-    download = Download(Request(RUN, SPEC, TICKET, 0, 1), cast(Mesh, wire), 60.0, no_room)
+    download = Download(Request(RUN, SPEC, TICKET, 0, 1), cast(Sessions, wire), 60.0, no_room)
     names = {f"peer{index}": b"credential" for index in range(1000)}
     download.see(names)
     download.see({**{f"flood{index}": b"credential" for index in range(1000)}, **names})

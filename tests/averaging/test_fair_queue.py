@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.aio.fair_queue import Bulk, SendQueue
+from equipoise.averaging.aio.fair_queue import Bulk, Frame, SendQueue
 
 FP32, INT8 = 4096, 1040
 """Bytes of a part's values, in proportion."""
@@ -14,9 +14,14 @@ def frame(name: bytes, size: int = 4) -> Bulk:
     return lambda: (name, bytes(size))
 
 
+def take(queue: SendQueue) -> Frame | None:
+    bulk = queue.next_bulk()
+    return None if bulk is None else bulk[0]
+
+
 def taken(queue: SendQueue) -> list[bytes]:
     frames = []
-    while made := queue.next_bulk():
+    while made := take(queue):
         frames.append(made[0])
     return frames
 
@@ -46,7 +51,7 @@ def test_flows_of_small_and_large_frames_get_equal_bytes(queued: int) -> None:
         for _ in range(queued):
             queue.add_bulk(name, frame(name, size))
     for _ in range(1000):
-        made = queue.next_bulk()
+        made = take(queue)
         assert made is not None
         name, body = made
         had[name] += len(name) + len(body)
@@ -60,7 +65,7 @@ def test_who_comes_late_or_pauses_catches_up_with_nobody() -> None:
         for name in (b"a", b"b"):
             queue.add_bulk(name, frame(name, 1))
     queue.add_bulk(b"pauses", frame(b"pauses", 1))
-    assert (b"pauses", b"\0") in [queue.next_bulk() for _ in range(60)]
+    assert (b"pauses", b"\0") in [take(queue) for _ in range(60)]
     for name in (b"pauses", b"late"):
         for _ in range(20):
             queue.add_bulk(name, frame(name, 1))
@@ -75,7 +80,7 @@ def test_what_a_flow_has_had_is_forgotten_with_it_and_when_nothing_waits(end: st
     queue.add_bulk(b"a", frame(b"a", 999))
     for _ in range(3):
         queue.add_bulk(b"b", frame(b"b"))
-    assert queue.next_bulk() == (b"a", bytes(999))
+    assert take(queue) == (b"a", bytes(999))
     if end == "dropped":
         queue.drop_bulk(b"a")
     else:
@@ -86,17 +91,18 @@ def test_what_a_flow_has_had_is_forgotten_with_it_and_when_nothing_waits(end: st
     assert taken(queue) == [b"b", b"a", b"b", b"b"]
 
 
-def test_one_flow_or_all_are_dropped_and_control_stays() -> None:
+def test_one_flow_or_all_but_some_are_dropped() -> None:
     queue = SendQueue()
-    queue.control.append(b"hello")
+    queue.control += [(b"a", b"hello"), (b"b", b"goodbye")]
     for flow in (b"a", b"b", b"c"):
         queue.add_bulk(flow, frame(flow))
     queue.drop_bulk(b"b")
     assert taken(queue) == [b"a", b"c"]
     queue.add_bulk(b"a", frame(b"a"))
-    queue.drop_bulk()
+    assert len(queue.control) == 2
+    queue.drop_all_but({b"b"})
     assert not queue.has_bulk
-    assert list(queue.control) == [b"hello"]
+    assert list(queue.control) == [(b"b", b"goodbye")]
 
 
 def test_what_can_wait_comes_after_all_rounds_and_is_dropped_like_them() -> None:

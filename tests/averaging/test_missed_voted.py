@@ -403,7 +403,7 @@ def test_what_is_not_proved_bars_all_who_offer_it_and_the_next_is_tried() -> Non
 
 def test_one_that_offers_the_genuine_mean_with_false_votes_does_not_keep_others_from_proving_it() -> None:
     fetching = Fetching("x", "a")
-    fetching.tell(PeerLost("a", "it is slow", False))
+    fetching.tell(PeerLost("a", "it is slow"))
     fetching.hear("x", GENUINE, proof=LYING)
     fetching.download(GENUINE)
     assert fetching.take() == [Check((LYING,))]
@@ -476,7 +476,7 @@ def test_nothing_ends_it_while_it_is_being_checked() -> None:
     fetching.download(GENUINE)
     fetching.take()
     assert fetching.machine.deadline == float("inf")
-    fetching.tell(PeerLost("a", "reset", False), 1.0)
+    fetching.tell(PeerLost("a", "reset"), 1.0)
     fetching.tell(Withdrew("cancelled"), 2.0)
     fetching.tell(Woke(), 100.0)
     assert fetching.take() == []

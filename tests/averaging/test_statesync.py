@@ -255,7 +255,7 @@ def test_who_has_no_state_or_cannot_be_reached_is_not_waited_for() -> None:
     newcomer.hear("a", answer(5, offer_of(5)))
     newcomer.hear("b", answer(None))
     assert not newcomer.allocated
-    newcomer.tell(PeerLost("c", "refused", False))
+    newcomer.tell(PeerLost("c", "refused"))
     assert newcomer.allocated
 
 
@@ -401,7 +401,7 @@ def test_what_is_left_of_a_download_goes_on_when_a_donor_comes_back() -> None:
     offer = offer_of(5, chunks=3)
     newcomer.begin(offer, "a")
     newcomer.tell(ChunkReceived("a", offer.image, 0, True))
-    newcomer.tell(PeerLost("a", "reset", False))
+    newcomer.tell(PeerLost("a", "reset"))
     assert newcomer.asked(Ask), "it asks anew at once"
     newcomer.hear("a", answer(6, offer))
     asked = [chunk for _, message in newcomer.asked(AskChunks) for chunk in message.chunks]

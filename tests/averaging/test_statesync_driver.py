@@ -93,12 +93,12 @@ async def test_a_channel_that_breaks_beside_another_bars_no_donor(cluster: Clust
     await donor.offer(STATE, memoryview(image))
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(7, 4 * LIMIT, 20.0, memory.room))
-    mesh = cluster.routers["new"]._mesh
-    await until(lambda: memory.image and mesh.connected("a"))
-    link = mesh._links["a"]
+    sessions = cluster.routers["new"]._sessions
+    await until(lambda: memory.image and sessions.connected("a"))
+    link = sessions._peers["a"]
     (first,) = link.channels
-    second = await mesh._transport.open("a")
-    mesh._enter(link, second, False)
+    second = await sessions._transport.open("a")
+    sessions._enter(link, second, False)
     await cluster.net.transports["new"].received(cluster.net.transports["new"].frames + 20)
     assert not fetching.done()
     (second if broken == "in use" else first).close()

@@ -23,6 +23,7 @@ from equipoise.averaging.statesync.messages import (
     encode,
 )
 from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
+from fakes.speaker import Speaker
 
 DIGESTS = digests_of(memoryview(IMAGE))
 NAME = ImageId.of(len(IMAGE), DIGESTS)
@@ -46,13 +47,15 @@ class Hostile:
         )
 
     async def _serve(self, channel: Channel) -> None:
+        speaker = Speaker(channel)
         try:
+            await speaker.greet(dialled=False)
             while True:
-                header, _ = await channel.receive(lambda header, size: memoryview(bytearray(size)))
+                header, _ = await speaker.receive()
                 if header[:1] == TRANSFER_FRAME:
                     for message, body in self._reply(decode(header[1:])):
                         told = message if isinstance(message, bytes) else TRANSFER_FRAME + encode(message)
-                        await channel.send(told, body)
+                        await speaker.send(told, body)
         except ConnectionError:
             return
 

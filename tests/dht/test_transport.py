@@ -8,9 +8,7 @@ import struct
 import pytest
 
 from equipoise.averaging import ports
-from equipoise.averaging.aio.link import SETTLED_SECONDS
 from equipoise.dht import transport
-from equipoise.dht.direct import sockets
 from equipoise.dht.transport import MAX_CHANNELS_PER_PEER, STREAM_PROTOCOL, FramedChannel
 
 BODY = bytes(range(256)) * 2048
@@ -45,10 +43,6 @@ async def pair(members, until):
 def test_limits_equal_those_of_the_port() -> None:
     assert transport.MAX_HEADER_BYTES == ports.MAX_HEADER_BYTES
     assert transport.MAX_BODY_BYTES == ports.MAX_BODY_BYTES
-
-
-def test_what_a_dead_direct_channel_lost_is_remembered_when_it_is_found_dead() -> None:
-    assert SETTLED_SECONDS > sockets.USER_TIMEOUT_MS / 1000
 
 
 async def test_frames_in_both_directions(pair) -> None:

@@ -17,8 +17,8 @@ FLOOD = 20
 
 def main() -> None:
     """Run the command line with a matchmaking that can be turned."""
-    from equipoise.averaging.aio.mesh import Mesh
     from equipoise.averaging.aio.run_driver import RunDriver
+    from equipoise.averaging.aio.sessions import Sessions
     from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest
     from equipoise.averaging.matchmaking.coordinator import Coordinator
     from equipoise.averaging.matchmaking.events import Send, Woke
@@ -29,7 +29,7 @@ def main() -> None:
 
     home = Path(sys.argv[sys.argv.index("--home") + 1])
     decide, accept, handle = GroupBuilder.decide, Coordinator._accept, Matchmaking.handle
-    post, announce = Mesh.post, RunDriver._announce
+    post, beat, announce = Sessions.post, Sessions.beat, RunDriver._announce
 
     def deciding(gathering: GroupBuilder, *args: Any) -> Any:
         return None if (home / "hold").exists() else decide(gathering, *args)
@@ -55,9 +55,13 @@ def main() -> None:
                 actions += [Send(join.peer, forged) for join in joins for _ in range(FLOOD)]
         return actions
 
-    def posting(mesh: Mesh, *args: Any, **options: Any) -> None:
+    def posting(sessions: Sessions, *args: Any, **options: Any) -> None:
         if not (home / "silent").exists():  # Its records are published all the same: a ghost.
-            post(mesh, *args, **options)
+            post(sessions, *args, **options)
+
+    def beating(sessions: Sessions, peer: str, header: bytes) -> None:
+        if not (home / "silent").exists():
+            beat(sessions, peer, header)
 
     async def announcing(run: RunDriver) -> None:
         if not (home / "lie").exists():
@@ -70,7 +74,8 @@ def main() -> None:
         (GroupBuilder, "decide", deciding),
         (Coordinator, "_accept", accepting),
         (Matchmaking, "handle", handling),
-        (Mesh, "post", posting),
+        (Sessions, "post", posting),
+        (Sessions, "beat", beating),
         (RunDriver, "_announce", announcing),
     ]
     for machine, name, turned in patches:

@@ -25,8 +25,8 @@ import torch
 
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
+from equipoise.averaging.aio.channels import FAREWELL
 from equipoise.averaging.aio.download import TRANSFER_FRAME
-from equipoise.averaging.aio.mesh import FAREWELL
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
@@ -47,6 +47,7 @@ from equipoise.peer import Run, connect
 from equipoise.peer.tensors import tensor_schema
 from equipoise.peer.wiring import Signer
 from fakes.alterations import ALTERATIONS
+from fakes.speaker import Speaker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -144,19 +145,27 @@ class Intruder:
     async def break_frames(self, number: int) -> None:
         """On one channel: frames that are well-formed and unasked for, some of them twice; then one that is none."""
         channel = await self._member.direct.open(self._daemon)
+        speaker = Speaker(channel)
+        await speaker.greet()
         for _ in range(UNASKED):
-            await channel.send(*self._unasked())
-        await channel.send(*self._stray(STRAY_BYTES))
+            await speaker.send(*self._unasked())
+        await speaker.send(*self._stray(STRAY_BYTES))
         with contextlib.suppress(ConnectionError):
             # Those of the round first: the daemon forgets it some seconds after its end.
-            await channel.send(*self._broken(self._kinds[number * len(self._kinds) // CHANNELS]))
+            await speaker.send(*self._broken(self._kinds[number * len(self._kinds) // CHANNELS]))
         await _closed(channel)
 
     async def break_records(self, number: int) -> None:
         """On one channel: some frames of no consequence, in records that somebody has altered."""
         channel = await self._member.direct.open(self._daemon)
+        speaker = Speaker(channel)
+        await speaker.greet()
         frames = [(ROUND_FRAME + self._rng.randbytes(16), b""), self._stray(200), self._stray(100)]
-        records = [record for frame in frames for record in _records(channel, frame)]
+        records = [
+            record
+            for number, (header, body) in enumerate(frames, start=1)
+            for record in _records(channel, (speaker.sealed(header, number), body))
+        ]
         altered = ALTERATIONS[number % len(ALTERATIONS)](self._rng, records)
         connection = channel._stream._socket
         with contextlib.suppress(OSError):
@@ -288,7 +297,7 @@ async def _closed(channel: FramedChannel) -> None:
         async with asyncio.timeout(CLOSES_SECONDS):
             while True:
                 header, _ = await channel.receive(lambda _, size: memoryview(bytearray(size)))
-                assert header != FAREWELL
+                assert header[:1] != FAREWELL
     except ConnectionError:
         channel.close()
 

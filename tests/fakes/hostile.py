@@ -7,6 +7,7 @@ import selectors
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from equipoise.averaging.aio.channels import ENVELOPE_BYTES, FRAME, encode_envelope
 from equipoise.averaging.ports import Buffer, Channel, Place
 from fakes.memory import MemoryTransport
 
@@ -54,6 +55,8 @@ def run_at_once(work: Coroutine[Any, Any, Any]) -> list[dict]:
 
 
 class TappedChannel:
+    """What leaves by it goes through `tap`, within the numbers of the session; what `tap` adds has no number."""
+
     def __init__(self, channel: Channel, tap: Callable[[str, bytes, bytes], list[Frame]]) -> None:
         self._channel = channel
         self._tap = tap
@@ -71,8 +74,13 @@ class TappedChannel:
         return self._channel.received
 
     async def send(self, header: Buffer, body: Buffer = b"") -> None:
-        for frame in self._tap(self.peer, bytes(header), bytes(body)):
-            await self._channel.send(*frame)
+        envelope, header = bytes(header[:ENVELOPE_BYTES]), bytes(header[ENVELOPE_BYTES:])
+        if envelope[:1] != FRAME or not header:
+            await self._channel.send(envelope + header, body)
+            return
+        for said, data in self._tap(self.peer, header, bytes(body)) or [(b"", b"")]:
+            await self._channel.send(envelope + said, data)
+            envelope = encode_envelope(FRAME, 0, 0)
 
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
         return await self._channel.receive(place)

@@ -357,7 +357,7 @@ class SimNewcomer(Driver):
 
     def lose(self, other: str, reason: str, connected: bool) -> None:
         """The connection to a peer broke."""
-        self.tell(events.PeerLost(other, reason, connected))
+        self.tell(events.PeerLost(other, reason))
 
     def take(self, peer: str, message: messages.Bulk, genuine: bool) -> None:
         """A body has come: as the driver does."""

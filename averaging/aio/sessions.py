@@ -1,0 +1,538 @@
+"""Sessions with other daemons, shared by all runs and rounds of a daemon: dialled when needed, kept, written by one
+task each.
+
+Frames to a peer leave in order, control before bulk, so that a heartbeat never waits behind more than one part. A frame
+that was posted is delivered once, whatever happens to channels, or the peer is reported lost. There may be more than
+one channel to a peer, as both may dial at once; the newest is written to, for an older one may be all that is left of a
+process that died.
+
+There are two kinds of channels. Those of the transport (libp2p streams) reach any peer. Direct ones are many times as
+fast and outlive libp2p's process, and only peers that were admitted open them, as members of a group or to hand a state
+over. A round first tries those (`enter`), and what it sends waits for them for a moment.
+
+One channel and one loop are enough: a channel fills 97-99 % of a link of 200 Mbit/s, and on loopback a round keeps
+every core busy to 98 %, so neither more of them nor a thread of their own had anything to win where it was measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Protocol
+
+from equipoise.averaging.aio import channels as wire
+from equipoise.averaging.aio.bandwidth import Meter
+from equipoise.averaging.aio.buffer_pool import BufferPool
+from equipoise.averaging.aio.channels import PeerChannels
+from equipoise.averaging.aio.fair_queue import Bulk, Frame
+from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
+from equipoise.averaging.session import Session, SessionFault
+
+MAX_QUEUED_CONTROL = 4096
+"""Most control frames that wait for one peer. A healthy peer has a handful; one that does not read is given up."""
+
+MAX_UNACKNOWLEDGED = 16384
+"""Most frames to one peer without an acknowledgement. A link of 1 GB/s and 300 ms has 1,200 parts under way."""
+
+MAX_PEERS = 256
+"""Most peers with a session. Beyond it the one unused for longest is closed; a group has at most 64 members."""
+
+MAX_CHANNELS = 4
+"""Most open channels of a kind with one peer: two if both dialled at once, and as many that the peer has given up."""
+
+IDLE_SECONDS = 60.0
+"""Longest time that a channel is kept on which nothing moves. Rounds are seconds apart."""
+
+SWEEP_SECONDS = 10.0
+"""Time between two looks for idle channels."""
+
+FAREWELL_SECONDS = 5.0
+"""Longest time for the other end's answer to a farewell."""
+
+HELLO_SECONDS = 10.0
+"""Longest time that a channel is kept whose other end says no hello."""
+
+DIRECT_SECONDS = 1.0
+"""Longest time that frames wait for a direct channel that is being opened: half of what makes a silent member look
+dead."""
+
+MAX_REASON_CHARACTERS = 200
+"""Most characters of the reason why a frame was refused, for it may quote the frame."""
+
+log = logging.getLogger(__name__)
+
+
+class Receiver(Protocol):
+    """Is told of what comes in."""
+
+    def place(self, peer: str, header: bytes, size: int) -> memoryview:
+        """Return where a body goes; raises `FrameRefused`."""
+
+    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
+        """Take a frame, which comes once and in order; raises `FrameRefused`."""
+
+    def broke(self, peer: str, reason: str) -> None:
+        """No channel to `peer` is open. What was posted waits until one is, or until the peer is lost."""
+
+    def lost(self, peer: str, reason: str, rounds: bool) -> None:
+        """Frames to or from `peer` may be lost: all that do not belong to a round, and those if `rounds` says so."""
+
+
+class _Scratch(bytearray):
+    """Memory for bodies that nobody wants; a type of its own, so that it can be told from memory that may be kept."""
+
+
+class Sessions:
+    """All sessions and channels of this daemon.
+
+    Args:
+        transport: Opens and accepts channels.
+        receiver: Is told of frames and losses.
+        direct: Opens and accepts faster ones between members of a group, where there is such a thing.
+
+    Attributes:
+        pool: Memory for the bodies of frames.
+        meter: Measures what this peer can send.
+    """
+
+    def __init__(
+        self, transport: Transport, receiver: Receiver, direct: DirectTransport | None = None
+    ) -> None:
+        self.pool = BufferPool()
+        self.meter = Meter(self._delivered, self._sending)
+        self._transport = transport
+        self._receiver = receiver
+        self._direct = direct
+        self._peers: dict[str, PeerChannels] = {}
+        self._flows: dict[bytes, frozenset[str]] = {}
+        self._rounds: set[bytes] = set()
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._delivered_before = 0
+        self._scratch = _Scratch()
+        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+        self._stopped = False
+        transport.serve(lambda channel: self._accept(channel, False))
+        if direct is not None:
+            direct.serve(lambda channel: self._accept(channel, True))
+
+    @property
+    def peer(self) -> str:
+        """PeerID of this daemon."""
+        return self._transport.peer
+
+    @property
+    def dialable(self) -> bool:
+        """Whether others can open channels to this daemon."""
+        return self._transport.dialable
+
+    @property
+    def credential(self) -> bytes:
+        """What others need to open direct channels with this daemon; empty if it has none."""
+        return b"" if self._direct is None else self._direct.credential
+
+    def connected(self, peer: str) -> bool:
+        """Whether a channel to `peer` is open."""
+        channels = self._peers.get(peer)
+        return channels is not None and bool(channels.channels)
+
+    def received(self, peer: str) -> int:
+        """Bytes that have come from `peer` in its session, those of a frame that is not complete included."""
+        channels = self._peers.get(peer)
+        return 0 if channels is None else channels.received
+
+    # ---- flows ----
+
+    def enter(self, flow: bytes, credentials: Mapping[str, bytes], round: bool = False) -> None:
+        """Begin a flow with some peers: admit them to direct channels, and open those that this daemon can open.
+
+        Args:
+            flow: A round's id or a transfer's name, which frames name and `leave` ends.
+            credentials: By PeerID, what the peer said of its direct channels; empty if nothing.
+            round: Whether it is a round: then its frames wait while no channel is open, and channels are worth effort.
+        """
+        self._flows[flow] = frozenset(credentials)
+        if round:
+            self._rounds.add(flow)
+        for peer, credential in credentials.items():
+            if self.admit(peer, credential):
+                self._dial_soon(peer)
+        if round and self._direct is not None:
+            for peer in credentials:
+                self._direct.meet(peer)
+
+    def admit(self, peer: str, credential: bytes) -> bool:
+        """Accept direct channels from `peer`, which may open one; returns whether it is admitted."""
+        if self._direct is None or not credential or peer == self.peer:
+            return False
+        try:
+            self._direct.admit(peer, credential)
+        except ValueError as error:
+            log.warning("no direct channels with %s: %s", peer, error)
+            return False
+        return True
+
+    def leave(self, flow: bytes) -> None:
+        """End a flow: the bulk that it still wanted to send is not sent."""
+        self._rounds.discard(flow)
+        for peer in self._flows.pop(flow, ()):
+            if channels := self._peers.get(peer):
+                channels.drop_bulk(flow)
+
+    # ---- frames ----
+
+    def post(self, peer: str, header: bytes, flow: bytes = b"") -> None:
+        """Send a control frame as soon as possible."""
+        channels = self._get(peer)
+        if len(channels.queue.control) >= MAX_QUEUED_CONTROL:
+            self._drop(peer, f"{MAX_QUEUED_CONTROL} control frames wait for it: it does not read")
+            return
+        channels.queue.control.append((flow, header))
+        self._write_soon(peer, channels)
+
+    def beat(self, peer: str, header: bytes) -> None:
+        """Send a control frame without a number: it goes first, may get lost, and waits only once."""
+        channels = self._get(peer)
+        channels.beats[header] = None
+        self._write_soon(peer, channels)
+
+    def post_bulk(self, peer: str, flow: bytes, make: Bulk, late: bool = False) -> None:
+        """Send a bulk frame of a flow, made when its turn has come; a `late` one after all that are not."""
+        channels = self._get(peer)
+        channels.queue.add_bulk(flow, make, late)
+        self._write_soon(peer, channels)
+
+    def scratch(self, size: int) -> memoryview:
+        """Return a buffer for a body that nobody wants; its content is undefined, and it is shared."""
+        if len(self._scratch) < size:
+            self._scratch = _Scratch(size)
+        return memoryview(self._scratch)[:size]
+
+    def is_scratch(self, body: memoryview) -> bool:
+        """Whether a body lies where the next one may be received over it."""
+        return isinstance(body.obj, _Scratch)
+
+    async def stop(self) -> None:
+        """Send what control frames can be sent at once, then close every channel."""
+        self._transport.serve(None)
+        if self._direct is not None:
+            self._direct.serve(None)
+        for channels in self._peers.values():
+            channels.patience = 0.0
+            channels.news.set()
+        writers = [channels.writer for channels in self._peers.values() if channels.writer is not None]
+        if writers:
+            await asyncio.wait(writers, timeout=0.5)
+        self._stopped = True
+        self.meter.stop()
+        self._sweeper.cancel()
+        for task in self._tasks:
+            task.cancel()
+        for channels in self._peers.values():
+            for channel in channels.channels:
+                channel.close()
+        self._peers.clear()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # ---- dialling ----
+
+    def _get(self, peer: str) -> PeerChannels:
+        channels = self._peers.pop(peer, None) or PeerChannels()
+        self._peers[peer] = channels  # most recently used last
+        if len(self._peers) > MAX_PEERS:
+            stale = next((name for name, other in self._peers.items() if self._unused(name, other)), None)
+            if stale is not None and stale != peer:
+                self._drop(stale, f"closed: unused for longest of {MAX_PEERS} peers")
+        return channels
+
+    def _dial_soon(self, peer: str) -> None:
+        channels, direct = self._get(peer), self._direct
+        if direct is not None and direct.reaches(peer) and channels.dials(self._loop.time(), DIRECT_SECONDS):
+            channels.dialling = self._spawn(self._dial(direct, peer, channels))
+
+    async def _dial(self, direct: DirectTransport, peer: str, channels: PeerChannels) -> None:
+        channel: Channel | None
+        try:
+            channel = await direct.open(peer)
+        except ConnectionError as error:
+            channels.dialled_in_vain(self._loop.time())
+            log.info("no direct channel to %s, using libp2p: %s", peer, error)
+            channel = None
+        finally:
+            channels.dialling = None
+            channels.news.set()
+        if channel is not None:
+            self._enter(channels, channel, True)
+        elif channels.redials and channels.writer is None:
+            self._unreachable(peer, channels, "no direct channel")
+        elif channels.redials:
+            self._tell_broke(peer, "no direct channel")
+
+    def _enter(self, channels: PeerChannels, channel: Channel, direct: bool) -> None:
+        """Read from a channel that was opened here, unless its session ended meanwhile."""
+        if self._peers.get(channel.peer) is not channels or self._stopped:
+            channel.close()
+            return
+        channels.add(channel, direct)
+        self._spawn(self._read(channels, channel, True))
+
+    async def _accept(self, channel: Channel, direct: bool) -> None:
+        if self._stopped:
+            channel.close()
+            return
+        channels = self._get(channel.peer)
+        channels.add(channel, direct)
+        alike = channels.direct if direct else channels.streams
+        if len(alike) > MAX_CHANNELS:
+            self._broke(channels, alike[0], f"closed: {MAX_CHANNELS} newer channels to it are open")
+        await self._read(channels, channel, False)
+
+    # ---- idle channels ----
+
+    def _unused(self, peer: str, channels: PeerChannels) -> bool:
+        return channels.writer is None and not any(peer in members for members in self._flows.values())
+
+    def _sweep(self) -> None:
+        for peer, channels in list(self._peers.items()):
+            for channel in channels.idle(self._loop.time(), IDLE_SECONDS):
+                if self._unused(peer, channels):
+                    channels.remove(channel)
+                    self._spawn(self._retire(channels, channel))
+        self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    async def _retire(self, channels: PeerChannels, channel: Channel) -> None:
+        """Say farewell; what the other end had sent before it heard of it is still read."""
+        try:
+            await channel.send(channels.farewell())
+            await asyncio.sleep(FAREWELL_SECONDS)
+        except ConnectionError as error:
+            log.debug("idle channel with %s: %s", channel.peer, error)
+        finally:
+            channel.close()
+
+    async def _part(self, channels: PeerChannels, channel: Channel) -> None:
+        """The other end has said farewell: answer, unless that was its answer."""
+        if channel in channels.channels:
+            channels.remove(channel)
+            await channel.send(channels.farewell())
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # Only a bug of ours ends a task by an exception.
+            log.error("a task of the sessions failed", exc_info=task.exception())
+
+    # ---- writing ----
+
+    def _write_soon(self, peer: str, channels: PeerChannels) -> None:
+        if channels.writer is None and not self._stopped:
+            channels.writer = self._spawn(self._write(peer, channels))
+
+    async def _write(self, peer: str, channels: PeerChannels) -> None:
+        try:
+            while self._peers.get(peer) is channels and channels.has_work:
+                if channel := await self._reach(peer, channels):
+                    await self._write_one(peer, channels, channel)
+        except ConnectionError as error:
+            self._unreachable(peer, channels, str(error))
+        finally:
+            channels.writer = None
+
+    async def _write_one(self, peer: str, channels: PeerChannels, channel: Channel) -> None:
+        frame = channels.next_frame(channel)
+        if frame is None:
+            return
+        if channels.session.unacknowledged > MAX_UNACKNOWLEDGED:
+            self._drop(peer, f"it has not acknowledged {MAX_UNACKNOWLEDGED} frames")
+            return
+        if frame[1]:
+            self.meter.start()
+        try:
+            await channel.send(*frame)
+        except ConnectionError as error:
+            self._broke(channels, channel, str(error))
+
+    async def _reach(self, peer: str, channels: PeerChannels) -> Channel | None:
+        """Return the channel to write to, or None to look again; raises ConnectionError if none can be opened."""
+        channels.news.clear()
+        channel = channels.best()
+        left = channels.patience - self._loop.time() if channels.awaits_direct else 0.0
+        if channel in channels.direct or (channel is not None and left <= 0):
+            return channel
+        if left > 0:  # The peer may be faster, where only it can dial.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(channels.news.wait(), left)
+        elif channels.channels:
+            await channels.news.wait()  # Until both have said hello.
+        else:
+            await self._open(peer, channels)
+        return None
+
+    async def _open(self, peer: str, channels: PeerChannels) -> None:
+        """Dial, until that succeeds or fails or the peer has dialled this daemon."""
+        opening = asyncio.create_task(self._transport.open(peer))
+        opening.add_done_callback(lambda _: channels.news.set())
+        try:
+            while not opening.done() and not channels.channels:
+                channels.news.clear()
+                await channels.news.wait()
+        except asyncio.CancelledError:
+            if opening.done() and not opening.exception():
+                opening.result().close()
+            raise
+        finally:
+            opening.cancel()  # Nothing happens if it is done.
+        if opening.done():
+            error = opening.exception()
+            if error is None:
+                self._enter(channels, opening.result(), False)
+            elif not channels.channels:
+                raise error
+
+    def _delivered(self) -> int:
+        return self._delivered_before + sum(channels.delivered for channels in self._peers.values())
+
+    def _sending(self) -> bool:
+        return any(channels.queue.has_bulk for channels in self._peers.values())
+
+    # ---- reading ----
+
+    async def _read(self, channels: PeerChannels, channel: Channel, dialled: bool) -> None:
+        reason = "reading from it failed here"
+        try:
+            await self._greet(channels, channel, dialled)
+            await self._receive(channels, channel)
+        except (ConnectionError, TimeoutError) as error:
+            reason = str(error) or f"no hello came within {HELLO_SECONDS:g} s"
+        except (FrameRefused, SessionFault) as error:
+            reason = str(error)[:MAX_REASON_CHARACTERS]
+            if channel in channels.channels:
+                log.info("dropped %s: %s", channel.peer, reason)
+                self._drop(channel.peer, reason)
+        finally:
+            self._broke(channels, channel, reason)
+            channel.close()
+
+    async def _greet(self, channels: PeerChannels, channel: Channel, dialled: bool) -> None:
+        """Exchange hellos; the end that was dialled answers, so that it knows what the other one knows."""
+        if dialled:
+            await channel.send(wire.encode_hello(channels.session.hello()))
+        async with asyncio.timeout(HELLO_SECONDS):
+            hello = wire.decode_hello((await channel.receive(_refuse_body))[0])
+        if not channels.session.greet(hello):
+            self._begin_anew(channels, channel)
+            if dialled:
+                raise ConnectionError("the other end has begun another session")
+            channels.session.greet(hello)
+        if not dialled:
+            await channel.send(wire.encode_hello(channels.session.hello()))
+        channels.greet(channel)
+        self._write_soon(channel.peer, channels)
+
+    def _begin_anew(self, channels: PeerChannels, channel: Channel) -> None:
+        """The other end knows nothing of the session: its process is another one, or it has dropped this peer."""
+        for other in channels.channels:
+            if other is not channel:
+                channels.remove(other)
+                other.close()
+        if channels.begin_anew():
+            self._tell_lost(channel.peer, "it has begun another session", True)
+
+    async def _receive(self, channels: PeerChannels, channel: Channel) -> None:
+        peer, session = channel.peer, channels.session
+        place = functools.partial(self._place, session, peer)
+        while True:
+            header, body = await channel.receive(place)
+            if channels.session is not session or self._peers.get(peer) is not channels:
+                return
+            kind, number, acknowledged = wire.decode_envelope(header)
+            deliver = session.take(number, acknowledged)
+            if kind == wire.FAREWELL:
+                await self._part(channels, channel)
+                return
+            if deliver and len(header) > wire.ENVELOPE_BYTES:
+                self._receiver.frame(peer, header[wire.ENVELOPE_BYTES :], body)
+            if session.acknowledges:
+                self._write_soon(peer, channels)
+
+    def _place(self, session: Session[Frame], peer: str, header: bytes, size: int) -> memoryview:
+        try:
+            _, number, _ = wire.decode_envelope(header)
+        except SessionFault as error:
+            raise FrameRefused(str(error)) from error
+        if not session.expects(number):
+            return self.scratch(size)
+        return self._receiver.place(peer, header[wire.ENVELOPE_BYTES :], size)
+
+    # ---- losses ----
+
+    def _broke(self, channels: PeerChannels, channel: Channel, reason: str) -> None:
+        """One channel to a peer is of no more use; nothing happens if that is known."""
+        peer = channel.peer
+        if channel not in channels.channels:
+            return
+        channels.remove(channel)
+        channel.close()
+        if not channels.channels:
+            channels.redials = True
+            if self._rounds_with(peer):
+                self._dial_soon(peer)
+            if channels.dialling is None:
+                self._tell_broke(peer, reason)
+        self._write_soon(peer, channels)
+
+    def _unreachable(self, peer: str, channels: PeerChannels, reason: str) -> None:
+        """No channel is open, and none can be opened now."""
+        if self._peers.get(peer) is not channels or channels.channels:
+            return
+        channels.redials = channels.dialling is not None
+        if channels.redials:
+            return  # A direct channel may yet be opened.
+        if rounds := self._rounds_with(peer):
+            channels.drop_all_but(rounds)
+            self._tell_broke(peer, reason)
+            self._tell_lost(peer, reason, False)
+        else:
+            self._drop(peer, reason)
+
+    def _drop(self, peer: str, reason: str) -> None:
+        """End the session with a peer."""
+        channels = self._peers.pop(peer, None)
+        if channels is None:
+            return
+        for task in (channels.writer, channels.dialling):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
+        for channel in channels.channels:
+            channels.remove(channel)
+            channel.close()
+        self._delivered_before += channels.delivered
+        self._tell_lost(peer, reason, True)
+
+    def _rounds_with(self, peer: str) -> set[bytes]:
+        return {flow for flow in self._rounds if peer in self._flows[flow]}
+
+    def _tell_broke(self, peer: str, reason: str) -> None:
+        log.debug("no channel with %s: %s", peer, reason)
+        self._tell_soon(functools.partial(self._receiver.broke, peer, reason))
+
+    def _tell_lost(self, peer: str, reason: str, rounds: bool) -> None:
+        log.debug("frames to %s are lost: %s", peer, reason)
+        self._tell_soon(functools.partial(self._receiver.lost, peer, reason, rounds))
+
+    def _tell_soon(self, tell: Callable[[], None]) -> None:
+        """Not at once: whoever posts may be in the middle of what a round asked for, and must finish that first."""
+        self._loop.call_soon(lambda: None if self._stopped else tell())
+
+
+def _refuse_body(header: bytes, size: int) -> memoryview:
+    raise FrameRefused(f"expected a hello without a body, got {size} bytes")
