@@ -25,7 +25,7 @@ import torch
 
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
-from equipoise.averaging.aio.channels import FAREWELL
+from equipoise.averaging.aio.channels import ENVELOPE_BYTES, FAREWELL
 from equipoise.averaging.aio.download import TRANSFER_FRAME
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
@@ -185,7 +185,7 @@ class Intruder:
 
     def _broken(self, kind: bytes) -> Frame:
         if not kind:
-            size = self._rng.choice((1, 100, 128 * 1024))
+            size = self._rng.choice((1, 100, 128 * 1024 - ENVELOPE_BYTES))
             return b"X" + self._rng.randbytes(size - 1), bytes(self._rng.choice((0, 1, 100_000)))
         if kind != TRANSFER_FRAME and self._rng.randrange(4) == 0:
             return self._message(kind)[0], b"no such body"

@@ -75,8 +75,7 @@ def test_scenarios_are_varied() -> None:
     assert any(scenario.group.dialable != scenario.group.everyone for scenario in scenarios)
     struck = {fault.method for scenario in scenarios for _, fault in scenario.faults}
     assert struck >= {World.kill, World.corrupt}
-    assert any(scenario.weather.reorders for scenario in scenarios)
-    assert any(scenario.weather.duplicates for scenario in scenarios)
+    assert any(scenario.weather.lingers for scenario in scenarios)
 
 
 def test_most_calm_rounds_succeed_at_once() -> None:

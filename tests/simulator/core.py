@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Protocol
 
 MAX_EVENTS = 2_000_000
@@ -86,8 +86,16 @@ class Process(ABC):
     def wake(self) -> None:
         """Its deadline may have passed."""
 
-    def lose(self, other: Any, reason: str, connected: bool) -> None:  # noqa: B027 - some keep no connections
-        """What was on its way to or from another process may be lost; `connected` says whether they still are."""
+    @property
+    def flows(self) -> Container[bytes]:
+        """The flows whose frames wait while no channel to another process can be opened."""
+        return ()
+
+    def broke(self, other: Any, reason: str) -> None:  # noqa: B027 - some do not mind
+        """No channel to another process is open; frames to it wait."""
+
+    def lose(self, other: Any, reason: str) -> None:  # noqa: B027 - some keep no sessions
+        """No channel to another process can be opened; frames to it that belong to none of `flows` are lost."""
 
     def happen(self, timer: bool, event: Callable[..., None], *args: Any) -> None:
         """Have something happen to the process as soon as it runs."""

@@ -7,7 +7,7 @@ bit to what a value needs, so peers with more than some 30 exchanges have to dra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from random import Random
@@ -111,7 +111,9 @@ class Exchange:
     def send(self, frame: Frame) -> None:
         """Have a frame travel."""
         sender, to = self.peers[frame.sender], self.peers[frame.to]
-        self._world.transmit(sender, to, self._world.processes[to].take, self, frame, bulk=frame.bulk)
+        beat = self.id if isinstance(frame.message, wire.Heartbeat) else b""
+        take = self._world.processes[to].take
+        self._world.transmit(sender, to, take, self, frame, bulk=frame.bulk, flow=self.id, beat=beat)
 
     def tell(self, index: int | None, what: object) -> None:
         """See `process.Surroundings`."""
@@ -217,12 +219,16 @@ class Peer(matchmaking.Peer):
 
     # ---- faults ----
 
-    def lose(self, other: str, reason: str, connected: bool) -> None:
-        """Its channel to another peer broke."""
-        super().lose(other, reason, connected)
+    @property
+    def flows(self) -> Container[bytes]:
+        """Its rounds."""
+        return self._rounds
+
+    def broke(self, other: str, reason: str) -> None:
+        """No channel to another peer is open."""
         for exchange, process in list(self._rounds.values()):
             if other in exchange.peers:
-                process.lose(exchange.peers.index(other), reason, connected)
+                process.broke(exchange.peers.index(other), reason)
 
     def stop(self) -> None:
         """As by SIGSTOP."""

@@ -94,8 +94,8 @@ class Peer(Driver):
         super().tell(event)
         assert not self.machine.ready or self.deadline < NEVER, "it awaits something, and sets no deadline"
 
-    def lose(self, other: str, reason: str, connected: bool) -> None:
-        """Its channel to another peer broke."""
+    def lose(self, other: str, reason: str) -> None:
+        """It cannot reach another peer."""
         self.tell(events.PeerLost(other))
 
     def become_ready(self, weight: float, patience: float) -> None:
@@ -173,6 +173,7 @@ class World(Network[str, Peer]):
         """Start a daemon, also in place of one that was killed."""
         context = Context(RUN, SPEC, name, self._group_size, signer(name), verify, round=round)
         context.membership.dialable = dialable
+        self.forget(name)
         peer = self.peers[name] = self.make(context)
         peer.after(0.0, peer.tell, events.Woke())
         return peer

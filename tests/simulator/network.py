@@ -1,26 +1,37 @@
-"""The network of a simulated world: when what is sent arrives, what is lost, and who is told.
+"""The network of a simulated world: when what is sent arrives, what a break delays, and who is told.
 
-A frame that was sent arrives once and in order, or both ends are told that frames were lost: what the drivers' mesh
-promises, but for control frames that come again when one of two channels breaks. Control frames overtake bulk.
-Scenarios may weaken the order and the once.
+Each end of a link has the product's own session and send queue (`aio.channels.PeerChannels`), so frames are numbered,
+acknowledged and written again by the code that the daemon runs. A break loses what is under way; the session brings it
+by the next channel. Control frames overtake bulk that has not been written yet.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from simulator.core import Clock, Process
+from equipoise.averaging.aio.channels import ENVELOPE_BYTES, PeerChannels, decode_envelope
+from equipoise.averaging.aio.fair_queue import Frame
+from equipoise.averaging.ports import Channel
+from equipoise.averaging.session import Hello
+from simulator.core import Clock, Process, Violation
 
 N = TypeVar("N", bound=Hashable)
 P = TypeVar("P", bound=Process)
 
 PART_BYTES = 256 * 1024
 """What a part counts as when bytes are counted: 256 Ki values in int8."""
+
+REDIAL_SECONDS = 0.1
+"""Time between two attempts to open a channel while a link is cut."""
+
+BODY = b"values"
+"""Stands for the body of every bulk frame."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +42,17 @@ class Weather:
         latency: Seconds, the least and the most of any link.
         transfer: Seconds that a part takes, the least and the most of any link.
         jitter: Most seconds that a frame is delayed for no reason.
-        reorders: Whether frames on one link overtake each other.
-        duplicates: Share of the frames that come twice.
+        lingers: Share of the breaks in which what is under way arrives all the same, and so comes twice.
     """
 
     latency: tuple[float, float]
     transfer: tuple[float, float] = (0.0, 0.0)
     jitter: float = 0.0
-    reorders: bool = False
-    duplicates: float = 0.0
+    lingers: float = 0.0
 
 
 class Link:
-    """One direction between two processes.
+    """One direction between two processes: the sender's end of their session, and what is under way.
 
     Args:
         clock: Of the world.
@@ -51,58 +60,57 @@ class Link:
         random: Of the world.
 
     Attributes:
-        open: Whether frames were sent since it was made, or lost what was under way.
+        channels: The sender's session with the receiver, and what it wants to send.
+        channel: The channel that the sender writes to; None while it knows of none.
+        contents: What happens when a frame arrives, by the frame's header.
+        used: Whether frames were sent since it was made, or since it broke.
+        broken: The channel that broke last: what is written to it is lost while its sender does not know.
+        cuts: How many faults keep a channel from being opened.
+        epoch: Of what is under way: it grows when that is lost.
         held_until: It delivers nothing before.
+        free_at: When the bulk frame that is being written has left.
         transfer: Seconds that a part takes.
     """
 
     def __init__(self, clock: Clock, weather: Weather, random: Random) -> None:
-        self.open = False
+        self.channels = PeerChannels()
+        self.channels.session.id = random.randbytes(8)
+        self.channel: object | None = object()
+        self.contents: dict[bytes, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        self.broken: object | None = None
+        self.used = False
+        self.cuts = 0
+        self.epoch = 0
         self.held_until = 0.0
+        self.free_at = 0.0
+        self.transfer = _log_uniform(random, *weather.transfer)
+        self._latency = _log_uniform(random, *weather.latency)
         self._clock = clock
         self._weather = weather
         self._random = random
-        self._latency = _log_uniform(random, *weather.latency)
-        self.transfer = _log_uniform(random, *weather.transfer)
-        self._epochs = [0, 0]
-        self._cuts = 0
-        self._free_at = 0.0
-        self._last = [0.0, 0.0]
+        self._last = 0.0
         self._passing: deque[tuple[float, float]] = deque()
         self._passed = 0
 
-    def carry(self, to: Process, bulk: bool, event: Callable[..., None], *args: Any) -> None:
-        """Have something happen to a process when a frame that is sent now arrives: once, or twice, or never."""
-        if self._cuts:
-            return
-        self.open = True
+    def next_frame(self) -> Frame | None:
+        """The next frame to write, if there is one, and a channel that is free."""
+        if self.channel is None or self.free_at > self._clock.now:
+            return None
+        return self.channels.next_frame(cast(Channel, self.channel))
+
+    def carry(self, bulk: bool) -> float:
+        """Write a frame; returns when it arrives."""
         at = self._clock.now
         if bulk:
-            begins = max(self._free_at, at)
-            at = self._free_at = begins + self.transfer
+            begins, at = at, at + self.transfer
+            self.free_at = at
             self._passing.append((begins + self._latency, at + self._latency))
-        at += self.delay()
-        if not self._weather.reorders:
-            at = self._last[bulk] = max(at, self._last[bulk])
-        delivery = to, bulk, self._epochs[bulk], event, args
-        self._clock.at(at, self._arrive, *delivery)
-        if self._weather.duplicates and self._random.random() < self._weather.duplicates:
-            self._clock.at(at + self._random.random(), self._arrive, *delivery)
+        self._last = max(at + self.delay(), self._last)
+        return self._last
 
     def delay(self) -> float:
         """Seconds that the next frame is under way, if it waits for no other."""
         return self._latency + self._random.random() * self._weather.jitter
-
-    def _arrive(self, to: Process, bulk: bool, *delivery: Any) -> None:
-        if self.held_until > self._clock.now:
-            self._clock.at(self.held_until, self._arrive, to, bulk, *delivery)
-        else:
-            to.happen(False, self._deliver, bulk, *delivery)
-
-    def _deliver(self, bulk: bool, epoch: int, event: Callable[..., None], args: tuple[Any, ...]) -> None:
-        # What a stopped process has not read when its connection breaks, is lost as well.
-        if self._epochs[bulk] == epoch:
-            event(*args)
 
     def received(self) -> int:
         """Bytes of parts that have come in so far, also of the part that is under way."""
@@ -117,25 +125,12 @@ class Link:
         begun, ends = self._passing[0]
         return self._passed + int(PART_BYTES * max(0.0, now - begun) / (ends - begun))
 
-    def drop(self) -> None:
-        """The values under way do not arrive."""
-        self._epochs[True] += 1
-        self._passing.clear()
-
     def lose(self) -> None:
-        """Nothing that is under way arrives."""
-        self.open = False
-        self._epochs[False] += 1
-        self.drop()
-
-    def cut(self, seconds: float) -> None:
-        """Lose what is under way, and carry nothing for a time."""
-        self.lose()
-        self._cuts += 1
-        self._clock.at(self._clock.now + seconds, self._heal)
-
-    def _heal(self) -> None:
-        self._cuts -= 1
+        """Nothing that is under way arrives, unless it lingers."""
+        self.used = False
+        if not self._weather.lingers or self._random.random() >= self._weather.lingers:
+            self.epoch += 1
+            self._passing.clear()
 
 
 def _log_uniform(random: Random, least: float, most: float) -> float:
@@ -151,9 +146,9 @@ class Network(Clock, Generic[N, P]):
         random: Of the world.
         processes: By name.
         links: By (sender, receiver).
-        breaks: Given how many frames were sent so far, whether the next one breaks its connection: it is lost with
-            all that is under way between the two, and both are told.
+        breaks: Given how many frames were written so far, whether the next one breaks its channel.
         calm_at: When the last fault so far is over.
+        delivered: How many frames with a number have been delivered.
     """
 
     def __init__(self, weather: Weather, random: Random) -> None:
@@ -161,10 +156,15 @@ class Network(Clock, Generic[N, P]):
         self.random = random
         self.processes: dict[N, P] = {}
         self.links: dict[tuple[N, N], Link] = {}
-        self.breaks: Callable[[int], bool] = lambda sent: False
+        self.breaks: Callable[[int], bool] = lambda written: False
         self.calm_at = 0.0
-        self._sent = 0
+        self.delivered = 0
+        self._written = 0
         self._weather = weather
+        self._headers = itertools.count()
+        self._dials: dict[frozenset[N], int] = {}
+
+    # ---- frames ----
 
     def send(self, sender: N, to: N, event: Callable[..., None], *args: Any) -> None:
         """Have something happen to a process when a frame from another arrives; refuse it if they cannot connect.
@@ -172,25 +172,145 @@ class Network(Clock, Generic[N, P]):
         They can where they are connected already, or the other one lives and can be dialled.
         """
         target, link = self.processes.get(to), self.link(sender, to)
-        if link.open or self.links[to, sender].open or (target and target.dialable and not target.dead):
+        if link.used or self.links[to, sender].used or (target and target.dialable and not target.dead):
             self.transmit(sender, to, event, *args)
         else:
-            self.processes[sender].after(link.delay(), self.processes[sender].lose, to, "refused", False)
+            self.processes[sender].after(link.delay(), self.processes[sender].lose, to, "refused")
 
-    def transmit(self, sender: N, to: N, event: Callable[..., None], *args: Any, bulk: bool = False) -> None:
-        """Have something happen to a process when a frame from another that it is connected to arrives."""
-        self._sent += 1
-        if self.breaks(self._sent - 1):
-            self.sever(sender, to)
+    def transmit(
+        self,
+        sender: N,
+        to: N,
+        event: Callable[..., None],
+        *args: Any,
+        bulk: bool = False,
+        flow: bytes = b"",
+        beat: bytes = b"",
+    ) -> None:
+        """Have something happen to a process when a frame from another arrives.
+
+        Args:
+            sender: Who sends it.
+            to: Who gets it.
+            event: What happens then.
+            *args: Of the event.
+            bulk: Whether it has a body.
+            flow: What the frame belongs to; empty if it is dropped when the other cannot be reached.
+            beat: Not empty for a frame without a number: takes the place of one that waits and has the same name.
+        """
+        link = self.link(sender, to)
+        link.used = True
+        header = beat or next(self._headers).to_bytes(8, "little")
+        link.contents[header] = event, args
+        if beat:
+            link.channels.beats[header] = None
+        elif bulk:
+            link.channels.queue.add_bulk(flow, lambda: (header, BODY))
         else:
-            self.link(sender, to).carry(self.processes[to], bulk, event, *args)
+            link.channels.queue.control.append((flow, header))
+        self._write(sender, to)
+
+    def _write(self, sender: N, to: N) -> None:
+        """Have a process write what it can, and go on when the link is free again."""
+        link = self.links[sender, to]
+        while frame := link.next_frame():
+            bulk = bool(frame[1])
+            arrives = link.carry(bulk)
+            self._written += 1
+            if self.breaks(self._written - 1):
+                self.sever(sender, to)
+            elif link.channel is not link.broken:
+                self.at(arrives, self._arrive, sender, to, link, link.epoch, frame[0])
+            if bulk:
+                self.at(link.free_at, self.processes[sender].happen, False, self._write, sender, to)
+
+    def _arrive(self, sender: N, to: N, link: Link, *frame: Any) -> None:
+        if link.held_until > self.now:
+            self.at(link.held_until, self._arrive, sender, to, link, *frame)
+        else:
+            self.processes[to].happen(False, self._deliver, sender, to, link, *frame)
+
+    def _deliver(self, sender: N, to: N, link: Link, epoch: int, header: bytes) -> None:
+        # What a stopped process has not read when its connection breaks, is lost as well.
+        if link.epoch != epoch or self.links.get((sender, to)) is not link:
+            return
+        back = self.links[to, sender]
+        session = back.channels.session
+        _, number, acknowledged = decode_envelope(header)
+        wanted, name = session.take(number, acknowledged), header[ENVELOPE_BYTES:]
+        if wanted and name:
+            self.delivered += number > 0
+            event, args = link.contents[name] if number == 0 else link.contents.pop(name)
+            event(*args)
+        if session.acknowledges or session.behind:
+            self._write(to, sender)
 
     def link(self, sender: N, to: N) -> Link:
         """From one process to another; the one back is made with it."""
         if (sender, to) not in self.links:
-            for pair in ((sender, to), (to, sender)):
-                self.links[pair] = Link(self, self._weather, self.random)
+            self._connect(sender, to)
         return self.links[sender, to]
+
+    def _connect(self, one: N, other: N) -> None:
+        """Make the links between two processes, with a channel on which both have said hello."""
+        there, back = (Link(self, self._weather, self.random) for _ in range(2))
+        self.links[one, other], self.links[other, one] = there, back
+        for end, hello in ((there, back.channels.session.hello()), (back, there.channels.session.hello())):
+            end.channels.session.greet(hello)
+
+    # ---- channels ----
+
+    def _reopen(self, one: N, other: N, dial: int) -> None:
+        """Open a channel in place of one that broke, as soon as that is possible."""
+        pair = frozenset((one, other))
+        there, back = self.links[one, other], self.links[other, one]
+        if self._dials[pair] != dial or self.processes[one].dead or self.processes[other].dead:
+            return
+        if there.cuts or back.cuts:
+            self.at(self.now + REDIAL_SECONDS, self._reopen, one, other, dial)
+            return
+        self.processes[one].happen(False, self._hail, one, other, dial)
+
+    def _hail(self, one: N, other: N, dial: int) -> None:
+        hello, at = self.links[one, other].channels.session.hello(), self.now + self.links[one, other].delay()
+        self.at(at, self.processes[other].happen, False, self._answer, one, other, dial, hello)
+
+    def _answer(self, one: N, other: N, dial: int, hello: Hello) -> None:
+        at = self.now + self.links[other, one].delay()
+        if self._greet(other, one, dial, hello):
+            answer = self.links[other, one].channels.session.hello()
+            self.at(at, self.processes[one].happen, False, self._greet, one, other, dial, answer)
+            self.at(at, self.processes[other].happen, False, self._write, other, one)
+
+    def _greet(self, end: N, other: N, dial: int, hello: Hello) -> bool:
+        if self._dials[frozenset((end, other))] != dial:
+            return False
+        link = self.links[end, other]
+        if not link.channels.session.greet(hello):
+            raise Violation(f"{end} and {other} have lost their session")
+        link.channel = object()
+        self._write(end, other)
+        return True
+
+    def _dial(self, one: N, other: N, at: float) -> None:
+        """A channel broke: have one of the two open another at some time."""
+        pair = frozenset((one, other))
+        dial = self._dials[pair] = self._dials.get(pair, 0) + 1
+        self.at(at, self._reopen, one, other, dial)
+
+    def _notice(self, end: N, other: N, reason: str = "connection reset") -> None:
+        """A process finds out that its channel to another broke, and whether it can open another."""
+        link, process = self.links.get((end, other)), self.processes[end]
+        if link is None:
+            return
+        if link.channel is link.broken:
+            link.channel = None
+        process.broke(other, reason)
+        if self.processes[other].dead or link.cuts or self.links[other, end].cuts:
+            link.channels.drop_all_but(process.flows)
+            process.lose(other, reason)
+
+    # ---- faults ----
 
     def calm(self, seconds: float) -> float:
         """A fault goes on for so long; returns until when."""
@@ -214,55 +334,74 @@ class Network(Clock, Generic[N, P]):
         self.processes[name].kill()
         for sender, to in self.links:
             if sender == name and noticed is not None:
-                self.at(self.calm(noticed * self.random.random()), self._broke, sender, to)
+                self.at(self.calm(noticed * self.random.random()), self._died, sender, to)
 
-    def _broke(self, dead: N, other: N) -> None:
-        self.links[dead, other].lose()
-        self.links[other, dead].lose()
-        self._lost(other, dead)
+    def forget(self, name: N) -> None:
+        """Another process takes the place of one: nobody has a session with it."""
+        for pair in [pair for pair in self.links if name in pair]:
+            del self.links[pair]
+
+    def _died(self, dead: N, other: N) -> None:
+        if (dead, other) not in self.links or not self.processes[dead].dead:
+            return
+        for link in (self.links[dead, other], self.links[other, dead]):
+            link.epoch += 1
+            link.used, link.broken = False, link.channel
+        self.processes[other].happen(False, self._notice, other, dead)
 
     def sever(self, one: N, other: N) -> None:
-        """Break the connection between two processes, which can be opened again at once; both are told."""
+        """Break the channel between two processes; both are told, and open another at once."""
+        at = self.now
         for sender, to in ((one, other), (other, one)):
             link = self.link(sender, to)
             link.lose()
-            self.at(self.now + link.delay(), self._lost, sender, to)
+            link.channel = None
+            noticed = self.now + link.delay()
+            self.at(noticed, self.processes[sender].happen, False, self._notice, sender, to)
+            at = max(at, noticed)
+        self._dial(one, other, at)
 
     def cut(self, links: Iterable[tuple[N, N]], seconds: float, noticed: float) -> None:
         """Have links lose what is under way, and carry nothing for a time.
 
         Args:
             links: (sender, receiver) of each.
-            seconds: For how long; 0 is a connection that broke and was opened again.
-            noticed: Seconds until the ends of each link are told that frames were lost, at most.
+            seconds: For how long; 0 is a channel that broke and can be opened again at once.
+            noticed: Seconds until the ends of each link find out, at most.
         """
         for sender, to in links:
             if (sender, to) in self.links:
-                self.calm(seconds)
-                self.links[sender, to].cut(seconds)
-                for one, other in ((sender, to), (to, sender)):
-                    self.at(self.calm(noticed * self.random.random()), self._lost, one, other)
+                link = self.links[sender, to]
+                link.lose()
+                for way in (link, self.links[to, sender]):
+                    way.broken = way.channel or way.broken
+                link.cuts += 1
+                at = self.calm(seconds)
+                self.at(at, self._heal, link)
+                for end, other in ((sender, to), (to, sender)):
+                    told = self.calm(noticed * self.random.random())
+                    self.at(told, self.processes[end].happen, False, self._notice, end, other)
+                    at = max(at, told)
+                self._dial(sender, to, at)
+
+    def _heal(self, link: Link) -> None:
+        link.cuts -= 1
 
     def drop(self, links: Iterable[tuple[N, N]]) -> None:
-        """One of two channels breaks: values under way on links are lost, and only their senders are told.
-
-        Control frames go on, as the mesh sends them again by the other channel.
-        """
+        """One of two channels breaks: what is under way on links is lost, and goes by the other; nobody is told."""
         for sender, to in links:
-            if link := self.links.get((sender, to)):
-                link.drop()
-                self._lost(sender, to, "one of its channels broke", True)
+            link = self.links.get((sender, to))
+            if link is not None and link.channel is not None and link.channel is not link.broken:
+                link.lose()
+                link.channel = object()
+                self.processes[sender].happen(False, self._write, sender, to)
 
     def hold(self, links: Iterable[tuple[N, N]], seconds: float) -> None:
         """Have links deliver nothing for a time, and lose nothing."""
         for link in filter(None, map(self.links.get, links)):
-            link.held_until = self.calm(seconds)
+            link.held_until = max(link.held_until, self.calm(seconds))
 
     def slow(self, links: Iterable[tuple[N, N]], transfer: float) -> None:
         """From now on, have a part take so many seconds on some links."""
         for link in filter(None, map(self.links.get, links)):
             link.transfer = transfer
-
-    def _lost(self, name: N, other: N, reason: str = "connection reset", connected: bool = False) -> None:
-        if process := self.processes.get(name):
-            process.happen(False, process.lose, other, reason, connected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
@@ -84,10 +84,10 @@ class Process(core.Process):
         self._early: list[Frame] = []
         self._received: dict[int, int] = {}
 
-    def happen(self, timer: bool, event: Callable[..., None], *args: Any) -> None:
-        """As any process; nothing happens to it any more once its round is closed."""
-        if not self.member.closed:
-            super().happen(timer, event, *args)
+    @property
+    def flows(self) -> tuple[bytes]:
+        """Its round's frames wait for another channel."""
+        return (b"",)
 
     @property
     def closed(self) -> bool:
@@ -109,25 +109,33 @@ class Process(core.Process):
 
     def receive(self, frame: Frame) -> None:
         """A frame has come."""
+        if self.member.closed:
+            return
         outputs = self._receive(frame)
         if isinstance(frame.message, wire.Heartbeat):
             self._world.act(self, outputs)
         else:
             self._world.step(self, frame, outputs)
 
-    def lose(self, other: int, reason: str, connected: bool) -> None:
-        """Frames to or from another member may have been lost."""
+    def broke(self, other: int, reason: str) -> None:
+        """No channel to another member is open."""
+        if self.member.closed:
+            return
         outputs: list[Output] = []
         if self.begun:
-            outputs = self._hear(events.PeerLost(other, reason, connected))
+            outputs = self._hear(events.PeerLost(other, reason))
         self._world.step(self, f"loses p{other}: {reason}", outputs)
 
     def leave(self) -> None:
         """Its user cancels the round."""
+        if self.member.closed:
+            return
         self._world.step(self, "leaves", self._hear(events.Withdrew("cancelled by its user")))
 
     def wake(self) -> None:
         """Its deadline may have passed."""
+        if self.member.closed:
+            return
         if not self.begun or self.deadline > self.clock.now:
             self.arm()
             return
@@ -144,6 +152,8 @@ class Process(core.Process):
 
     def reduced(self, job: Job) -> None:
         """A reduction is done."""
+        if self.member.closed:
+            return
         self._world.step(self, job, self._noted(self.member.reduced(job, self._time())))
 
     def perform(

@@ -132,8 +132,7 @@ def _draw_weather(random: Random, most: float) -> Weather:
         latency=(latency / spread, latency),
         transfer=(transfer / spread, transfer),
         jitter=random.choice((0.0, latency, most / 2)),
-        reorders=random.random() < 0.3,
-        duplicates=random.choice((0.0, 0.0, 0.1, 0.5)),
+        lingers=random.choice((0.0, 0.0, 0.1, 0.5)),
     )
 
 

@@ -355,7 +355,7 @@ class SimNewcomer(Driver):
                 took = self._world.now - self._began
                 self._world.results[self._name] = Result(took, action, self._chunks)
 
-    def lose(self, other: str, reason: str, connected: bool) -> None:
+    def lose(self, other: str, reason: str) -> None:
         """The connection to a peer broke."""
         self.tell(events.PeerLost(other, reason))
 

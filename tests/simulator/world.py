@@ -86,9 +86,9 @@ class World(Network[int, Process]):
         group = scenario.group
         for index, start in enumerate(scenario.starts):
             self.processes[index] = Process(self, index, start)
-        for one, other in itertools.permutations(range(group.size), 2):
+        for one, other in itertools.combinations(range(group.size), 2):
             if group.dialable & (1 << one | 1 << other):
-                self.links[one, other] = Link(self, scenario.weather, self.random)
+                self._connect(one, other)
         for index, process in self.processes.items():
             process.incoming = [(sender, link) for (sender, to), link in self.links.items() if to == index]
         self._corrupted = [0] * group.size
@@ -140,7 +140,9 @@ class World(Network[int, Process]):
     def _send(self, frame: Frame) -> None:
         if isinstance(frame.message, wire.Mean) and self._corrupted[frame.sender] >> frame.to & 1:
             frame = Frame(frame.sender, frame.to, frame.message, frame.body[::-1])
-        self.transmit(frame.sender, frame.to, self.processes[frame.to].receive, frame, bulk=frame.bulk)
+        beat = b"beat" if isinstance(frame.message, wire.Heartbeat) else b""
+        receive = self.processes[frame.to].receive
+        self.transmit(frame.sender, frame.to, receive, frame, bulk=frame.bulk, beat=beat)
 
     # ---- faults ----
 
