@@ -200,9 +200,9 @@ class RoundDriver:
             case _:
                 self._tell(MessageReceived(member, self._vote_signatures.check(member, message)))
 
-    def lost(self, peer: str, reason: str) -> None:
-        """No channel to a member is open."""
-        self._tell(PeerLost(self._members[peer], reason))
+    def lost(self, peer: str, reason: str, gone: bool = False) -> None:
+        """No channel to a member is open; `gone` says that its session is over, and what was sent to it lost."""
+        self._tell(PeerLost(self._members[peer], reason, gone))
 
     @property
     def number(self) -> int:

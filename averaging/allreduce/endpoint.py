@@ -83,13 +83,8 @@ class Endpoint:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event; return the actions in order. `heard` and `received` take frames and byte counts."""
         match event:
-            case PeerLost(member, _, connected):
-                if not connected:
-                    self._detector.lose(member)
-                if not connected or member in self._unheard:
-                    # The other member will ask for the values again, but not for control messages.
-                    waiting = self._unheard.get(member, [])
-                    self._unheard[member] = [one for one in waiting if isinstance(one, Send)]
+            case PeerLost(member):
+                self._detector.lose(member)
             case Woke():
                 actions = self._beat(now) if self.machine.needed and now >= self._beats_at else []
                 return actions + (self._tell(event, now) if now >= self.machine.deadline else [])
@@ -122,7 +117,7 @@ class Endpoint:
                 case SendContribution(to, _) | SendMean(to, _, _) if to in self._unheard:
                     self._unheard[to].append(action)
                 case Send(to, _) if to in self._undialled:
-                    if action not in self._unheard[to]:
+                    if action not in self._unheard[to]:  # A heartbeat waits once.
                         self._unheard[to].append(action)
                 case _:
                     passed.append(action)

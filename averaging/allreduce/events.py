@@ -101,14 +101,15 @@ class MessageReceived(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """A connection to a member broke, it is silent, or it broke the protocol.
+    """No channel to a member is open, the member is silent, or it broke the protocol.
 
-    Frames under way may be lost. If it is still `connected`, by another channel, no more is.
+    What was sent to it is not lost, and arrives once a channel is open, unless the member is `gone`: then its process
+    has ended, and it can take no further part.
     """
 
     member: int
     reason: str
-    connected: bool = False
+    gone: bool = False
 
 
 class PeerReturned(msgspec.Struct, frozen=True):

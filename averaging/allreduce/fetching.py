@@ -22,9 +22,6 @@ class Fetching:
     Args:
         me: This member's index; different members start with different sources.
         parts: Number of parts of the vector.
-
-    Attributes:
-        asked_of_us: By member, the contributors and the parts (a bitmap) of the means that it asked for last.
     """
 
     def __init__(self, me: int, parts: int) -> None:
@@ -35,7 +32,6 @@ class Fetching:
         self._over = 0
         self._expected: dict[int, frozenset[int]] = {}
         self._served: Counter[int] = Counter()
-        self.asked_of_us: dict[int, tuple[int, bytes]] = {}
 
     def due(self, paxos: Paxos, part_table: PartTable, attendance: Attendance, reachable: int) -> Send | None:
         """What to ask now, of one of the members in the bitmask `reachable`."""
@@ -43,7 +39,9 @@ class Fetching:
         if decision is None or part_table.is_whole(decision):
             return None
         stalled = attendance.level >= 1
-        everything = paxos.must_fetch or stalled or self._anew
+        # While the leader was out of reach, means may have come over contributors that this member knew nothing of.
+        unheard = attendance.returned >> paxos.leader & 1
+        everything = paxos.must_fetch or stalled or self._anew or unheard
         wanted = part_table.missing_of(paxos.group.everyone if everything else attendance.lost, decision)
         if not wanted:
             return None

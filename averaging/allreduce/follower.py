@@ -1,4 +1,4 @@
-"""What a member says to the leader of its ballot, and a leader to the others, while contributions come in."""
+"""What a member says to the leader of its ballot while contributions come in."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from equipoise.averaging.allreduce.attendance import Attendance
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
 
-WORD_SECONDS = 1.0
-"""Between two words to others that we wait for someone who delivers: twice within a stall, so that one may be late."""
+WAITING_SECONDS = 1.0
+"""Time between two `Waiting`s of a member: two within a stall, so that one may be late."""
 
 PLENTY = 1 << 40
-"""Bytes that a word is worth: whoever waits for someone who delivers is itself not stalled."""
+"""Bytes that a `Waiting` is worth: a member that waits for one that delivers is itself not stalled."""
 
 
 def due_report(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> wire.Report | None:
@@ -25,10 +25,8 @@ def due_report(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> w
     return paxos.report(ballot.plan, whole)
 
 
-class Words:
-    """Words that one waits for someone who delivers, lest one is taken for stalled.
-
-    They go to the leader as a `Report` that is not final, and from the leader to all as its last message once more.
+class Waits:
+    """When to tell others that this member waits for one that delivers, and whether to believe others who say so.
 
     Args:
         now: Monotonic seconds.
@@ -40,19 +38,12 @@ class Words:
         self._said_at = now
 
     def believes(self, now: float) -> bool:
-        """Whether others' words still count: nobody may hold a round by words for more than half of its time."""
+        """Whether others are believed still: nobody holds a round by words for more than half of its time."""
         return now < self._believed_until
 
-    def due(
-        self, paxos: Paxos, part_table: PartTable, now: float
-    ) -> wire.Plan | wire.Propose | wire.Report | None:
-        """What to say now, to the leader, or as leader to all; None if it was said a moment ago."""
-        plan = paxos.ballot.plan
-        if now < self._said_at + WORD_SECONDS:
-            return None
+    def due(self, now: float) -> bool:
+        """Whether to tell the others now; False if they were told a moment ago."""
+        if now < self._said_at + WAITING_SECONDS:
+            return False
         self._said_at = now
-        if paxos.leader == paxos.me:
-            return paxos.standing
-        return (
-            None if plan is None else wire.Report(plan.ballot, plan.sequence, part_table.whole(), final=False)
-        )
+        return True

@@ -54,7 +54,7 @@ from equipoise.averaging.allreduce.events import (
     Woke,
 )
 from equipoise.averaging.allreduce.fetching import Fetching
-from equipoise.averaging.allreduce.follower import PLENTY, Words, due_report
+from equipoise.averaging.allreduce.follower import PLENTY, Waits, due_report
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
@@ -94,7 +94,7 @@ class AllReduce:
         self.looked = True
         self._ends_at = now + timeout
         self._releases_at = float("inf")
-        self._words = Words(now, timeout)
+        self._waits = Waits(now, timeout)
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
         self._attendance = Attendance(group, now, stall)
         self._paxos = Paxos(group, me)
@@ -167,14 +167,13 @@ class AllReduce:
                 self._on_message(sender, message, now)
             case BytesReceived(sender, count):
                 self._on_bytes(sender, count, now)
-            case PeerLost(member, reason, connected):
-                if connected and self._attendance.here >> member & 1:
-                    self._part_table.lose(member)
-                    self._remind(member)
-                else:
-                    self._on_lost(member, reason, now)
+            case PeerLost(member, reason, gone):
+                if gone:
+                    self._attendance.leave(member)
+                self._on_lost(member, reason, now)
             case PeerReturned(member):
-                self._on_returned(member)
+                if self._attendance.come_back(member):
+                    self._note(f"{self.group.names[member]} is back")
             case Withdrew(reason):
                 if self.ended is None:
                     self._fail(reason, now)
@@ -197,17 +196,13 @@ class AllReduce:
             case wire.Plan(_, _, owners):
                 if news := paxos.on_plan(sender, message):
                     self._part_table.assign(owners)
-                elif message == paxos.standing:
-                    self._on_word(sender, now)
-            case wire.Report(final=False):
-                self._on_word(sender, now)
+            case wire.Waiting():
+                self._on_waiting(sender, now)
             case wire.Report():
                 news = paxos.on_report(sender, message)
             case wire.Propose(_, decision):
                 if news := paxos.on_propose(sender, message):
                     self._part_table.assign(decision.owners)
-                elif message == paxos.standing:
-                    self._on_word(sender, now)
             case wire.Held(ballot, decision, digest):
                 news = self._on_held(sender, Vote(ballot, decision, digest))
             case wire.Commit(ballot, decision, digest, holders):
@@ -236,13 +231,13 @@ class AllReduce:
     def _on_bytes(self, sender: int, count: int, now: float) -> None:
         if self.ended is not None or not self._attendance.received(sender, count, self._awaited, now):
             return
-        if word := self._words.due(self._paxos, self._part_table, now):
+        if self._waits.due(now):
             leader = self._paxos.leader
-            self._broadcast(word, -1 if leader == self.me else 1 << leader)
+            self._broadcast(wire.Waiting(), -1 if leader == self.me else 1 << leader)
 
-    def _on_word(self, sender: int, now: float) -> None:
-        """`sender` waits for someone who delivers: so do we, who wait for `sender`."""
-        if self._words.believes(now) and sender != self.me and not self._awaited.dispensable:
+    def _on_waiting(self, sender: int, now: float) -> None:
+        """`sender` waits for a member that delivers: so does this member, which waits for `sender`."""
+        if self._waits.believes(now) and sender != self.me and not self._awaited.dispensable:
             self._on_bytes(sender, PLENTY, now)
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
@@ -259,42 +254,19 @@ class AllReduce:
         self._send(sender, answer)
 
     def _on_held(self, sender: int, vote: Vote) -> bool:
-        if isinstance(self.ended, Finish):
-            repeated = self._paxos.tally.voters(vote) >> sender & 1
-            if repeated or vote.digest != self.ended.digest:
-                # The sender has not learnt which mean was chosen.
-                self._send_commit(1 << sender)
+        if isinstance(self.ended, Finish) and vote.digest != self.ended.digest:
+            # The sender has not learnt which mean was chosen.
+            self._send_commit(1 << sender)
         return self._paxos.on_votes(sender, vote, 1 << sender)
 
     def _on_lost(self, member: int, reason: str, now: float) -> None:
         if member == self.me or not self._attendance.lose(member, now):
             return
-        self._part_table.lose(member)
         if isinstance(self.ended, Finish):
             # It may have been the one to tell the others.
             self._send_commit(self.group.everyone)
         elif self.ended is None:
             self._note(f"{self.group.names[member]} lost in phase {self.phase}: {reason}")
-
-    def _on_returned(self, member: int) -> None:
-        if self._attendance.come_back(member):
-            self._note(f"{self.group.names[member]} is back")
-            self._remind(member)
-
-    def _remind(self, member: int) -> None:
-        """Say again what a member may have missed."""
-        self._part_table.look_again()
-        if isinstance(self.ended, Finish):
-            self._send_commit(1 << member)
-            decision = self.ended.decision
-            if not self._released and not self._paxos.holders(decision) >> member & 1:
-                self._actions += self._part_table.work(decision.contributors, True, True, 1 << member)
-        elif self.ended is None:
-            for message in self._paxos.reminders(member):
-                self._send(member, message)
-            self._vote(1 << member)
-        if asked := self._fetching.asked_of_us.get(member):
-            self._serve(member, *asked)
 
     def _on_woke(self, now: float) -> None:
         if now >= self._ends_at:
@@ -310,9 +282,6 @@ class AllReduce:
         waited = self._attendance.waited
         self._note(f"no progress for {waited:g} s {waiting_for(self._paxos, self._part_table)}")
         self._fetching.ask_another()
-        self._vote()
-        # Whoever has finished answers with the commit, which may have passed us by.
-        self._broadcast(wire.Fetch(0, b""))
         line = self._paxos.line(self._attendance.lost)
         if self.me in line and self._paxos.should_open(self._attendance.level, line.index(self.me)):
             self._open_ballot()
@@ -390,18 +359,16 @@ class AllReduce:
         decided = self._paxos.decision is not None
         # A mean that others hold already is fetched from them, not reduced again.
         release = ballot.decision is not None and not ballot.holders
-        return self._part_table.work(over, decided, release, self._peers & ~self._attendance.lost)
+        return self._part_table.work(over, decided, release, self._peers & ~self._attendance.gone)
 
     def _hold(self, now: float) -> None:
         decision = self._paxos.ballot.decision
         if decision is not None and self._part_table.is_whole(decision) and self._paxos.hold():
             self._progress(now)
-            self._vote()
+            self._vote(decision)
 
-    def _vote(self, among: int = -1) -> None:
-        held = self._paxos.held
-        if held is not None and self._part_table.is_whole(held[1]):
-            self._broadcast(self._paxos.vote(self._part_table.digest(held[1])), among)
+    def _vote(self, decision: Decision) -> None:
+        self._broadcast(self._paxos.vote(self._part_table.digest(decision)))
 
     def _commit(self, now: float) -> None:
         chosen = self._paxos.chosen
@@ -432,8 +399,6 @@ class AllReduce:
         if isinstance(self.ended, Finish):
             self._send_commit(1 << to)
         asked = [] if self._released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
-        if asked:
-            self._fetching.asked_of_us[to] = contributors, bits
         kept = [part for part in asked if self._part_table.has_mean(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
             self._actions += [SendMean(to, part, contributors) for part in kept]
@@ -502,7 +467,7 @@ class AllReduce:
             self._on_message(self.me, message, now)
 
     def _broadcast(self, message: wire.RoundMessage, among: int = -1) -> None:
-        for member in members_of(self._peers & ~self._attendance.lost & among):
+        for member in members_of(self._peers & ~self._attendance.gone & among):
             self._send(member, message)
 
     def _send(self, member: int, message: wire.RoundMessage) -> None:

@@ -73,12 +73,15 @@ class Plan(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """An owner tells the leader whose contributions it holds whole under a plan; not `final` while more are coming."""
+    """An owner tells the leader whose contributions it holds whole under a plan."""
 
     ballot: Ballot
     sequence: Ballot
     whole: Members
-    final: bool = True
+
+
+class Waiting(Message, frozen=True):
+    """The sender waits for a member that delivers, and so is not stalled itself."""
 
 
 class Propose(Message, frozen=True):
@@ -150,6 +153,7 @@ RoundMessage = (
     | Refuse
     | Plan
     | Report
+    | Waiting
     | Propose
     | Held
     | Commit

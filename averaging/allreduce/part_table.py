@@ -59,7 +59,7 @@ class PartTable:
 
     def assign(self, owners: int) -> None:
         """Deal the parts out to the members in the bitmask `owners`."""
-        self.look_again()
+        self.due = set(range(len(self.group.parts)))
         if owners == self._dealt_to:
             return
         self._dealt_to = owners
@@ -75,10 +75,6 @@ class PartTable:
             self._lacking[member] = len(mine) - here
             if self._lacking[member]:
                 self._whole ^= 1 << member
-
-    def look_again(self) -> None:
-        """Make every part due."""
-        self.due = set(range(len(self.group.parts)))
 
     def wants_contribution(self, sender: int, part: int) -> bool:
         """Whether a contribution is one that can count, is not here yet, and may be ours to reduce."""
@@ -162,11 +158,6 @@ class PartTable:
         """Of the decision's mean; all parts are here."""
         parts = (self._means[part][1] for part in range(len(self.group.parts)))
         return mean_digest(self.group.round_id, decision.contributors, parts)
-
-    def lose(self, member: int) -> None:
-        """What was under way to `member` may not have arrived: should it return, it is sent again."""
-        self._sent = {(part, to) for part, to in self._sent if to != member}
-        self._mean_sent = {part: (over, to & ~(1 << member)) for part, (over, to) in self._mean_sent.items()}
 
     def work(self, over: int, decided: bool, release_means: bool, targets: int) -> list[Action]:
         """Send, reduce and pass on what the due parts allow.

@@ -90,14 +90,6 @@ class Paxos:
         return bool(self.ballot.holders) or proposed.contributors != decision.contributors
 
     @property
-    def standing(self) -> wire.Plan | wire.Propose | None:
-        """The last word of the ballot's leader."""
-        ballot = self.ballot
-        if ballot.decision is not None:
-            return wire.Propose(ballot.number, ballot.decision, ballot.holders)
-        return ballot.plan
-
-    @property
     def step(self) -> tuple[int, int, bool]:
         """Tells apart the steps of a round: scattering under a plan, gathering what was decided."""
         ballot = self.ballot
@@ -228,11 +220,7 @@ class Paxos:
     def on_report(self, sender: int, report: wire.Report) -> bool:
         """As leader, take in what an owner holds whole; returns whether it is of this plan."""
         plan = self.ballot.plan
-        if (
-            not report.final
-            or plan is None
-            or (report.ballot, report.sequence) != (plan.ballot, plan.sequence)
-        ):
+        if plan is None or (report.ballot, report.sequence) != (plan.ballot, plan.sequence):
             return False
         # What an owner holds it keeps, so an older report that comes late takes nothing away.
         before = self.ballot.reports.get(sender, 0)
@@ -285,19 +273,6 @@ class Paxos:
         if not self.tally.add(chosen, 1 << self.me, self.me):
             return None
         return wire.Held(chosen.ballot, chosen.decision, chosen.digest)
-
-    def reminders(self, member: int) -> list[wire.RoundMessage]:
-        """What `member` needs to take part in our ballot, in case that it missed it."""
-        ballot = self.ballot
-        if self.leader == member:
-            ballot.reported = None  # so that it is reported again
-            return [self.promise()]
-        if self.leader != self.me:
-            return []
-        if ballot.promises is not None:
-            return [wire.Prepare(ballot.number)]
-        standing = self.standing
-        return [] if standing is None else [standing]
 
     def commit(self) -> wire.Commit | None:
         """What tells others that a decision was chosen."""

@@ -122,15 +122,17 @@ def test_messages_in_another_order_end_the_same() -> None:
 
 def test_leader_lost_while_scattering_the_next_in_line_plans_without_it() -> None:
     table = Table(B)
-    assert sent(table.lose(A), wire.Prepare) == [(C, wire.Prepare(1))]
+    prepare, plan = wire.Prepare(1), wire.Plan(1, 0, 0b110)
+    assert sent(table.lose(A), wire.Prepare) == [(A, prepare), (C, prepare)], "it waits for the lost one"
     actions = table.says(C, wire.Promise(1))
-    assert sent(actions, wire.Plan) == [(C, wire.Plan(1, 0, 0b110))]
+    assert sent(actions, wire.Plan) == [(A, plan), (C, plan)]
 
 
 def test_leader_lost_after_its_proposal_the_means_that_exist_are_kept() -> None:
     table = holding()
     table.lose(A)
-    assert sent(table.says(C, wire.Promise(1)), wire.Propose) == [(C, wire.Propose(1, DECISION, 0b010))]
+    proposal = wire.Propose(1, DECISION, 0b010)
+    assert sent(table.says(C, wire.Promise(1)), wire.Propose) == [(A, proposal), (C, proposal)]
     assert table.machine.phase == "commit"
 
 
@@ -138,7 +140,8 @@ def test_leader_lost_after_a_proposal_that_another_holds_it_is_inherited_and_fet
     table = gathering()
     table.lose(A)
     actions = table.says(C, wire.Promise(1, 0, DECISION))
-    assert sent(actions, wire.Propose) == [(C, wire.Propose(1, DECISION, 0b100))]
+    proposal = wire.Propose(1, DECISION, 0b100)
+    assert sent(actions, wire.Propose) == [(A, proposal), (C, proposal)]
     assert sent(actions, wire.Fetch) == [(C, wire.Fetch(ALL, b"\x01"))]
 
 
@@ -160,7 +163,8 @@ def test_owner_lost_before_the_decision_is_replaced() -> None:
     table = Table(A, owners=(A, B))
     table.contributes(B)
     table.contributes(C)
-    assert sent(table.lose(B), wire.Plan) == [(C, wire.Plan(0, 1, 0b101))]
+    plan = wire.Plan(0, 1, 0b101)
+    assert sent(table.lose(B), wire.Plan) == [(B, plan), (C, plan)]
 
 
 def test_owner_lost_after_the_decision_the_leader_decides_again_in_a_new_ballot() -> None:
@@ -169,8 +173,9 @@ def test_owner_lost_after_the_decision_the_leader_decides_again_in_a_new_ballot(
     table.contributes(C)
     table.says(B, wire.Report(0, 0, ALL))
     actions = table.lose(B)
-    assert sent(actions, wire.Prepare) == [(C, wire.Prepare(3))]
-    assert sent(table.says(C, wire.Promise(3)), wire.Plan) == [(C, wire.Plan(3, 0, 0b101))]
+    prepare, plan = wire.Prepare(3), wire.Plan(3, 0, 0b101)
+    assert sent(actions, wire.Prepare) == [(B, prepare), (C, prepare)]
+    assert sent(table.says(C, wire.Promise(3)), wire.Plan) == [(B, plan), (C, plan)]
 
 
 def test_owner_lost_after_somebody_holds_the_whole_mean_is_not_missed() -> None:
@@ -186,13 +191,15 @@ def test_contributor_lost_after_its_contribution_counts() -> None:
     table = Table(A)
     table.contributes(C)
     table.lose(C)
-    assert sent(table.contributes(B), wire.Propose) == [(B, wire.Propose(0, DECISION))]
+    proposal = wire.Propose(0, DECISION)
+    assert sent(table.contributes(B), wire.Propose) == [(B, proposal), (C, proposal)]
 
 
 def test_contributor_lost_before_its_contribution_is_left_out() -> None:
     table = Table(A)
     table.contributes(B)
-    assert sent(table.lose(C), wire.Propose) == [(B, wire.Propose(0, Decision(0b011, ALL)))]
+    proposal = wire.Propose(0, Decision(0b011, ALL))
+    assert sent(table.lose(C), wire.Propose) == [(B, proposal), (C, proposal)]
 
 
 def test_a_late_contributor_is_left_out_after_a_stall() -> None:
@@ -237,7 +244,7 @@ def test_who_is_alone_neither_plans_nor_opens_ballots() -> None:
     leader, follower = Table(A, weights=(1, 1)), Table(B, weights=(1, 1))
     assert not sent(leader.lose(B), wire.Plan)
     assert not sent(follower.lose(A), wire.Prepare)
-    assert leader.machine._paxos.standing == wire.Plan(0, 0, 0b11)
+    assert leader.machine._paxos.ballot.plan == wire.Plan(0, 0, 0b11)
     assert follower.machine._paxos.ballot.number == 0
 
 

@@ -37,13 +37,13 @@ from fakes.one_member import (
 
 def test_who_has_finished_speaks_for_a_leader_that_is_lost() -> None:
     table = finished(B)
-    assert recipients(table.lose(A), wire.Commit) == [C]
+    assert recipients(table.lose(A), wire.Commit) == [A, C]
 
 
 def test_who_has_finished_speaks_for_a_lost_leader_even_to_those_who_hold_the_mean() -> None:
     table = finished(B)
     assert table.says(C, table.vote(Decision(ALL, ALL))) == [Release()]
-    assert recipients(table.lose(A), wire.Commit) == [C]
+    assert recipients(table.lose(A), wire.Commit) == [A, C]
 
 
 def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
@@ -64,7 +64,7 @@ def test_who_refused_a_successor_that_is_lost_as_well_leads_itself() -> None:
     table = Table(C, weights=(1, 1, 1, 1, 1))
     table.says(B, wire.Prepare(1))
     table.lose(B)
-    assert recipients(table.lose(A), wire.Prepare) == [D, E]
+    assert recipients(table.lose(A), wire.Prepare) == [A, B, D, E]
 
 
 def test_retries_to_lead_come_at_growing_intervals() -> None:
@@ -75,12 +75,6 @@ def test_retries_to_lead_come_at_growing_intervals() -> None:
         if sent(table.stall(), wire.Prepare):
             opened.append(table.now)
     assert opened[:3] == [2.0, 6.0, 12.0]
-
-
-def test_who_stalls_asks_for_the_commit() -> None:
-    laggard = Table(C)
-    assert laggard.lose(A) == []
-    assert recipients(laggard.stall(), wire.Fetch) == [B]
 
 
 def test_who_has_finished_answers_a_fetch_of_nothing_with_the_commit() -> None:
@@ -145,35 +139,6 @@ def test_a_mean_that_differs_is_fetched_again_from_the_majority() -> None:
     assert not ends(table.stall(2))
 
 
-def test_who_returns_is_told_what_it_missed() -> None:
-    table = Table(A)
-    table.lose(C)
-    table.contributes(C)
-    table.contributes(B)
-    table.reduced(ALL)
-    actions = table.tell(PeerReturned(C))
-    assert recipients(actions, wire.Plan) + recipients(actions, wire.Propose) == [C]
-
-
-def test_what_was_lost_with_one_of_two_channels_is_sent_again_and_nobody_is_taken_for_lost() -> None:
-    table = Table(B, owners=(A, B))
-    table.contributes(A, 1)
-    table.contributes(C, 1)
-    table.says(A, wire.Propose(0, Decision(ALL, ALL)))
-    assert SendMean(C, 1, ALL) in table.reduced(ALL, 1)
-    actions = table.tell(PeerLost(A, "one of its channels broke", connected=True))
-    assert SendMean(A, 1, ALL) in actions
-    assert SendMean(C, 1, ALL) not in actions
-    assert not sent(actions, wire.Prepare)
-    assert table.machine.notes == []
-
-
-def test_a_mean_that_was_asked_for_and_lost_on_its_way_is_sent_again() -> None:
-    table = finished(B)
-    assert table.says(C, wire.Fetch(ALL, b"\x01"))[-1] == SendMean(C, 0, ALL)
-    assert SendMean(C, 0, ALL) in table.tell(PeerLost(C, "one of its channels broke", connected=True))
-
-
 def test_a_member_that_was_never_out_of_reach_is_asked_for_the_mean_first() -> None:
     for returned in (B, C):
         table = Table(D, weights=(1, 1, 1, 1))
@@ -231,3 +196,20 @@ def test_a_reason_for_giving_up_travels_as_printable_text(reason: str) -> None:
 def test_a_reason_with_control_characters_is_refused() -> None:
     with pytest.raises(msgspec.ValidationError):
         wire.decode(wire.encode(wire.GiveUp("red\x1b[31m")))
+
+
+def test_what_a_lost_member_is_told_waits_for_it_and_is_not_said_again() -> None:
+    table = Table(A)
+    table.lose(C)
+    table.contributes(C)
+    assert recipients(table.contributes(B), wire.Propose) == [B, C]
+    assert [action for action in table.reduced(ALL) if action == SendMean(C, 0, ALL)]
+    assert not sent(table.tell(PeerReturned(C)), wire.RoundMessage)
+
+
+def test_who_is_gone_is_sent_nothing_and_does_not_come_back() -> None:
+    table = Table(A)
+    table.tell(PeerLost(C, "it has begun another session", gone=True))
+    assert recipients(table.contributes(B), wire.Propose) == [B]
+    assert table.tell(PeerReturned(C)) == []
+    assert SendMean(C, 0, 0b011) not in table.reduced(0b011)

@@ -44,16 +44,16 @@ def test_an_owner_tells_its_leader_that_it_waits_once_a_second() -> None:
     said = []
     for tick in range(1, 17):
         table.now = tick / 4
-        said += sent(table.tell(BytesReceived(C, ENOUGH)), wire.Report)
-    assert said == [(A, wire.Report(0, 0, 0b011, final=False))] * 4
+        said += sent(table.tell(BytesReceived(C, ENOUGH)), wire.Waiting)
+    assert said == [(A, wire.Waiting())] * 4
 
 
 def test_a_leader_does_not_replace_an_owner_that_waits_and_passes_its_word_on() -> None:
     table = Table(A, owners=(B,))
     for _ in range(4):
         table.now += 1.9
-        actions = table.says(B, wire.Report(0, 0, 0b011, final=False))
-        assert recipients(actions, wire.Plan) == [B, C]
+        actions = table.says(B, wire.Waiting())
+        assert recipients(actions, wire.Waiting) == [B, C]
         actions = table.stall()
         assert not sent(actions, wire.Plan)
     assert sent(table.says(B, wire.Report(0, 0, ALL)), wire.Propose)
@@ -64,7 +64,7 @@ def test_who_waits_for_a_leader_that_waits_does_not_unseat_it_for_half_of_its_ti
     opened = []
     while table.now < TIMEOUT - STALL_SECONDS:
         table.now = table.machine.deadline - 0.1
-        table.says(A, wire.Plan(0, 0, ALL))
+        table.says(A, wire.Waiting())
         if sent(table.stall(), wire.Prepare):
             opened.append(table.now)
     assert opened

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import PeerReturned, Reduce, SendContribution, SendMean
 from equipoise.averaging.allreduce.messages import Decision
-from fakes.one_member import ALL, DIGEST, A, B, C, D, E, Table, ends, finished, recipients
+from fakes.one_member import ALL, DIGEST, A, B, C, D, E, Table, finished, recipients
 
 DECISION = Decision(ALL, ALL)
 
@@ -58,24 +57,3 @@ def test_nothing_is_wanted_after_the_end() -> None:
     table = finished(B)
     assert not table.machine.wants_contribution(C, 0)
     assert not table.machine.wants_mean(A, 0, 0b011)
-
-
-def test_an_owner_that_has_finished_sends_its_means_again_to_who_comes_back_without_them() -> None:
-    table = Table(A)
-    table.contributes(B)
-    table.contributes(C)
-    table.reduced(ALL)
-    decision = Decision(ALL, ALL)
-    table.says(A, wire.Propose(0, decision))
-    assert ends(table.says(B, table.vote(decision)))
-    table.lose(B, C)
-    back = table.tell(PeerReturned(C))
-    assert SendMean(C, 0, ALL) in back
-    assert SendMean(B, 0, ALL) not in table.tell(PeerReturned(B)), "it holds the mean"
-
-
-def test_who_comes_back_is_sent_again_what_may_have_been_lost() -> None:
-    table = Table(B, owners=(A,), weights=(1, 1, 1, 1))
-    table.lose(A)
-    assert SendContribution(A, 0) in table.tell(PeerReturned(A))
-    assert Reduce(0, ALL) not in table.first

@@ -35,7 +35,7 @@ def work(
 def test_contributions_go_to_the_owners_once_successor_first() -> None:
     mine = part_table(B, (A, A, B, C))
     assert work(mine) == [SendContribution(C, 3), SendContribution(A, 0), SendContribution(A, 1)]
-    mine.look_again()
+    mine.assign(ALL)
     assert work(mine) == []
 
 
@@ -46,21 +46,13 @@ def test_an_observer_contributes_nothing_and_is_not_waited_for() -> None:
     assert part_table(A, weights=(1, 1, 0)).whole() == 0b001
 
 
-def test_nothing_is_sent_to_the_lost_and_again_once_they_are_back() -> None:
-    mine = part_table(B)
-    assert work(mine, targets=0b100) == [SendContribution(C, 2)]
-    mine.lose(C)
-    mine.look_again()
-    assert work(mine) == [SendContribution(C, 2), SendContribution(A, 0)]
-
-
 def test_a_part_is_reduced_once_all_that_count_are_here() -> None:
     mine = part_table(A)
     mine.take_contribution(B, 0)
     assert Reduce(0, ALL) not in work(mine)
     mine.take_contribution(C, 0)
     assert work(mine) == [Reduce(0, ALL)]
-    mine.look_again()
+    mine.assign(ALL)
     assert Reduce(0, ALL) not in work(mine)
 
 
@@ -74,13 +66,10 @@ def test_means_are_passed_on_once_released_to_each_once() -> None:
     mine = part_table(B)
     mine.take_mean(1, ALL, bytes(32))
     assert work(mine, decided=True) == []
-    mine.look_again()
+    mine.assign(ALL)
     assert work(mine, decided=True, release=True) == [SendMean(C, 1, ALL), SendMean(A, 1, ALL)]
-    mine.look_again()
+    mine.assign(ALL)
     assert work(mine, decided=True, release=True) == []
-    mine.lose(A)
-    mine.look_again()
-    assert work(mine, decided=True, release=True) == [SendMean(A, 1, ALL)]
 
 
 def test_a_new_assignment_sends_to_the_new_owners_what_they_lack() -> None:

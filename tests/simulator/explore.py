@@ -2,9 +2,10 @@
 
 A state is: the state of every member, what is on every link, who is dead, what may still go wrong, and the time. From a
 state, any of these may come next: a link delivers its next frame (or any frame: `Search.any_order`); a reduction is
-done; a member crashes, or a connection breaks, and both ends learn of it in their own time, each after as many of the
-frames under way as have got through. Time passes only when nothing else can happen: then a machine that is due
-is woken.
+done; a member crashes, or a connection breaks for good, and the other ends learn of it in their own time, each after as
+many of the frames under way as have got through; or a channel breaks, and both ends learn of it in their own time, but
+the session brings every frame by the next channel. Time passes only when nothing else can happen: then a machine that
+is due is woken.
 
 What cannot change what is reached is left out:
 
@@ -29,8 +30,8 @@ from simulator.searches import Findings, Search
 from simulator.snapshot import clone, fingerprint
 from simulator.states import Budget, Numbers, State
 
-LOST, BACK = "lost", "back"
-"""On a link: the connection broke here, it stands again."""
+LOST, BROKE, BACK = "lost", "broke", "back"
+"""On a link: the connection broke for good here; a channel broke, and another takes its place; that one is open."""
 
 
 class Explorer:
@@ -42,7 +43,7 @@ class Explorer:
         self.size = self.group.size
         self.findings = Findings()
         self._loads = Numbers()
-        self._lost, self._back = self._loads.of(LOST), self._loads.of(BACK)
+        self._lost, self._broke, self._back = (self._loads.of(mark) for mark in (LOST, BROKE, BACK))
         self._links = Numbers()
         self._rests = Numbers()
         self._states = Numbers()
@@ -107,7 +108,7 @@ class Explorer:
         yield from self._faults(state, live)
 
     def _deliveries(self, state: State, link: int, loads: tuple[int, ...]) -> Iterator[tuple[str, State]]:
-        before = loads.index(self._lost) if self._lost in loads else len(loads)
+        before = next((at for at, load in enumerate(loads) if load in (self._lost, self._broke)), len(loads))
         choices = before if self.search.any_order else min(before, 1)
         for at in range(choices):
             if loads[at] in loads[:at] or (loads[at] == self._back and at):
@@ -118,8 +119,11 @@ class Explorer:
                 yield self._deliver(state._replace(budget=budget), link, loads, loads[at])
             if loads[at] == self._back:
                 return
-        if before < len(loads):
+        if before < len(loads) and loads[before] == self._lost:
             yield self._deliver(state, link, loads[before + 1 :], self._lost)
+        elif before < len(loads):
+            rest = (self._back, *loads[:before], *loads[before + 1 :])
+            yield self._deliver(state, link, rest, self._broke)
 
     def _deliver(self, state: State, link: int, rest: tuple[int, ...], load: int) -> tuple[str, State]:
         sender, to = divmod(link, self.size)
@@ -158,19 +162,17 @@ class Explorer:
 
     def _breaks(self, state: State, one: int, other: int) -> Iterator[tuple[str, State]]:
         there, back = one * self.size + other, other * self.size + one
-        if self._lost in state.links[there] or self._lost in state.links[back]:
+        marks = {self._lost, self._broke}
+        if marks.intersection(state.links[there]) or marks.intersection(state.links[back]):
             return
         names = f"{self.group.names[one]}-{self.group.names[other]}"
         budget = state.budget
-        for kind, left, marks in (
-            ("cut", budget.cuts, (self._lost,)),
-            ("blip", budget.blips, (self._lost, self._back)),
-        ):
+        for kind, left, mark in (("cut", budget.cuts, self._lost), ("blip", budget.blips, self._broke)):
             if left:
                 links = list(state.links)
                 for link, to in ((there, other), (back, one)):
                     if not self._is_deaf(state, to):
-                        links[link] = (*links[link], *marks)
+                        links[link] = (*links[link], mark)
                 cut = state.cut | (1 << there | 1 << back if kind == "cut" else 0)
                 spent = budget._replace(cuts=left - 1) if kind == "cut" else budget._replace(blips=left - 1)
                 yield f"{kind} {names}", state._replace(links=tuple(links), cut=cut, budget=spent)
@@ -204,7 +206,7 @@ class Explorer:
         event: Event | None = None
         if load is None:
             event = Woke()
-        elif load == LOST:
+        elif load in (LOST, BROKE):
             event = PeerLost(cause[1], "connection broke")
         elif load == BACK:
             event = PeerReturned(cause[1])
@@ -235,7 +237,7 @@ class Explorer:
         for link, load in outputs:
             to = link % self.size
             gone = self._is_deaf(state, to) or state.cut >> link & 1
-            # What is sent before its sender knows that the connection broke, is lost.
+            # What is sent before its sender knows that the connection broke for good, is lost.
             if not gone and self._lost not in links[to * self.size + index]:
                 links[link] = (*links[link], load)
                 if self.search.any_order:
@@ -245,7 +247,7 @@ class Explorer:
     def _sorted(self, loads: tuple[int, ...]) -> tuple[int, ...]:
         """Frames between two breaks in one order, as the order says nothing."""
         for at in range(len(loads) - 1, -1, -1):
-            if loads[at] in (self._lost, self._back):
+            if loads[at] in (self._lost, self._broke, self._back):
                 return (*loads[: at + 1], *sorted(loads[at + 1 :]))
         return tuple(sorted(loads))
 

@@ -175,6 +175,15 @@ class Member:
                     self.closed = True
         return outputs
 
+    def keeps(self, frame: Frame) -> bool:
+        """Whether it could make a frame with values again, or for the first time."""
+        match frame.message:
+            case wire.Mean(part, contributors):
+                return not self._released and self._means.get(part, (0, b""))[0] == contributors
+            case wire.Contribution():
+                return self.ended is None
+        return True
+
     def _is_stale(self, action: events.Action) -> bool:
         """Whether it asks for a mean that has been replaced or released while it waited."""
         return isinstance(action, events.SendMean) and (

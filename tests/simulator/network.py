@@ -186,6 +186,7 @@ class Network(Clock, Generic[N, P]):
         bulk: bool = False,
         flow: bytes = b"",
         beat: bytes = b"",
+        wanted: Callable[[], bool] = lambda: True,
     ) -> None:
         """Have something happen to a process when a frame from another arrives.
 
@@ -196,6 +197,7 @@ class Network(Clock, Generic[N, P]):
             *args: Of the event.
             bulk: Whether it has a body.
             flow: What the frame belongs to; empty if it is dropped when the other cannot be reached.
+            wanted: Whether a frame with a body is to be written, should it be its turn.
             beat: Not empty for a frame without a number: takes the place of one that waits and has the same name.
         """
         link = self.link(sender, to)
@@ -205,7 +207,7 @@ class Network(Clock, Generic[N, P]):
         if beat:
             link.channels.beats[header] = None
         elif bulk:
-            link.channels.queue.add_bulk(flow, lambda: (header, BODY))
+            link.channels.queue.add_bulk(flow, lambda: (header, BODY) if wanted() else None)
         else:
             link.channels.queue.control.append((flow, header))
         self._write(sender, to)

@@ -137,12 +137,13 @@ class World(Network[int, Process]):
         """Do what a process asks for, unless it is dead."""
         process.perform(outputs, self._send, lambda: self.random.random() * MAX_REDUCE_SECONDS)
 
-    def _send(self, frame: Frame) -> None:
+    def _send(self, frame: Frame, forged: bool = False) -> None:
+        sender = self.processes[frame.sender].member
         if isinstance(frame.message, wire.Mean) and self._corrupted[frame.sender] >> frame.to & 1:
             frame = Frame(frame.sender, frame.to, frame.message, frame.body[::-1])
         beat = b"beat" if isinstance(frame.message, wire.Heartbeat) else b""
-        receive = self.processes[frame.to].receive
-        self.transmit(frame.sender, frame.to, receive, frame, bulk=frame.bulk, beat=beat)
+        receive, wanted = self.processes[frame.to].receive, lambda: forged or sender.keeps(frame)
+        self.transmit(frame.sender, frame.to, receive, frame, bulk=frame.bulk, beat=beat, wanted=wanted)
 
     # ---- faults ----
 
@@ -186,7 +187,7 @@ class World(Network[int, Process]):
         group, over = self.scenario.group, self.scenario.group.contributors
         for part, where in enumerate(group.parts):
             for to in self._peers_of(member):
-                self._send(Frame(member, to, wire.Mean(part, over), encode((0.0,) * where.size)))
+                self._send(Frame(member, to, wire.Mean(part, over), encode((0.0,) * where.size)), forged=True)
 
     def forge(self, member: int) -> None:
         """A member tells everyone that everyone holds a mean of its invention, with signatures of its own making."""
