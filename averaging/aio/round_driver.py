@@ -11,7 +11,6 @@ from functools import partial
 import msgspec
 import torch
 
-from equipoise.averaging.aio.fair_queue import Frame
 from equipoise.averaging.aio.round_buffers import RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import messages as wire
@@ -42,6 +41,7 @@ from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.session.fair_queue import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync.quorum_proof import Prove
 from equipoise.averaging.statesync.update import EncodedMean
@@ -201,7 +201,7 @@ class RoundDriver:
                 self._tell(MessageReceived(member, self._vote_signatures.check(member, message)))
 
     def lost(self, peer: str, reason: str, gone: bool = False) -> None:
-        """No channel to a member is open; `gone` says that its session is over, and what was sent to it lost."""
+        """No channel to a member can be opened; `gone` says that its session is over, and what was sent to it lost."""
         self._tell(PeerLost(self._members[peer], reason, gone))
 
     @property

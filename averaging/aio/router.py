@@ -155,16 +155,11 @@ class Router:
                 f"expected a frame of a round, of matchmaking or of a transfer, got kind {kind!r}"
             )
 
-    def broke(self, peer: str, reason: str, gone: bool = False) -> None:
-        """No channel to a peer is open, and frames to it wait, unless it is `gone`."""
+    def lost(self, peer: str, reason: str, gone: bool) -> None:
+        """No channel to a peer can be opened."""
         for round in list(self._rounds.values()):
             if round.is_member(peer):
                 round.lost(peer, reason, gone)
-
-    def lost(self, peer: str, reason: str, rounds: bool) -> None:
-        """Frames to or from a peer may be lost, those of rounds only if `rounds` says so."""
-        if rounds:
-            self.broke(peer, reason, gone=True)
         for transfer in [*self._transfers.values(), *self._leftovers.transfers]:
             transfer.lost(peer, reason)
         for run in list(self._runs.values()):

@@ -20,16 +20,16 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Protocol
 
-from equipoise.averaging.aio import channels as wire
 from equipoise.averaging.aio.bandwidth import Meter
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.channels import PeerChannels
-from equipoise.averaging.aio.fair_queue import Bulk, Frame
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
-from equipoise.averaging.session import Session, SessionFault
+from equipoise.averaging.session import messages as wire
+from equipoise.averaging.session.fair_queue import Bulk, Frame
+from equipoise.averaging.session.machine import Session, SessionFault
 
 MAX_QUEUED_CONTROL = 4096
 """Most control frames that wait for one peer. A healthy peer has a handful; one that does not read is given up."""
@@ -74,11 +74,11 @@ class Receiver(Protocol):
     def frame(self, peer: str, header: bytes, body: memoryview) -> None:
         """Take a frame, which comes once and in order; raises `FrameRefused`."""
 
-    def broke(self, peer: str, reason: str) -> None:
-        """No channel to `peer` is open. What was posted waits until one is, or until the peer is lost."""
+    def lost(self, peer: str, reason: str, gone: bool) -> None:
+        """No channel to `peer` can be opened: frames to it are lost, but for those of rounds, which wait.
 
-    def lost(self, peer: str, reason: str, rounds: bool) -> None:
-        """Frames to or from `peer` may be lost: all that do not belong to a round, and those if `rounds` says so."""
+        If it is `gone`, its session is over, and frames of rounds may be lost in both directions too.
+        """
 
 
 class _Scratch(bytearray):
@@ -180,29 +180,29 @@ class Sessions:
         self._rounds.discard(flow)
         for peer in self._flows.pop(flow, ()):
             if channels := self._peers.get(peer):
-                channels.drop_bulk(flow)
+                channels.outbox.drop_bulk(flow)
 
     # ---- frames ----
 
     def post(self, peer: str, header: bytes, flow: bytes = b"") -> None:
         """Send a control frame as soon as possible."""
         channels = self._get(peer)
-        if len(channels.queue.control) >= MAX_QUEUED_CONTROL:
+        if len(channels.outbox.queue.control) >= MAX_QUEUED_CONTROL:
             self._drop(peer, f"{MAX_QUEUED_CONTROL} control frames wait for it: it does not read")
             return
-        channels.queue.control.append((flow, header))
+        channels.outbox.queue.control.append((flow, header))
         self._write_soon(peer, channels)
 
     def beat(self, peer: str, header: bytes) -> None:
         """Send a control frame without a number: it goes first, may get lost, and waits only once."""
         channels = self._get(peer)
-        channels.beats[header] = None
+        channels.outbox.beats[header] = None
         self._write_soon(peer, channels)
 
     def post_bulk(self, peer: str, flow: bytes, make: Bulk, late: bool = False) -> None:
         """Send a bulk frame of a flow, made when its turn has come; a `late` one after all that are not."""
         channels = self._get(peer)
-        channels.queue.add_bulk(flow, make, late)
+        channels.outbox.queue.add_bulk(flow, make, late)
         self._write_soon(peer, channels)
 
     def scratch(self, size: int) -> memoryview:
@@ -268,8 +268,6 @@ class Sessions:
             self._enter(channels, channel, True)
         elif channels.redials and channels.writer is None:
             self._unreachable(peer, channels, "no direct channel")
-        elif channels.redials:
-            self._tell_broke(peer, "no direct channel")
 
     def _enter(self, channels: PeerChannels, channel: Channel, direct: bool) -> None:
         """Read from a channel that was opened here, unless its session ended meanwhile."""
@@ -306,7 +304,7 @@ class Sessions:
     async def _retire(self, channels: PeerChannels, channel: Channel) -> None:
         """Say farewell; what the other end had sent before it heard of it is still read."""
         try:
-            await channel.send(channels.farewell())
+            await channel.send(channels.outbox.farewell())
             await asyncio.sleep(FAREWELL_SECONDS)
         except ConnectionError as error:
             log.debug("idle channel with %s: %s", channel.peer, error)
@@ -317,7 +315,7 @@ class Sessions:
         """The other end has said farewell: answer, unless that was its answer."""
         if channel in channels.channels:
             channels.remove(channel)
-            await channel.send(channels.farewell())
+            await channel.send(channels.outbox.farewell())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -348,10 +346,10 @@ class Sessions:
             channels.writer = None
 
     async def _write_one(self, peer: str, channels: PeerChannels, channel: Channel) -> None:
-        frame = channels.next_frame(channel)
+        frame = channels.outbox.next_frame(channel)
         if frame is None:
             return
-        if channels.session.unacknowledged > MAX_UNACKNOWLEDGED:
+        if channels.outbox.session.unacknowledged > MAX_UNACKNOWLEDGED:
             self._drop(peer, f"it has not acknowledged {MAX_UNACKNOWLEDGED} frames")
             return
         if frame[1]:
@@ -402,7 +400,7 @@ class Sessions:
         return self._delivered_before + sum(channels.delivered for channels in self._peers.values())
 
     def _sending(self) -> bool:
-        return any(channels.queue.has_bulk for channels in self._peers.values())
+        return any(channels.outbox.queue.has_bulk for channels in self._peers.values())
 
     # ---- reading ----
 
@@ -425,16 +423,16 @@ class Sessions:
     async def _greet(self, channels: PeerChannels, channel: Channel, dialled: bool) -> None:
         """Exchange hellos; the end that was dialled answers, so that it knows what the other one knows."""
         if dialled:
-            await channel.send(wire.encode_hello(channels.session.hello()))
+            await channel.send(wire.encode_hello(channels.outbox.session.hello()))
         async with asyncio.timeout(HELLO_SECONDS):
             hello = wire.decode_hello((await channel.receive(_refuse_body))[0])
-        if not channels.session.greet(hello):
+        if not channels.outbox.session.greet(hello):
             self._begin_anew(channels, channel)
             if dialled:
                 raise ConnectionError("the other end has begun another session")
-            channels.session.greet(hello)
+            channels.outbox.session.greet(hello)
         if not dialled:
-            await channel.send(wire.encode_hello(channels.session.hello()))
+            await channel.send(wire.encode_hello(channels.outbox.session.hello()))
         channels.greet(channel)
         self._write_soon(channel.peer, channels)
 
@@ -445,14 +443,14 @@ class Sessions:
                 channels.remove(other)
                 other.close()
         if channels.begin_anew():
-            self._tell_lost(channel.peer, "it has begun another session", True)
+            self._tell_lost(channel.peer, "it has begun another session", gone=True)
 
     async def _receive(self, channels: PeerChannels, channel: Channel) -> None:
-        peer, session = channel.peer, channels.session
+        peer, session = channel.peer, channels.outbox.session
         place = functools.partial(self._place, session, peer)
         while True:
             header, body = await channel.receive(place)
-            if channels.session is not session or self._peers.get(peer) is not channels:
+            if channels.outbox.session is not session or self._peers.get(peer) is not channels:
                 return
             kind, number, acknowledged = wire.decode_envelope(header)
             deliver = session.take(number, acknowledged)
@@ -486,8 +484,6 @@ class Sessions:
             channels.redials = True
             if self._rounds_with(peer):
                 self._dial_soon(peer)
-            if channels.dialling is None:
-                self._tell_broke(peer, reason)
         self._write_soon(peer, channels)
 
     def _unreachable(self, peer: str, channels: PeerChannels, reason: str) -> None:
@@ -498,9 +494,8 @@ class Sessions:
         if channels.redials:
             return  # A direct channel may yet be opened.
         if rounds := self._rounds_with(peer):
-            channels.drop_all_but(rounds)
-            self._tell_broke(peer, reason)
-            self._tell_lost(peer, reason, False)
+            channels.outbox.drop_all_but(rounds)
+            self._tell_lost(peer, reason, gone=False)
         else:
             self._drop(peer, reason)
 
@@ -516,21 +511,15 @@ class Sessions:
             channels.remove(channel)
             channel.close()
         self._delivered_before += channels.delivered
-        self._tell_lost(peer, reason, True)
+        self._tell_lost(peer, reason, gone=True)
 
     def _rounds_with(self, peer: str) -> set[bytes]:
         return {flow for flow in self._rounds if peer in self._flows[flow]}
 
-    def _tell_broke(self, peer: str, reason: str) -> None:
-        log.debug("no channel with %s: %s", peer, reason)
-        self._tell_soon(functools.partial(self._receiver.broke, peer, reason))
-
-    def _tell_lost(self, peer: str, reason: str, rounds: bool) -> None:
-        log.debug("frames to %s are lost: %s", peer, reason)
-        self._tell_soon(functools.partial(self._receiver.lost, peer, reason, rounds))
-
-    def _tell_soon(self, tell: Callable[[], None]) -> None:
-        """Not at once: whoever posts may be in the middle of what a round asked for, and must finish that first."""
+    def _tell_lost(self, peer: str, reason: str, gone: bool) -> None:
+        """Tell the receiver soon: a round that posts may be in the middle of what its machine asked for."""
+        log.debug("%s cannot be reached: %s", peer, reason)
+        tell = functools.partial(self._receiver.lost, peer, reason, gone)
         self._loop.call_soon(lambda: None if self._stopped else tell())
 
 

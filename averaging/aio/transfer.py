@@ -13,7 +13,6 @@ import torch
 
 from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Examine, Room, flow_of
-from equipoise.averaging.aio.fair_queue import Frame
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import Manifest, Verify
@@ -21,6 +20,7 @@ from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.ports import Candidate, Directory
 from equipoise.averaging.rate_limit import Allowance
+from equipoise.averaging.session.fair_queue import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.statesync.chunks import MAX_IMAGE_BYTES, ImageId, digests_of

@@ -101,7 +101,7 @@ class MessageReceived(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """No channel to a member is open, the member is silent, or it broke the protocol.
+    """No channel to a member can be opened, the member is silent, or it broke the protocol.
 
     What was sent to it is not lost, and arrives once a channel is open, unless the member is `gone`: then its process
     has ended, and it can take no further part.

@@ -55,13 +55,16 @@ def test_packages_import_no_tests() -> None:
     assert not _found(sources(*PACKAGES), lambda one: one.top in tests)
 
 
-def test_the_simulator_drives_the_daemons_endpoint_and_has_no_failure_detector_of_its_own() -> None:
-    endpoint, liveness = (f"equipoise.averaging.allreduce.{name}" for name in ("endpoint", "liveness"))
+def test_the_simulator_drives_the_daemons_endpoint_and_sessions_and_has_no_failure_detector_of_its_own() -> (
+    None
+):
+    detector = "equipoise.averaging.allreduce.failure_detector"
     for folder in ("averaging/aio", "tests/simulator"):
         drivers = sources(folder)
-        assert any(one.module == endpoint for source in drivers for one in imports(source)), folder
-        assert not _found(drivers, lambda one: one.module == liveness), folder
-        assert not _found(drivers, lambda one: one.name == "liveness"), folder
+        for shared in ("allreduce.endpoint", "session.outbox"):
+            assert _found(drivers, lambda one: one.module == f"equipoise.averaging.{shared}"), folder  # noqa: B023
+        assert not _found(drivers, lambda one: one.module == detector), folder
+        assert not _found(drivers, lambda one: one.name == "failure_detector"), folder
 
 
 def test_machines_read_no_clock_chance_socket_or_file() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.averaging.session import ACKNOWLEDGE_EVERY, Hello, Session, SessionFault
+from equipoise.averaging.session.machine import ACKNOWLEDGE_EVERY, Hello, Session, SessionFault
 
 FRAMES = 12
 

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import pytest
 
 from equipoise.averaging.aio import sessions as module
-from equipoise.averaging.aio.channels import FAREWELL, FRAME, PeerChannels
+from equipoise.averaging.aio.channels import PeerChannels
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.ports import Channel
+from equipoise.averaging.session.messages import FAREWELL, FRAME
 from fakes.memory import MemoryTransport, Net
 from fakes.speaker import Speaker
 
@@ -25,7 +26,6 @@ class Ears:
 
     def __init__(self) -> None:
         self.frames: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
-        self.breaks: asyncio.Queue[str] = asyncio.Queue()
         self.losses: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
 
     def place(self, peer: str, header: bytes, size: int) -> memoryview:
@@ -34,11 +34,8 @@ class Ears:
     def frame(self, peer: str, header: bytes, body: memoryview) -> None:
         self.frames.put_nowait((peer, header, bytes(body)))
 
-    def broke(self, peer: str, reason: str) -> None:
-        self.breaks.put_nowait(peer)
-
-    def lost(self, peer: str, reason: str, rounds: bool) -> None:
-        self.losses.put_nowait((peer, rounds))
+    def lost(self, peer: str, reason: str, gone: bool) -> None:
+        self.losses.put_nowait((peer, gone))
 
     @property
     def lost_nothing(self) -> bool:
@@ -320,7 +317,6 @@ async def test_a_peer_that_cannot_be_reached_is_lost_and_is_reached_when_it_is_b
     pair.sessions["a"].post("b", b"first")
     await pair.hear(1)
     pair.part()
-    assert await pair.ears["a"].breaks.get() == "b"
     assert await pair.ears["a"].losses.get() == ("b", True)
     assert await pair.ears["b"].losses.get() == ("a", True)
     pair.heal()
@@ -339,7 +335,6 @@ async def test_frames_of_a_round_wait_for_a_member_that_cannot_be_reached_and_ot
     pair.sessions["a"].post("b", b"of the round", ROUND)
     pair.sessions["a"].post("b", b"of no round")
     pair.sessions["a"].post_bulk("b", ROUND, lambda: (b"bulk", b"body"))
-    assert await pair.ears["a"].breaks.get() == "b"
     assert await pair.ears["a"].losses.get() == ("b", False)
     pair.heal()
     pair.sessions["a"].beat("b", b"beat")
@@ -387,7 +382,6 @@ async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
     assert await pair.hear(1) == [b"second"]
     for ears in pair.ears.values():
         assert ears.lost_nothing
-        assert ears.breaks.empty()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ The records of one that lies say that it is in the last round of all and has acc
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def main() -> None:
 
     home = Path(sys.argv[sys.argv.index("--home") + 1])
     decide, accept, handle = GroupBuilder.decide, Coordinator._accept, Matchmaking.handle
-    post, beat, announce = Sessions.post, Sessions.beat, RunDriver._announce
+    announce = RunDriver._announce
 
     def deciding(gathering: GroupBuilder, *args: Any) -> Any:
         return None if (home / "hold").exists() else decide(gathering, *args)
@@ -55,13 +56,12 @@ def main() -> None:
                 actions += [Send(join.peer, forged) for join in joins for _ in range(FLOOD)]
         return actions
 
-    def posting(sessions: Sessions, *args: Any, **options: Any) -> None:
-        if not (home / "silent").exists():  # Its records are published all the same: a ghost.
-            post(sessions, *args, **options)
+    def unless_silent(said: Callable[..., None]) -> Callable[..., None]:
+        def saying(sessions: Sessions, *args: Any) -> None:
+            if not (home / "silent").exists():  # Its records are published all the same: a ghost.
+                said(sessions, *args)
 
-    def beating(sessions: Sessions, peer: str, header: bytes) -> None:
-        if not (home / "silent").exists():
-            beat(sessions, peer, header)
+        return saying
 
     async def announcing(run: RunDriver) -> None:
         if not (home / "lie").exists():
@@ -74,8 +74,8 @@ def main() -> None:
         (GroupBuilder, "decide", deciding),
         (Coordinator, "_accept", accepting),
         (Matchmaking, "handle", handling),
-        (Sessions, "post", posting),
-        (Sessions, "beat", beating),
+        (Sessions, "post", unless_silent(Sessions.post)),
+        (Sessions, "beat", unless_silent(Sessions.beat)),
         (RunDriver, "_announce", announcing),
     ]
     for machine, name, turned in patches:

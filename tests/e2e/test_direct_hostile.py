@@ -25,7 +25,6 @@ import torch
 
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
-from equipoise.averaging.aio.channels import ENVELOPE_BYTES, FAREWELL
 from equipoise.averaging.aio.download import TRANSFER_FRAME
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
@@ -35,6 +34,7 @@ from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle
+from equipoise.averaging.session.messages import ENVELOPE_BYTES, FAREWELL
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfers
 from equipoise.dht.direct import aead

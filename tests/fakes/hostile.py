@@ -7,8 +7,8 @@ import selectors
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-from equipoise.averaging.aio.channels import ENVELOPE_BYTES, FRAME, encode_envelope
 from equipoise.averaging.ports import Buffer, Channel, Place
+from equipoise.averaging.session.messages import ENVELOPE_BYTES, FRAME, encode_envelope
 from fakes.memory import MemoryTransport
 
 Frame = tuple[bytes, bytes]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from equipoise.averaging.aio import channels as wire
 from equipoise.averaging.ports import Buffer, Place
-from equipoise.averaging.session import SESSION_BYTES, Session
+from equipoise.averaging.session import messages as wire
+from equipoise.averaging.session.machine import SESSION_BYTES, Session
 
 
 class Channel(Protocol):

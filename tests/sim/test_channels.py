@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.allreduce.events import Finish
+from equipoise.averaging.allreduce.events import Finish, Group
 from simulator.faults import Fault, When
 from simulator.network import Weather
 from simulator.scenario import group_of, starts_of
@@ -57,3 +57,51 @@ def test_who_holds_another_mean_than_the_others_chose_without_it_fetches_theirs_
         assert not [note for note in notes if "in phase commit" in note and "missing" in note], (seed, notes)
         assert report.seconds < 3.0, seed
     assert found > 5
+
+
+def broken_at(frame: int, group: Group, every: bool = False) -> World:
+    """Simulate a round in which a channel breaks at a frame, or at that and one in four after it."""
+    weather = Weather(latency=(0.0005, 0.01), transfer=(0.001, 0.02))
+    scenario = Scenario(frame, group, starts_of(Random(0), group, 30.0), weather, core=(1 << group.size) - 1)
+    world = World(scenario)
+    chance = Random(frame)
+    world.breaks = lambda written: written == frame or (every and written > frame and chance.random() < 0.25)
+    world.run()
+    return world
+
+
+@pytest.mark.parametrize("every", [False, True], ids=["once", "again and again"])
+@pytest.mark.parametrize(("size", "dialable"), [(2, 0b11), (2, 0b01), (3, 0b111), (3, 0b001)])
+def test_a_channel_that_breaks_at_any_frame_loses_none_and_repeats_none(
+    size: int, dialable: int, every: bool
+) -> None:
+    owners = [member for member in range(size) if dialable >> member & 1] * 2
+    group = group_of(owners, (1.0, 2.0, 3.0)[:size], dialable)
+    frames = broken_at(-1, group).written
+    assert frames > 4 * size
+    for frame in range(frames):
+        world = broken_at(frame, group, every)
+        for process in world.processes.values():
+            assert isinstance(process.member.ended, Finish), frame
+        world.run_until(lambda: False)  # What was said last arrives too.
+        for (sender, to), link in world.links.items():
+            session, other = link.outbox.session, world.links[to, sender].outbox.session
+            assert not link.outbox.queue, (frame, sender, to)
+            assert other.delivered == session.numbered, (frame, sender, to)
+        assert world.delivered == sum(link.outbox.session.numbered for link in world.links.values()), frame
+
+
+def cut_off_at(step: int) -> World:
+    """Simulate a round of three of which only the first can be dialled; the last is cut off from it for a moment."""
+    group = group_of((0, 0), (1.0, 2.0, 3.0), dialable=0b001)
+    weather = Weather(latency=(0.0005, 0.01), transfer=(0.001, 0.02))
+    faults = ((When(step=step), Fault(World.cut, ((0, 2), (2, 0)), 0.3, 0.0)),)
+    world = World(Scenario(step, group, starts_of(Random(0), group, 30.0), weather, faults, core=0b111))
+    world.run()
+    return world
+
+
+def test_one_that_is_cut_off_for_a_moment_gets_the_mean() -> None:
+    for step in range(60):
+        for process in cut_off_at(step).processes.values():
+            assert isinstance(process.member.ended, Finish), step

@@ -61,7 +61,8 @@ def test_one_that_trickles_costs_seconds_and_not_the_round(leader: int, transfer
     for seed in range(15):
         made = scenario(seed, (0.01, 0.02), Fault(World.slow, outgoing(VICTIM), transfer), leader)
         report = World(made).run()
-        assert report.seconds < (25.0 if leader == VICTIM else 14.0), seed
+        # What the victim says waits behind the part that it writes, and it leads.
+        assert report.seconds < (14.0 if leader != VICTIM else 14.0 + 2 * transfer), seed
         assert all(isinstance(report.ends[member], Finish) for member in range(MEMBERS)), seed
 
 

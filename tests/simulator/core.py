@@ -91,11 +91,8 @@ class Process(ABC):
         """The flows whose frames wait while no channel to another process can be opened."""
         return ()
 
-    def broke(self, other: Any, reason: str) -> None:  # noqa: B027 - some do not mind
-        """No channel to another process is open; frames to it wait."""
-
     def lose(self, other: Any, reason: str) -> None:  # noqa: B027 - some keep no sessions
-        """No channel to another process can be opened; frames to it that belong to none of `flows` are lost."""
+        """No channel to another process can be opened: frames to it wait if they belong to `flows`, or are lost."""
 
     def happen(self, timer: bool, event: Callable[..., None], *args: Any) -> None:
         """Have something happen to the process as soon as it runs."""

@@ -224,11 +224,12 @@ class Peer(matchmaking.Peer):
         """Its rounds."""
         return self._rounds
 
-    def broke(self, other: str, reason: str) -> None:
-        """No channel to another peer is open."""
+    def lose(self, other: str, reason: str) -> None:
+        """It cannot reach another peer."""
+        super().lose(other, reason)
         for exchange, process in list(self._rounds.values()):
             if other in exchange.peers:
-                process.broke(exchange.peers.index(other), reason)
+                process.lose(exchange.peers.index(other), reason)
 
     def stop(self) -> None:
         """As by SIGSTOP."""

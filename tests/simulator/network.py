@@ -1,6 +1,6 @@
 """The network of a simulated world: when what is sent arrives, what a break delays, and who is told.
 
-Each end of a link has the product's own session and send queue (`aio.channels.PeerChannels`), so frames are numbered,
+Each end of a link has the product's own session and send queue (`aio.outbox.PeerChannels`), so frames are numbered,
 acknowledged and written again by the code that the daemon runs. A break loses what is under way; the session brings it
 by the next channel. Control frames overtake bulk that has not been written yet.
 """
@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from random import Random
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-from equipoise.averaging.aio.channels import ENVELOPE_BYTES, PeerChannels, decode_envelope
-from equipoise.averaging.aio.fair_queue import Frame
-from equipoise.averaging.ports import Channel
-from equipoise.averaging.session import Hello
+from equipoise.averaging.session.fair_queue import Frame
+from equipoise.averaging.session.machine import SESSION_BYTES, Hello, SessionFault
+from equipoise.averaging.session.messages import ENVELOPE_BYTES, decode_envelope
+from equipoise.averaging.session.outbox import Outbox
 from simulator.core import Clock, Process, Violation
 
 N = TypeVar("N", bound=Hashable)
@@ -60,12 +60,13 @@ class Link:
         random: Of the world.
 
     Attributes:
-        channels: The sender's session with the receiver, and what it wants to send.
+        outbox: The sender's session with the receiver, and what it wants to send.
         channel: The channel that the sender writes to; None while it knows of none.
         contents: What happens when a frame arrives, by the frame's header.
         used: Whether frames were sent since it was made, or since it broke.
         broken: The channel that broke last: what is written to it is lost while its sender does not know.
         cuts: How many faults keep a channel from being opened.
+        under_way: Epoch and header of each frame that was written and has not arrived.
         epoch: Of what is under way: it grows when that is lost.
         held_until: It delivers nothing before.
         free_at: When the bulk frame that is being written has left.
@@ -73,13 +74,13 @@ class Link:
     """
 
     def __init__(self, clock: Clock, weather: Weather, random: Random) -> None:
-        self.channels = PeerChannels()
-        self.channels.session.id = random.randbytes(8)
+        self.outbox = Outbox(random.randbytes(SESSION_BYTES))
         self.channel: object | None = object()
         self.contents: dict[bytes, tuple[Callable[..., None], tuple[Any, ...]]] = {}
         self.broken: object | None = None
         self.used = False
         self.cuts = 0
+        self.under_way: deque[tuple[int, bytes]] = deque()
         self.epoch = 0
         self.held_until = 0.0
         self.free_at = 0.0
@@ -96,7 +97,7 @@ class Link:
         """The next frame to write, if there is one, and a channel that is free."""
         if self.channel is None or self.free_at > self._clock.now:
             return None
-        return self.channels.next_frame(cast(Channel, self.channel))
+        return self.outbox.next_frame(self.channel)
 
     def carry(self, bulk: bool) -> float:
         """Write a frame; returns when it arrives."""
@@ -148,6 +149,7 @@ class Network(Clock, Generic[N, P]):
         links: By (sender, receiver).
         breaks: Given how many frames were written so far, whether the next one breaks its channel.
         calm_at: When the last fault so far is over.
+        written: How many frames have been written.
         delivered: How many frames with a number have been delivered.
     """
 
@@ -159,7 +161,7 @@ class Network(Clock, Generic[N, P]):
         self.breaks: Callable[[int], bool] = lambda written: False
         self.calm_at = 0.0
         self.delivered = 0
-        self._written = 0
+        self.written = 0
         self._weather = weather
         self._headers = itertools.count()
         self._dials: dict[frozenset[N], int] = {}
@@ -205,11 +207,11 @@ class Network(Clock, Generic[N, P]):
         header = beat or next(self._headers).to_bytes(8, "little")
         link.contents[header] = event, args
         if beat:
-            link.channels.beats[header] = None
+            link.outbox.beats[header] = None
         elif bulk:
-            link.channels.queue.add_bulk(flow, lambda: (header, BODY) if wanted() else None)
+            link.outbox.queue.add_bulk(flow, lambda: (header, BODY) if wanted() else None)
         else:
-            link.channels.queue.control.append((flow, header))
+            link.outbox.queue.control.append((flow, header))
         self._write(sender, to)
 
     def _write(self, sender: N, to: N) -> None:
@@ -218,30 +220,34 @@ class Network(Clock, Generic[N, P]):
         while frame := link.next_frame():
             bulk = bool(frame[1])
             arrives = link.carry(bulk)
-            self._written += 1
-            if self.breaks(self._written - 1):
+            self.written += 1
+            if self.breaks(self.written - 1):
                 self.sever(sender, to)
             elif link.channel is not link.broken:
-                self.at(arrives, self._arrive, sender, to, link, link.epoch, frame[0])
+                link.under_way.append((link.epoch, frame[0]))
+                self.at(arrives, self._arrive, sender, to, link)
             if bulk:
                 self.at(link.free_at, self.processes[sender].happen, False, self._write, sender, to)
 
-    def _arrive(self, sender: N, to: N, link: Link, *frame: Any) -> None:
+    def _arrive(self, sender: N, to: N, link: Link) -> None:
         if link.held_until > self.now:
-            self.at(link.held_until, self._arrive, sender, to, link, *frame)
+            self.at(link.held_until, self._arrive, sender, to, link)
         else:
-            self.processes[to].happen(False, self._deliver, sender, to, link, *frame)
+            self.processes[to].happen(False, self._deliver, sender, to, link, *link.under_way.popleft())
 
     def _deliver(self, sender: N, to: N, link: Link, epoch: int, header: bytes) -> None:
         # What a stopped process has not read when its connection breaks, is lost as well.
         if link.epoch != epoch or self.links.get((sender, to)) is not link:
             return
         back = self.links[to, sender]
-        session = back.channels.session
+        session = back.outbox.session
         _, number, acknowledged = decode_envelope(header)
-        wanted, name = session.take(number, acknowledged), header[ENVELOPE_BYTES:]
+        try:
+            wanted, name = session.take(number, acknowledged), header[ENVELOPE_BYTES:]
+        except SessionFault as fault:
+            raise Violation(f"{sender} to {to}: {fault}") from fault
+        self.delivered += wanted and number > 0
         if wanted and name:
-            self.delivered += number > 0
             event, args = link.contents[name] if number == 0 else link.contents.pop(name)
             event(*args)
         if session.acknowledges or session.behind:
@@ -257,8 +263,8 @@ class Network(Clock, Generic[N, P]):
         """Make the links between two processes, with a channel on which both have said hello."""
         there, back = (Link(self, self._weather, self.random) for _ in range(2))
         self.links[one, other], self.links[other, one] = there, back
-        for end, hello in ((there, back.channels.session.hello()), (back, there.channels.session.hello())):
-            end.channels.session.greet(hello)
+        for end, hello in ((there, back.outbox.session.hello()), (back, there.outbox.session.hello())):
+            end.outbox.session.greet(hello)
 
     # ---- channels ----
 
@@ -274,13 +280,13 @@ class Network(Clock, Generic[N, P]):
         self.processes[one].happen(False, self._hail, one, other, dial)
 
     def _hail(self, one: N, other: N, dial: int) -> None:
-        hello, at = self.links[one, other].channels.session.hello(), self.now + self.links[one, other].delay()
+        hello, at = self.links[one, other].outbox.session.hello(), self.now + self.links[one, other].delay()
         self.at(at, self.processes[other].happen, False, self._answer, one, other, dial, hello)
 
     def _answer(self, one: N, other: N, dial: int, hello: Hello) -> None:
         at = self.now + self.links[other, one].delay()
         if self._greet(other, one, dial, hello):
-            answer = self.links[other, one].channels.session.hello()
+            answer = self.links[other, one].outbox.session.hello()
             self.at(at, self.processes[one].happen, False, self._greet, one, other, dial, answer)
             self.at(at, self.processes[other].happen, False, self._write, other, one)
 
@@ -288,7 +294,7 @@ class Network(Clock, Generic[N, P]):
         if self._dials[frozenset((end, other))] != dial:
             return False
         link = self.links[end, other]
-        if not link.channels.session.greet(hello):
+        if not link.outbox.session.greet(hello):
             raise Violation(f"{end} and {other} have lost their session")
         link.channel = object()
         self._write(end, other)
@@ -307,9 +313,8 @@ class Network(Clock, Generic[N, P]):
             return
         if link.channel is link.broken:
             link.channel = None
-        process.broke(other, reason)
         if self.processes[other].dead or link.cuts or self.links[other, end].cuts:
-            link.channels.drop_all_but(process.flows)
+            link.outbox.drop_all_but(process.flows)
             process.lose(other, reason)
 
     # ---- faults ----

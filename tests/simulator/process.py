@@ -117,8 +117,8 @@ class Process(core.Process):
         else:
             self._world.step(self, frame, outputs)
 
-    def broke(self, other: int, reason: str) -> None:
-        """No channel to another member is open."""
+    def lose(self, other: int, reason: str) -> None:
+        """No channel to another member can be opened."""
         if self.member.closed:
             return
         outputs: list[Output] = []

@@ -83,9 +83,14 @@ class Session(Generic[F]):
         return len(self._sent)
 
     @property
+    def numbered(self) -> int:
+        """Frames that were given a number, acknowledged or not."""
+        return self._acknowledged + len(self._sent)
+
+    @property
     def behind(self) -> bool:
         """Whether frames are to be written again."""
-        return self._written < self._acknowledged + len(self._sent)
+        return self._written < self.numbered
 
     @property
     def acknowledges(self) -> bool:
@@ -177,9 +182,8 @@ class Session(Generic[F]):
                 sent.make = None
 
     def _acknowledge(self, number: int) -> None:
-        if number > self._acknowledged + len(self._sent):
-            last = self._acknowledged + len(self._sent)
-            raise SessionFault(f"expected an acknowledgement of at most {last} frames, got {number}")
+        if number > self.numbered:
+            raise SessionFault(f"expected an acknowledgement of at most {self.numbered} frames, got {number}")
         while self._acknowledged < number:
             self._sent.popleft()
             self._acknowledged += 1
