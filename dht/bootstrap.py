@@ -291,8 +291,8 @@ class Bootstrap:
     def __init__(
         self, given: Sequence[Address], link: P2pdClient, protocol: RecordProtocol, contacts: Contacts
     ) -> None:
-        self._link = link
         self.remembered: Callable[[], Sequence[str]] = tuple
+        self._link = link
         self._contacts = contacts
         self._protocol = protocol
         self._dialer = protocol.dialer

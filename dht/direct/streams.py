@@ -120,7 +120,7 @@ class AeadStream(PlainStream):
             await self._hold(1, None)
 
     async def receive_into(self, view: memoryview) -> None:
-        """Fill `view` with authentic bytes; raises StreamClosed if the stream ended, broke, stalled, or was refused."""
+        """Fill `view` with authentic bytes; raises StreamClosed if it ends, breaks, stalls, or a record is refused."""
         done = 0
         while done < len(view):
             if self._ahead:

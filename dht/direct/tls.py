@@ -123,7 +123,11 @@ class TlsSession:
             return b""
 
     def open_into(self, view: memoryview) -> int:
-        """Fill `view` from what was fed, as far as that goes; return how much. Raises TlsFault if TLS has ended."""
+        """Fill `view` from what was fed, as far as that goes; return how much.
+
+        Raises:
+            TlsFault: What was fed is not authentic, or the other side has ended TLS.
+        """
         read = self._tls.recv_into
         done, whole = 0, len(view)
         try:

@@ -87,12 +87,7 @@ async def send(stream: Stream, message: Any) -> None:
 
 
 async def receive(stream: Stream, kind: Any) -> Any:
-    """Receive a `Hop` or a `Stop`.
-
-    Raises:
-        Malformed: It is none.
-        StreamClosed: The stream ended, or announces too much.
-    """
+    """Receive a `Hop` or a `Stop`; raises Malformed if it is none, StreamClosed if it ends or is too long."""
     return decode(await receive_message(stream), kind)
 
 
