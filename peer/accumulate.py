@@ -93,12 +93,10 @@ class Accumulator:
                     tensors[name].copy_(total).div_(self.weight)
 
     def _checked(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
-        present = {}
+        present, count = {}, len(self._sums)
         for name, total in self._sums.items():
             if name not in gradients:
-                raise SchemaError(
-                    f"gradient {name!r} is missing: expected {len(self._sums)}, got {len(gradients)}"
-                )
+                raise SchemaError(f"gradient {name!r} is missing: expected {count}, got {len(gradients)}")
             gradient = gradients[name]
             if gradient is not None:
                 _check(name, gradient, total)
@@ -106,9 +104,7 @@ class Accumulator:
                 own = gradient.detach()
                 present[name] = own.float().coalesce() if own.is_sparse else own
         for name in gradients.keys() - self._sums.keys():
-            raise SchemaError(
-                f"gradient {name!r} is not part of the run, which has {len(self._sums)} of them"
-            )
+            raise SchemaError(f"gradient {name!r} is not part of the run, which has {count} of them")
         return present
 
 
@@ -125,18 +121,15 @@ def _put(total: torch.Tensor, gradient: torch.Tensor | None, weight: float, firs
 
 def _check(name: str, gradient: torch.Tensor, total: torch.Tensor) -> None:
     if not isinstance(gradient, torch.Tensor):
-        raise SchemaError(
-            f"gradient {name!r}: expected a torch.Tensor or None, got {type(gradient).__name__}"
-        )
-    if gradient.layout not in LAYOUTS or not gradient.dtype.is_floating_point:
-        raise SchemaError(
-            f"gradient {name!r}: expected floating-point values, dense or sparse COO, "
-            f"got {gradient.dtype}, {gradient.layout}"
-        )
-    if gradient.shape != total.shape:
-        raise SchemaError(
-            f"gradient {name!r}: expected shape {list(total.shape)}, got {list(gradient.shape)}"
-        )
+        problem = f"expected a torch.Tensor or None, got {type(gradient).__name__}"
+    elif gradient.layout not in LAYOUTS or not gradient.dtype.is_floating_point:
+        got = f"{gradient.dtype}, {gradient.layout}"
+        problem = f"expected floating-point values, dense or sparse COO, got {got}"
+    elif gradient.shape != total.shape:
+        problem = f"expected shape {list(total.shape)}, got {list(gradient.shape)}"
+    else:
+        return
+    raise SchemaError(f"gradient {name!r}: {problem}")
 
 
 def _largest(gradients: Mapping[str, torch.Tensor]) -> float:

@@ -16,6 +16,7 @@ import msgspec
 import platformdirs
 
 from equipoise.dht.sanitize import read_regular
+from equipoise.dht.state import BootstrapStatus
 from equipoise.peer.errors import ConfigError, FlagError
 
 ENV_PREFIX = "EQUIPOISE_"
@@ -98,13 +99,6 @@ class Setting(msgspec.Struct, frozen=True):
     origin: str
 
 
-class Malformed(msgspec.Struct, frozen=True):
-    """An address to join through, from the file or the environment, that cannot be parsed."""
-
-    address: str
-    reason: str
-
-
 class Loaded(msgspec.Struct, frozen=True):
     """A configuration with the origin of each value.
 
@@ -117,7 +111,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
     config: Config
     settings: tuple[Setting, ...]
-    malformed: tuple[Malformed, ...] = ()
+    malformed: tuple[BootstrapStatus, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -200,9 +194,8 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
     except (FileNotFoundError, NotADirectoryError):  # A home that cannot be is refused when it is taken.
         return []
     except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror}", "make it a readable file or remove it"
-        ) from error
+        hint = "make it a readable file or remove it"
+        raise ConfigError(f"cannot read {path}: {error.strerror}", hint) from error
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", "is it the right file?")
     try:
@@ -308,7 +301,9 @@ def _bytes_per_second(text: str) -> float:
     return size / 8 if found["bits"] else size
 
 
-def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) -> tuple[Malformed, ...]:
+def _malformed(
+    config: Config, settings: Mapping[str, Setting], tolerant: bool
+) -> tuple[BootstrapStatus, ...]:
     if not (config.join or config.listen or config.direct_listen or config.announce):
         return ()
     # Imports cryptography.
@@ -328,7 +323,7 @@ def _malformed(config: Config, settings: Mapping[str, Setting], tolerant: bool) 
         except AddressError as error:
             if not tolerant:
                 raise _wrong(settings["join"].origin, str(error)) from error
-            found.append(Malformed(address, f"{settings['join'].origin}: {error}"))
+            found.append(BootstrapStatus(address, "malformed", f"{settings['join'].origin}: {error}", 0))
     return tuple(found)
 
 

@@ -186,8 +186,7 @@ class Daemon:
     def _standing(self, swarm: Swarm) -> SwarmStatus:
         """The swarm's status, with the addresses that it was not given, and with what a person does next."""
         status = swarm.status()
-        given = self._loaded.malformed
-        malformed = tuple(BootstrapStatus(one.address, "malformed", one.reason, 0) for one in given)
+        malformed = self._loaded.malformed
         self._met |= status.state in ("joined", "ready")
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)

@@ -84,9 +84,7 @@ class DaemonThread:
 
     def __init__(self, loaded: Loaded, assemble: Assemble) -> None:
         """Start it, and wait until it serves; raises what its start raises."""
-        self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._daemon: Daemon | None = None
+        self._started = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, Daemon]]()
         self._thread = threading.Thread(
             target=lambda: run_loop(self._serve(loaded, assemble)), name="equipoise-daemon", daemon=True
         )
@@ -106,9 +104,8 @@ class DaemonThread:
         self._thread.join(STOP_SECONDS)
 
     def _call(self, action: Callable[[Daemon], None]) -> None:
-        assert self._loop is not None, "started"
-        assert self._daemon is not None, "started"
-        self._loop.call_soon_threadsafe(action, self._daemon)
+        loop, daemon = self._started.result()
+        loop.call_soon_threadsafe(action, daemon)
 
     async def _serve(self, loaded: Loaded, assemble: Assemble) -> None:
         daemon = Daemon(loaded, assemble=assemble)
@@ -117,8 +114,7 @@ class DaemonThread:
         except BaseException as error:
             self._started.set_exception(error)
             return
-        self._loop, self._daemon = asyncio.get_running_loop(), daemon
-        self._started.set_result(None)
+        self._started.set_result((asyncio.get_running_loop(), daemon))
         try:
             await daemon.serve()
         finally:

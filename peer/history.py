@@ -22,9 +22,6 @@ MAX_FILE_BYTES = 1024 * 1024
 MAX_KEPT = 512
 """Outcomes of all runs that are remembered: one of a group of 64 takes 8 KB."""
 
-_encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Outcome)
-
 
 class History:
     """The last outcomes of a daemon, in memory and as lines of JSON in its home."""
@@ -38,12 +35,15 @@ class History:
         self._kept = deque(read_history(home), MAX_KEPT)
         self._file = PrivateFileHandler(home / ROUNDS_FILE, MAX_FILE_BYTES, 1)
         # A daemon that was killed, or a full disk, may have left half a line.
-        self._file.emit(_record(""))
+        self._write("")
 
     def add(self, outcome: Outcome) -> None:
         """Remember how a round ended; a file that cannot be written is reported, and costs nothing else."""
         self._kept.append(outcome)
-        self._file.emit(_record(_encoder.encode(outcome).decode()))
+        self._write(msgspec.json.encode(outcome).decode())
+
+    def _write(self, line: str) -> None:
+        self._file.emit(logging.makeLogRecord({"msg": line}))
 
     def last(self, limit: int) -> list[Outcome]:
         """The last `limit` outcomes of each run, oldest first."""
@@ -63,7 +63,7 @@ def read_history(home: Path) -> list[Outcome]:
             content = read_regular(home / name, 2 * MAX_FILE_BYTES)
         for line in content.splitlines():
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                found.append(_decoder.decode(line))
+                found.append(msgspec.json.decode(line, type=Outcome))
     return found[-MAX_KEPT:]
 
 
@@ -74,7 +74,3 @@ def last_of_each_run(outcomes: Iterable[Outcome], limit: int) -> list[Outcome]:
         by_run.setdefault(outcome.run, deque(maxlen=limit)).append(outcome)
     wanted = {id(outcome) for kept in by_run.values() for outcome in kept}
     return [outcome for outcome in outcomes if id(outcome) in wanted]
-
-
-def _record(line: str) -> logging.LogRecord:
-    return logging.makeLogRecord({"msg": line})

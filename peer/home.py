@@ -69,7 +69,7 @@ class Home:
         try:
             return cls(path, _lock(path))
         except OSError as error:
-            raise unusable(f"write {path / PID_FILE}", error) from error
+            raise unusable(f"write {path / PID_FILE}", error) from None
 
     @classmethod
     def inherit(cls, path: Path, lock: int) -> Self:
@@ -153,10 +153,8 @@ def end_by_force(home: Path) -> int:
     if process is None:
         if wait_until_free(home, 0.0):
             raise NoDaemon(f"no daemon is running on {home}")
-        raise EquipoiseError(
-            f"cannot tell which process runs on {home}",
-            f"see which one has {home / PID_FILE} open, and end it",
-        )
+        hint = f"see which one has {home / PID_FILE} open, and end it"
+        raise EquipoiseError(f"cannot tell which process runs on {home}", hint)
     try:
         process.terminate()
         process.resume()  # A stopped process takes no other signal than this and SIGKILL.
@@ -165,14 +163,12 @@ def end_by_force(home: Path) -> int:
     except psutil.NoSuchProcess:
         return process.pid
     except psutil.AccessDenied:
-        raise EquipoiseError(
-            f"may not end process {process.pid} on {home}", "it belongs to another user"
-        ) from None
+        told = f"may not end process {process.pid} on {home}"
+        raise EquipoiseError(told, "it belongs to another user") from None
     if not wait_until_free(home, KILL_SECONDS):
-        raise EquipoiseError(
-            f"process {process.pid} on {home} has not ended {KILL_SECONDS:g} s after {signal.SIGKILL.name}",
-            "the system keeps it, as while a disk does not answer; look at the system's log",
-        )
+        told = f"process {process.pid} on {home} has not ended {KILL_SECONDS:g} s after {signal.SIGKILL.name}"
+        hint = "the system keeps it, as while a disk does not answer; look at the system's log"
+        raise EquipoiseError(told, hint)
     return process.pid
 
 
@@ -184,9 +180,8 @@ def silence(home: Path, seconds: float) -> DaemonLost:
     end = f"end it with: equipoise stop --force --home {home}"
     with contextlib.suppress(psutil.NoSuchProcess):
         if process and process.status() == psutil.STATUS_STOPPED:
-            return DaemonLost(
-                f"{line}: it is stopped", f"have it go on with: kill -CONT {process.pid}, or {end}"
-            )
+            hint = f"have it go on with: kill -CONT {process.pid}, or {end}"
+            return DaemonLost(f"{line}: it is stopped", hint)
     return DaemonLost(line, f"wait if this machine is busy, or {end}")
 
 
@@ -206,9 +201,8 @@ def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.
     try:
         while (control := _connect(home, timeout)) is None:
             if _is_free(home):
-                raise NoDaemon(
-                    f"no daemon is running on {home}", f"start one with: equipoise daemon --home {home}"
-                )
+                hint = f"start one with: equipoise daemon --home {home}"
+                raise NoDaemon(f"no daemon is running on {home}", hint)
             if time.monotonic() > deadline:
                 raise NoDaemon(
                     f"the daemon on {home} is starting, or stopping",
@@ -216,9 +210,8 @@ def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.
                 )
             time.sleep(POLL_SECONDS)
     except PermissionError:
-        raise NoDaemon(
-            f"may not open {home / SOCKET_FILE}", "it belongs to another user; give your own --home"
-        ) from None
+        hint = "it belongs to another user; give your own --home"
+        raise NoDaemon(f"may not open {home / SOCKET_FILE}", hint) from None
     credentials = peer_credentials(control)
     if credentials is not None and credentials[1] not in (0, os.geteuid()):
         control.close()
@@ -234,19 +227,16 @@ def _connect(home: Path, timeout: float) -> socket.socket | None:
     control.settimeout(timeout)
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise NoDaemon(
-                f"{path} is not a socket", f"remove it and start one with: equipoise daemon --home {home}"
-            )
+            hint = f"remove it and start one with: equipoise daemon --home {home}"
+            raise NoDaemon(f"{path} is not a socket", hint)
         _with_short_path(home, control.connect)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         control.close()
         return None
     except (TimeoutError, BlockingIOError):
         control.close()
-        raise DaemonLost(
-            f"the daemon on {home} does not accept connections",
-            f"end it with: equipoise stop --force --home {home}",
-        ) from None
+        hint = f"end it with: equipoise stop --force --home {home}"
+        raise DaemonLost(f"the daemon on {home} does not accept connections", hint) from None
     except BaseException:
         control.close()
         raise
@@ -276,10 +266,8 @@ def _prepare(path: Path) -> None:
 def _tighten(path: Path, mode: int) -> None:
     # Someone who says --home / or --home ~ by mistake should not find the directory's mode changed.
     if any(not found.name.startswith(OWN_FILES) for found in path.iterdir()):
-        raise HomeError(
-            f"{path} is open to other users (mode {mode:o}) and holds other things",
-            f"give a directory of its own, or: chmod 700 {path}",
-        )
+        hint = f"give a directory of its own, or: chmod 700 {path}"
+        raise HomeError(f"{path} is open to other users (mode {mode:o}) and holds other things", hint)
     path.chmod(0o700)
 
 
@@ -298,10 +286,9 @@ def _lock(path: Path) -> int:
             pid = os.read(lock, 32).decode(errors="replace").strip()
             os.close(lock)
             if not patient:
-                raise HomeBusy(
-                    f"a daemon (pid {pid or 'unknown'}) is already running on {path}",
-                    "see `equipoise status`, end it with `equipoise stop`, or give another --home",
-                ) from None
+                told = f"a daemon (pid {pid or 'unknown'}) is already running on {path}"
+                hint = "see `equipoise status`, end it with `equipoise stop`, or give another --home"
+                raise HomeBusy(told, hint) from None
             patient = False
             # It may be a client that looks whether a daemon is there, which takes microseconds.
             time.sleep(POLL_SECONDS)

@@ -86,9 +86,6 @@ class PrivateFileHandler(logging.handlers.RotatingFileHandler):
 class LineFormatter(logging.Formatter):
     """Formats records as one bounded, escaped line; only tracebacks have more."""
 
-    def __init__(self) -> None:
-        super().__init__(FORMAT)
-
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802, the base class's name
         """The first line: no newline in a message may pass for a record of its own."""
         return super().formatMessage(record).replace("\n", "\\n")
@@ -102,7 +99,7 @@ class LineFormatter(logging.Formatter):
 def open_log(path: Path, level: str) -> logging.Handler:
     """Log all of equipoise to `path` from now on, until `close_log`."""
     handler = PrivateFileHandler(path, MAX_LOG_BYTES, OLDER_FILES)
-    handler.setFormatter(LineFormatter())
+    handler.setFormatter(LineFormatter(FORMAT))
     handler.setLevel(level.upper())
     logger = logging.getLogger("equipoise")
     logger.addHandler(handler)

@@ -143,9 +143,8 @@ class Run:
         with self._lock:
             if self.left or self._stepping:
                 happened = "was left" if self.left else "has accumulated or stepped already"
-                raise Refused(
-                    f"run {self.name!r} {happened}", "agree after join, before the first accumulate and step"
-                )
+                hint = "agree after join, before the first accumulate and step"
+                raise Refused(f"run {self.name!r} {happened}", hint)
             carried = self._binding.buffer_schema() if buffers else Schema(())
             request = messages.AgreeRun(self.name, agreed, carried)
             self._link.ask(request, AGREE_SECONDS)
@@ -482,9 +481,8 @@ class Run:
     def refuse_if_trained(self) -> None:
         """Raise `Refused` if something trains with the run already."""
         if self.trained_by:
-            raise Refused(
-                f"run {self.name!r} is stepped by {self.trained_by} already", "join another run for this one"
-            )
+            hint = "join another run for this one"
+            raise Refused(f"run {self.name!r} is stepped by {self.trained_by} already", hint)
 
     def before_leaving(self, finish: Callable[[], None]) -> None:
         """Have `leave` call `finish` first."""
@@ -559,10 +557,8 @@ class Run:
         if self.left:
             raise Refused(f"run {self.name!r} was left", "join it again")
         if self.pending is not None:
-            raise RoundPending(
-                f"a round of run {self.name!r} is going on or has not been collected",
-                "call .result() on what average or step returned, or on .pending",
-            )
+            hint = "call .result() on what average or step returned, or on .pending"
+            raise RoundPending(f"a round of run {self.name!r} is going on or has not been collected", hint)
 
     def _start(
         self,

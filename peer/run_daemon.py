@@ -47,11 +47,8 @@ MAX_RESTARTS = 10
 CODE = "from equipoise.peer.run_daemon import serve_launched; serve_launched()"
 
 
-def run_daemon(loaded: Loaded) -> int:
+def run_daemon(loaded: Loaded) -> None:
     """Run a daemon until it is asked to stop; its addresses and states go to standard output.
-
-    Returns:
-        The exit status.
 
     Raises:
         EquipoiseError: It cannot start, or has met no other peer though it was told whom to join.
@@ -61,7 +58,6 @@ def run_daemon(loaded: Loaded) -> int:
     failure = run_loop(serve(daemon, lambda number: daemon.request_stop(f"signal {number.name}")))
     if failure is not None:
         raise failure
-    return 0
 
 
 def run_loop(main: Coroutine[Any, Any, Result]) -> Result:
@@ -254,9 +250,8 @@ async def _launch(loaded: Loaded, command: Sequence[str], environment: Mapping[s
         script = await asyncio.create_subprocess_exec(*command, env=environment)
     except OSError as error:
         home.release()
-        raise EquipoiseError(
-            f"cannot run {command[0]!r}: {error.strerror}", "check the command after --"
-        ) from error
+        hint = "check the command after --"
+        raise EquipoiseError(f"cannot run {command[0]!r}: {error.strerror}", hint) from error
     keeper = Keeper(loaded, home)
     with on_signals(partial(_forward, script), forced=lambda _: _send(script, signal.SIGKILL)):
         await keeper.start()

@@ -114,10 +114,8 @@ class Session:
             )
         async with self._joining:
             if STEP in self._run_drivers and agreed != self._specs[STEP]:
-                raise Refused(
-                    f"run {self.name!r} has stepped on other terms",
-                    "agree before the first accumulate and step, or leave the run and join it again",
-                )
+                hint = "agree before the first accumulate and step, or leave the run and join it again"
+                raise Refused(f"run {self.name!r} has stepped on other terms", hint)
             self._specs[STEP] = agreed
             self._announcing.cancel()
         with contextlib.suppress(TimeoutError):
@@ -139,9 +137,8 @@ class Session:
             Refused: A round is going on.
         """
         if self._round is not None or self._leaving is not None:
-            raise Refused(
-                f"a round of run {self.name!r} is going on, or it is being left", "wait for its outcome"
-            )
+            hint = "wait for its outcome"
+            raise Refused(f"a round of run {self.name!r} is going on, or it is being left", hint)
         started, self._stopped = time.time(), ""
         self._round = asyncio.create_task(self._exchange(purpose, weight, timeout, state))
         try:
@@ -253,6 +250,9 @@ class Session:
     def status(self) -> RunStatus:
         """What `status` shows of it."""
         spec, run_driver = self._specs[self._purpose], self._run_drivers.get(self._purpose)
+        # The router may have let go of a run that is being left.
+        joined = [] if self.leaving else [self._specs[purpose].name for purpose in self._run_drivers]
+        transfers = [self._router.transfer(name).standing for name in joined]
         shown = RunStatus(
             name=self.name,
             purpose=self._purpose,
@@ -263,12 +263,7 @@ class Session:
             state=NoPeers(JUST_JOINED),
             reason=JUST_JOINED,
             accumulated=self._accumulated,
-            transfer="; ".join(
-                line
-                for purpose in self._run_drivers
-                if not self.leaving  # The router may have let go of it.
-                and (line := self._router.transfer(self._specs[purpose].name).standing)
-            ),
+            transfer="; ".join(filter(None, transfers)),
             told=dict(self._told),
             strategy=spec.options.strategy,
         )
@@ -415,9 +410,8 @@ class Service:
         region = Region.attach(fd, request.values)
         specs = run_specs(request)
         if any(spec.layout.size > request.values for spec in specs.values()):
-            raise Refused(
-                f"the shared memory holds {request.values} values, which is less than the schema has"
-            )
+            told = f"the shared memory holds {request.values} values, which is less than the schema has"
+            raise Refused(told)
         await self._make_room(request.run)
         session = Session(self._router, self._swarm, request.run, specs, region, client)
         self._sessions[request.run] = session
@@ -439,10 +433,8 @@ class Service:
             await self.leave(other, "its client has gone")  # A successor should not have to know that.
             other = self._sessions.get(name)
         if other is not None:
-            raise Refused(
-                f"this daemon takes part in run {name!r} already, for {other.client}",
-                "leave it there, use another name, or start another daemon with another --home",
-            )
+            hint = "leave it there, use another name, or start another daemon with another --home"
+            raise Refused(f"this daemon takes part in run {name!r} already, for {other.client}", hint)
         if len(self._sessions) >= MAX_RUNS:
             raise Refused(
                 f"run {name!r} is one too many: this daemon takes part in {MAX_RUNS} runs already, the maximum",

@@ -91,10 +91,8 @@ class SharedMemory:
         """
         available = psutil.virtual_memory().available
         if size > available:
-            raise Refused(
-                f"cannot get {size / 1e6:.1f} MB of shared memory: {available / 1e6:.1f} MB are available",
-                "free memory",
-            )
+            told = f"cannot get {size / 1e6:.1f} MB of shared memory: {available / 1e6:.1f} MB are available"
+            raise Refused(told, "free memory")
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self.fd, 0, size)

@@ -51,9 +51,8 @@ class Binding:
         """
         if not isinstance(self.source, torch.nn.Module):
             kind = type(self.source).__name__
-            raise SchemaError(
-                f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
-            )
+            told = f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
+            raise SchemaError(told)
         return buffer_schema(self.source)
 
     def carry(self, buffers: Schema) -> None:
@@ -159,10 +158,7 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     elif isinstance(tensors, Mapping | Sequence) and not isinstance(tensors, str | bytes):
         named = tensors_by_name(tensors)
     else:
-        kind = type(tensors).__name__
-        raise SchemaError(
-            f"expected an nn.Module, a mapping of names to tensors or a list of tensors, got {kind}"
-        )
+        raise _neither("tensors", tensors)
     for name, tensor in named.items():
         if isinstance(tensor, torch.Tensor):
             _require_writable(name, tensor)
@@ -210,10 +206,7 @@ def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
         return dict(gradients)
     if isinstance(gradients, Sequence) and not isinstance(gradients, str | bytes):
         return {str(index): gradient for index, gradient in enumerate(gradients)}
-    kind = type(gradients).__name__
-    raise SchemaError(
-        f"expected an nn.Module, a mapping of names to gradients or a list of gradients, got {kind}"
-    )
+    raise _neither("gradients", gradients)
 
 
 def gradient_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
@@ -238,13 +231,17 @@ def tensor_schema(tensors: Tensors) -> Schema:
     return Schema.of(named_tensors(tensors), buffers)
 
 
+def _neither(what: str, given: object) -> SchemaError:
+    kinds = f"an nn.Module, a mapping of names to {what} or a list of {what}"
+    return SchemaError(f"expected {kinds}, got {type(given).__name__}")
+
+
 def _require_writable(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise SchemaError(f"tensor {name!r} has no values (device meta): materialise it first")
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise SchemaError(
-            f"tensor {name!r} is expanded, so it cannot be written in place: pass a .clone() of it"
-        )
+        told = f"tensor {name!r} is expanded, so it cannot be written in place: pass a .clone() of it"
+        raise SchemaError(told)
 
 
 def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:

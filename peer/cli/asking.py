@@ -111,10 +111,8 @@ def _ask_to_stop(home: Path) -> int:
         pid = link.welcome.pid
         link.ask(StopDaemon())
     if not wait_until_free(home, STOP_SECONDS):
-        raise EquipoiseError(
-            f"the daemon (pid {pid}) has not ended in {STOP_SECONDS:g} s",
-            f"end it with: equipoise stop --force --home {home}",
-        )
+        hint = f"end it with: equipoise stop --force --home {home}"
+        raise EquipoiseError(f"the daemon (pid {pid}) has not ended in {STOP_SECONDS:g} s", hint)
     return pid
 
 

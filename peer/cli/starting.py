@@ -89,7 +89,7 @@ def daemon(show_config: bool, as_json: bool, **flags: Any) -> None:
         return
     from equipoise.peer.run_daemon import run_daemon
 
-    sys.exit(run_daemon(loaded))
+    run_daemon(loaded)
 
 
 @click.command()

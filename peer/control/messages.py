@@ -316,10 +316,8 @@ def _answer_decoder(kind: type[Request[Any]]) -> msgspec.msgpack.Decoder[Any]:
 def _framed(content: object, what: str) -> bytes:
     encoded = _encoder.encode(content)
     if len(encoded) > MAX_FRAME_BYTES:
-        raise ControlError(
-            f"a {what} of {len(encoded)} bytes exceeds the control socket's {MAX_FRAME_BYTES}",
-            "average fewer tensors: fuse small ones, or shorten their names",
-        )
+        told = f"a {what} of {len(encoded)} bytes exceeds the control socket's {MAX_FRAME_BYTES}"
+        raise ControlError(told, "average fewer tensors: fuse small ones, or shorten their names")
     return LENGTH.pack(len(encoded)) + encoded
 
 
@@ -327,6 +325,5 @@ def _decoded(envelope: msgspec.msgpack.Decoder[Answer], frame: bytes) -> Answer:
     try:
         return envelope.decode(frame)
     except _MALFORMED as error:
-        raise ControlError(
-            f"expected a numbered message, got {len(frame)} bytes that are none: {error}"
-        ) from error
+        told = f"expected a numbered message, got {len(frame)} bytes that are none: {error}"
+        raise ControlError(told) from error

@@ -125,7 +125,11 @@ class Connection:
         if not isinstance(hello, Hello):
             raise ControlError(f"expected Hello as the first request, got {type(hello).__name__}")
         if hello.version != CONTROL_VERSION:
-            raise ControlError(_version_mismatch(hello.version))
+            older = "client" if hello.version < CONTROL_VERSION else "daemon"
+            raise ControlError(
+                f"the daemon speaks version {CONTROL_VERSION} of the control protocol and the client version "
+                f"{hello.version}; upgrade equipoise on the {older}'s side and start that again"
+            )
         self._client = f"{hello.client[:64]!r} (process {self._pid})"
         self._greeted = True
         await self._send(number, self._daemon.welcome())
@@ -217,9 +221,8 @@ class Connection:
         fd = self._socket.take_descriptor()
         if len(self._sessions) >= MAX_RUNS_PER_CLIENT:
             os.close(fd)
-            raise Refused(
-                f"expected at most {MAX_RUNS_PER_CLIENT} runs of one client", "leave one, or connect again"
-            )
+            hint = "leave one, or connect again"
+            raise Refused(f"expected at most {MAX_RUNS_PER_CLIENT} runs of one client", hint)
         self._sessions[request.run] = await self._daemon.service.join(request, fd, self._client)
 
     async def _transfer(
@@ -323,11 +326,3 @@ def _watching(pid: int, ended: Callable[[], None]) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     return str(error) or type(error).__name__
-
-
-def _version_mismatch(version: int) -> str:
-    older = "client" if version < CONTROL_VERSION else "daemon"
-    return (
-        f"the daemon speaks version {CONTROL_VERSION} of the control protocol and the client version {version}; "
-        f"upgrade equipoise on the {older}'s side and start that again"
-    )

@@ -114,9 +114,8 @@ class FrameSocket:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     self._descriptors += array.array("i", content[: len(content) - len(content) % 4])
             if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
-                raise ControlError(
-                    f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
-                )
+                told = f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
+                raise ControlError(told)
             return data
 
     def _watch(self, wanted: bool) -> None:

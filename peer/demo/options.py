@@ -28,7 +28,6 @@ BATCH = 32
 BATCHES_PER_PEER = 2
 """The swarm steps when it has this many batches for each peer, wherever they came from."""
 
-
 EXCHANGE_STEPS = 4
 """Local steps from one exchange to the next, where the peers gossip."""
 
@@ -75,14 +74,12 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise DemoUsageError(f"expected --rounds from 1 to {MAX_ROUNDS}, got {self.rounds}")
         if not 0 <= self.kill <= self.peers - MIN_SURVIVORS:
             most = self.peers - MIN_SURVIVORS
-            raise DemoUsageError(
-                f"expected --kill from 0 to {most}, so that {MIN_SURVIVORS} remain, got {self.kill}"
-            )
+            told = f"expected --kill from 0 to {most}, so that {MIN_SURVIVORS} remain, got {self.kill}"
+            raise DemoUsageError(told)
         codec = self._check_exchange()
         if importlib.util.find_spec("sklearn") is None:
-            raise DemoError(
-                "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
-            )
+            told = "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
+            raise DemoError(told)
         return msgspec.structs.replace(self, codec=codec)
 
     def _check_exchange(self) -> str:

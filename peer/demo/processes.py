@@ -130,11 +130,6 @@ def daemon_command(home: Path, join: Sequence[str]) -> list[str]:
     ]
 
 
-def trainer_command(home: Path, index: int, options: str) -> list[str]:
-    """The command of trainer `index`, with `options` in JSON."""
-    return [sys.executable, "-m", "equipoise.peer.demo.trainer", str(home), str(index), options]
-
-
 def _environment(environment: Mapping[str, str]) -> dict[str, str]:
     # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
     kept = {name: value for name, value in environment.items() if not name.startswith("EQUIPOISE_")}

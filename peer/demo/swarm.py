@@ -16,7 +16,7 @@ from rich.console import Console
 
 from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary
 from equipoise.peer.demo.options import DemoError, DemoOptions
-from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command, trainer_command
+from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command
 from equipoise.peer.demo.summary import Failed, Ledger, Summary, decode_report
 
 HEAR_SECONDS = 0.5
@@ -88,7 +88,8 @@ class DemoSwarm:
         self._display.note(f"starting {self._options.peers} trainers, each with its own share of the data")
         options = msgspec.json.encode(self._options).decode()
         for index in range(self._options.peers):
-            command = trainer_command(self._home(index), index, options)
+            trainer = [sys.executable, "-m", "equipoise.peer.demo.trainer"]
+            command = [*trainer, str(self._home(index)), str(index), options]
             self._trainers.append(self._family.start(f"trainer {index + 1}", command))
 
     def _train(self) -> None:

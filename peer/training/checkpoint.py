@@ -15,7 +15,6 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self
 from urllib.parse import quote
 
 import msgspec
@@ -43,7 +42,6 @@ CHUNK_BYTES = 16 * 2**20
 
 MAX_SHOWN = 256
 """Characters of a term that a message shows; terms that were agreed on are no longer."""
-
 
 LOCK_FILE = ".lock"
 
@@ -151,12 +149,6 @@ class Folder:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def write(self, state: StateId, image: torch.Tensor) -> Path:
         """Write one checkpoint, then remove those that are too many; returns its directory.
@@ -293,9 +285,8 @@ def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, byt
         )
     image = _content(path / IMAGE_FILE, manifest.size)
     if len(image) < manifest.size:
-        raise Damaged(
-            f"checkpoint {path} is truncated: {IMAGE_FILE} has {len(image)} bytes of {manifest.size}"
-        )
+        told = f"checkpoint {path} is truncated: {IMAGE_FILE} has {len(image)} bytes of {manifest.size}"
+        raise Damaged(told)
     if len(image) > manifest.size:
         raise Damaged(f"checkpoint {path} is damaged: {IMAGE_FILE} has more than {manifest.size} bytes")
     digest = blake3(image).hexdigest()
@@ -319,10 +310,8 @@ def read_manifest(path: Path) -> Manifest:
             return msgspec.json.decode(content, type=Manifest)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise Damaged(f"checkpoint {path} is damaged: {MANIFEST_FILE}: {error}") from error
-    raise Damaged(
-        f"checkpoint {path} is of format {version}; this version of equipoise reads format {FORMAT}",
-        "upgrade equipoise" if version > FORMAT else "write a new one",
-    )
+    told = f"checkpoint {path} is of format {version}; this version of equipoise reads format {FORMAT}"
+    raise Damaged(told, "upgrade equipoise" if version > FORMAT else "write a new one")
 
 
 class _Version(msgspec.Struct):
@@ -402,14 +391,12 @@ def _lock(path: Path) -> int:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write checkpoints to {path}: {error.strerror}", "give another directory"
-        ) from error
+        hint = "give another directory"
+        raise CheckpointError(f"cannot write checkpoints to {path}: {error.strerror}", hint) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
-        raise CheckpointError(
-            f"another process writes checkpoints to {path}", "end it, or give another directory"
-        ) from error
+        hint = "end it, or give another directory"
+        raise CheckpointError(f"another process writes checkpoints to {path}", hint) from error
     return lock

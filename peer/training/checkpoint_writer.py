@@ -50,9 +50,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         for name, number in (("every", self.every), ("keep", self.keep)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise ValueError(
-                    f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
-                )
+                told = f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
+                raise ValueError(told)
 
     def open(self, home: str | os.PathLike[str], subject: Subject) -> Recorder:
         """Take the run's directory.
@@ -61,10 +60,8 @@ class Checkpoints:
             CheckpointError: It cannot be made, another process writes there, or the home is a temporary one.
         """
         if self.directory is None and not home:
-            raise CheckpointError(
-                "cannot write checkpoints to a temporary home",
-                "give the Peer a home, or Checkpoints a directory",
-            )
+            hint = "give the Peer a home, or Checkpoints a directory"
+            raise CheckpointError("cannot write checkpoints to a temporary home", hint)
         parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
         resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
         return Recorder(Folder(parent / folder_name(subject.run), subject, self.keep), self.every, resume)
@@ -74,6 +71,7 @@ class Recorder:
     """Writes the checkpoints of one run; its methods are called between steps, by one thread.
 
     Attributes:
+        path: The run's directory.
         resume: Whether training is to start from the newest sound one.
         recorded: The state that was written last; None before.
         failure: Why the last attempt to write did not succeed; empty if it did.
@@ -81,6 +79,7 @@ class Recorder:
     """
 
     def __init__(self, folder: Folder, every: int, resume: bool) -> None:
+        self.path = folder.path
         self.resume = resume
         self.recorded: StateId | None = None
         self.failure = ""
@@ -90,11 +89,6 @@ class Recorder:
         self._last = 0
         self._late = -1
         self._thread: threading.Thread | None = None
-
-    @property
-    def path(self) -> Path:
-        """The run's directory."""
-        return self._folder.path
 
     def restore(self, limit: int, read: Read) -> Found | None:
         """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.

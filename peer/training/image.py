@@ -201,15 +201,10 @@ class OptimizerPart:
 
     def tree(self) -> Tree:
         """See `Part`."""
-        state = {
-            self._names[id(p)]: dict(kept)
-            for p, kept in self._optimizer.state.items()
-            if id(p) in self._names
-        }
-        groups = [
-            {**group, "params": [self._names[id(p)] for p in group["params"]]}
-            for group in self._optimizer.param_groups
-        ]
+        names, groups = self._names, self._optimizer.param_groups
+        kept = self._optimizer.state.items()
+        state = {names[id(p)]: dict(remembered) for p, remembered in kept if id(p) in names}
+        groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in groups]
         return {"state": state, "groups": groups}
 
     def check(self, tree: Tree, foreign: bool = False) -> None:
@@ -217,20 +212,19 @@ class OptimizerPart:
         ours = self.tree()
         if not isinstance(tree, dict) or set(tree) != {"state", "groups"}:
             raise ImageError("expected an optimizer's state and groups, there are none")
-        if [_as(dict, one).get("params") for one in _as(list, tree["groups"])] != [
-            one["params"] for one in ours["groups"]
-        ]:
-            raise ImageError(
+        held = [_as(dict, one).get("params") for one in _as(list, tree["groups"])]
+        if held != [one["params"] for one in ours["groups"]]:
+            problem = (
                 "expected the optimizer's groups to hold the parameters that they hold here, they differ"
             )
+            raise ImageError(problem)
         if foreign:
             for group, terms in zip(tree["groups"], self._terms, strict=True):
                 _check_terms(_told_terms(group, self._scheduled), terms)
         for name, kept in _as(dict, tree["state"]).items():
             if name not in self._parameters:
-                raise ImageError(
-                    f"expected what an optimizer remembers of the run's parameters, got {name[:80]!r}"
-                )
+                told = f"expected what an optimizer remembers of the run's parameters, got {name[:80]!r}"
+                raise ImageError(told)
             for key, value in _as(dict, kept).items():
                 if self._is_elementwise and isinstance(value, torch.Tensor):
                     _check_spread(f"{key[:80]!r} of {name!r}", value, self._parameters[name])
@@ -306,14 +300,11 @@ def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> N
         where = "here" if name in like else "in the image"
         raise ImageError(f"expected the tensors that are here: {name[:80]!r} {of}is only {where}")
     for name, tensor in like.items():
-        if not isinstance(found[name], torch.Tensor) or found[name].dtype != tensor.dtype:
-            raise ImageError(
-                f"{name!r} {of}is {tensor.dtype} here, got {getattr(found[name], 'dtype', 'none')}"
-            )
-        if found[name].shape != tensor.shape:
-            raise ImageError(
-                f"{name!r} {of}has shape {list(tensor.shape)} here, got {list(found[name].shape)}"
-            )
+        got = found[name]
+        if not isinstance(got, torch.Tensor) or got.dtype != tensor.dtype:
+            raise ImageError(f"{name!r} {of}is {tensor.dtype} here, got {getattr(got, 'dtype', 'none')}")
+        if got.shape != tensor.shape:
+            raise ImageError(f"{name!r} {of}has shape {list(tensor.shape)} here, got {list(got.shape)}")
 
 
 def _told_terms(group: Mapping[str, Any], scheduled: bool) -> dict[str, str]:

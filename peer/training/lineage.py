@@ -17,7 +17,6 @@ from equipoise.averaging.state import StateId
 CHECK_EVERY = 64
 """Epochs between two looks at the parameters themselves: to hash them takes as long as a step of a small model."""
 
-
 MAX_MISSED = 8
 """Means that are asked for at most, as many as daemons keep; who has missed more takes a snapshot."""
 

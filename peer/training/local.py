@@ -412,9 +412,8 @@ def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, 
         ValueError: There are fewer parameters than fragments.
     """
     if count > len(parameters):
-        raise ValueError(
-            f"fragments: expected at most as many as there are parameters, {len(parameters)}, got {count}"
-        )
+        told = f"fragments: expected at most as many as there are parameters, {len(parameters)}, got {count}"
+        raise ValueError(told)
     sizes = [0] * count
     fragments: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
     for name, parameter in sorted(parameters.items(), key=lambda item: (-item[1].numel(), item[0])):

@@ -67,9 +67,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.dropped = self.skipped = 0
         self.scheduler = options.scheduler(inner) if options.scheduler else None
         if isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TypeError(
-                "expected a scheduler that counts epochs, got ReduceLROnPlateau, which wants a metric"
-            )
+            told = "expected a scheduler that counts epochs, got ReduceLROnPlateau, which wants a metric"
+            raise TypeError(told)
         self.__setstate__({})  # The hooks of torch.optim.Optimizer, without parameters of its own.
         self._options = options
         self._run = run
@@ -130,9 +129,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the run was joined with a fixed set of parameters."""
-        raise Refused(
-            "expected the parameters that the run was joined with, got more", "join again with all of them"
-        )
+        hint = "join again with all of them"
+        raise Refused("expected the parameters that the run was joined with, got more", hint)
 
     # ---- what is the swarm's ----
 
@@ -190,7 +188,11 @@ class SwarmOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._pace.computed(self._clock())
-        self._take_in()
+        try:
+            gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+            self.member.accumulate(gradients, self.batch_size)
+        except NotFinite:
+            self.dropped += 1
         before = self.id
         self.member.find_group()
         # Where the update that this step was to bring has come by a download, there is nothing to meet for.
@@ -226,7 +228,10 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return enough or self.member.round_done
 
     def _is_due(self) -> bool:
-        self._keep_pace()
+        last = self.member.last
+        if last is not None and last.ok and last is not self._paced:
+            self._pace.averaged(last, self._run.peer, self.batch_size)
+        self._paced = last
         swarm, local = self.member.swarm_accumulated(), self.member.accumulated
         if swarm <= local and not self.member.has_company():
             before = self.id
@@ -235,19 +240,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 return False
             self._pace.alone()
         return self._pace.reached(local, swarm)
-
-    def _keep_pace(self) -> None:
-        last = self.member.last
-        if last is not None and last.ok and last is not self._paced:
-            self._pace.averaged(last, self._run.peer, self.batch_size)
-        self._paced = last
-
-    def _take_in(self) -> None:
-        gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
-        try:
-            self.member.accumulate(gradients, self.batch_size)
-        except NotFinite:
-            self.dropped += 1
 
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """The step that all peers make alike, of the mean in fp32."""
@@ -337,9 +329,8 @@ def _short(told: str) -> str:
 
 def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     if isinstance(inner, SwarmOptimizer):
-        raise TypeError(
-            "expected a torch optimizer, got one that a run steps already: one run takes one optimizer"
-        )
+        told = "expected a torch optimizer, got one that a run steps already: one run takes one optimizer"
+        raise TypeError(told)
     if not isinstance(inner, torch.optim.Optimizer):
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(inner).__name__}")
     run.refuse_if_trained()
@@ -348,17 +339,13 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
     ours = {id(parameter) for parameter in parameters.values()}
     foreign = sum(id(parameter) not in ours for parameter in held if parameter.requires_grad)
     if foreign:
-        raise Refused(
-            f"{foreign} of the optimizer's parameters are not those of run {run.name!r}",
-            "join the run with all of them",
-        )
+        hint = "join the run with all of them"
+        raise Refused(f"{foreign} of the optimizer's parameters are not those of run {run.name!r}", hint)
     known = {id(parameter) for parameter in held}
     missing = [name for name, one in parameters.items() if id(one) not in known]
     if missing:
-        raise Refused(
-            f"{len(missing)} parameters of run {run.name!r} are not the optimizer's, as {missing[0]!r}",
-            "give it all of them, or freeze those with requires_grad_(False) before join",
-        )
+        told = f"{len(missing)} parameters of run {run.name!r} are not the optimizer's, as {missing[0]!r}"
+        raise Refused(told, "give it all of them, or freeze those with requires_grad_(False) before join")
     return parameters
 
 

@@ -298,7 +298,9 @@ class Replica:
         self._stands_in = len(lasting) < 2 and idle[:1] == [self._name]
         self._group_at = now
         introduced = not givers
-        if introduced and group == self.state and self._is_inconclusive(event):
+        beginning = introduced and group == self.state and self.state.epoch == 0
+        # Newcomers met only each other, while there may be a group that has long begun.
+        if beginning and event.missing > 0 and self._introductions < MAX_INTRODUCTIONS:
             self._introductions += 1
             self.reason = f"it has met some that begin as it does; {event.missing} others may know more"
             return []
@@ -317,9 +319,10 @@ class Replica:
                 self._links.append(lineage.link_of(group, event.digest))
                 actions += self._replay(now)
         else:
-            actions = self._stray(group)
-            if not introduced:
-                actions += self._hold(lineage.link_of(group, event.digest))
+            if self.phase is not Phase.ASTRAY:
+                self.phase = Phase.ASTRAY
+                self.reason = f"astray: it holds {lineage.told(self.state)}, the group {lineage.told(group)}"
+            actions = [] if introduced else self._hold(lineage.link_of(group, event.digest))
             self._wanted = self._wanted if self._fetching else self._ahead(group, now)
             actions += self._return(now)
         self._last_round = now
@@ -330,17 +333,6 @@ class Replica:
         if self.phase is not Phase.ASTRAY or now - self._group_at < self._patience:
             return []
         return self._give_up_astray("nobody is left who holds the group's state")
-
-    def _is_inconclusive(self, event: events.RoundSucceeded) -> bool:
-        """Whether newcomers met only each other, while there may be a group that has long begun."""
-        return self.state.epoch == 0 and event.missing > 0 and self._introductions < MAX_INTRODUCTIONS
-
-    def _stray(self, group: StateId) -> list[Action]:
-        if self.phase is Phase.ASTRAY:
-            return []
-        self.phase = Phase.ASTRAY
-        self.reason = f"astray: it holds {lineage.told(self.state)}, the group {lineage.told(group)}"
-        return []
 
     def _hold(self, link: lineage.Link) -> list[Action]:
         gap = bool(self._links) and not lineage.leads_to(self._links[-1], link.before)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, TypeGuard
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 
 from equipoise.peer.errors import EquipoiseError
@@ -45,6 +46,16 @@ DTYPES: Mapping[str, torch.dtype] = {
 """Formats' names of what parameters, buffers and optimizers hold."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What a header says of a tensor."""
+
+    dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
+    shape: Annotated[list[Length], msgspec.Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[int, int]
 
 
 class ImageError(EquipoiseError, ValueError):
@@ -101,13 +112,15 @@ def unpack(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]
     size = int.from_bytes(bytes(image[:8].tolist()), "little")
     if len(image) < 8 or not 0 < size <= min(len(image) - 8, MAX_HEADER_BYTES):
         raise ImageError(f"expected a safetensors file, got {len(image)} bytes with a header of {size}")
-    header = _parse(image[8 : 8 + size].numpy().tobytes())
-    metadata = header.pop(METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ImageError("expected the metadata to be strings, they are not")
+    try:
+        header = msgspec.json.decode(image[8 : 8 + size].numpy().data, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(header.pop(METADATA, b"{}"), type=dict[str, str])
+        entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in header.items()}
+    except (ValueError, RecursionError) as error:
+        raise ImageError(f"expected a header of names, dtypes, shapes and offsets: {error}") from None
     values = image[8 + size :]
     tensors, at = {}, 0
-    for name, entry in sorted(header.items(), key=lambda item: _start(*item)):
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         tensors[name] = _view(name, entry, values, at)
         at += tensors[name].numel() * tensors[name].element_size()
     if at != len(values):
@@ -117,52 +130,21 @@ def unpack(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
     if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
-        raise ImageError(
-            f"tensor {name!r}: expected dense values of a known dtype, got {tensor.dtype}, {tensor.layout}"
-        )
+        told = f"tensor {name!r}: expected dense values of a known dtype, got {tensor.dtype}, {tensor.layout}"
+        raise ImageError(told)
     return _NAMES[tensor.dtype]
 
 
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ImageError(f"expected a header in JSON: {error}") from None
-    if not isinstance(header, dict):
-        raise ImageError(f"expected a header that is an object, got {type(header).__name__}")
-    return header
-
-
-def _start(name: str, entry: Any) -> int:
-    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
-    if not isinstance(offsets, list) or [type(offset) for offset in offsets] != [int, int]:
-        raise ImageError(f"tensor {name[:80]!r}: expected two offsets, got {str(offsets)[:80]}")
-    return int(offsets[0])
-
-
-def _view(name: str, entry: dict[str, Any], values: torch.Tensor, at: int) -> torch.Tensor:
-    dtype, shape, (start, end) = str(entry.get("dtype")), entry.get("shape"), entry["data_offsets"]
-    if dtype not in DTYPES or not _is_shape(shape):
-        raise ImageError(
-            f"tensor {name[:80]!r}: expected a dtype and a shape, got {str((dtype, shape))[:80]}"
-        )
-    size = math.prod(shape) * DTYPES[dtype].itemsize
+def _view(name: str, entry: Entry, values: torch.Tensor, at: int) -> torch.Tensor:
+    dtype, (start, end) = DTYPES[entry.dtype], entry.data_offsets
+    size = math.prod(entry.shape) * dtype.itemsize
     if start != at or end != at + size or end > len(values):
-        raise ImageError(
-            f"tensor {name[:80]!r}: expected {size} bytes at {at} of {len(values)}, got {start} to {end}"
-        )
+        told = f"tensor {name[:80]!r}: expected {size} bytes at {at} of {len(values)}, got {start} to {end}"
+        raise ImageError(told)
     part = values[start:end]
-    if part.storage_offset() % DTYPES[dtype].itemsize or part.data_ptr() % DTYPES[dtype].itemsize:
+    if part.storage_offset() % dtype.itemsize or part.data_ptr() % dtype.itemsize:
         part = part.clone()  # Somebody else's writer; ours aligns.
     try:
-        return part.view(DTYPES[dtype]).view(shape)
+        return part.view(dtype).view(entry.shape)
     except RuntimeError as error:  # Without values, but so long that torch cannot count it.
         raise ImageError(f"tensor {name[:80]!r}: {str(error)[:120]}") from None
-
-
-def _is_shape(shape: Any) -> TypeGuard[list[int]]:
-    return (
-        isinstance(shape, list)
-        and len(shape) <= MAX_DIMENSIONS
-        and all(type(length) is int and 0 <= length <= MAX_LENGTH for length in shape)
-    )

@@ -57,10 +57,8 @@ def take_over(optimizer: AcceleratedOptimizer, run: Run, **options: Any) -> Swar
     """Put the swarm's optimizer between a prepared one and what it wraps."""
     processes = AcceleratorState().num_processes
     if processes > 1:
-        raise Refused(
-            f"expected one process, got {processes}: they would be {processes} peers with one batch",
-            "see equipoise.peer.training.ddp for a machine with several GPUs",
-        )
+        told = f"expected one process, got {processes}: they would be {processes} peers with one batch"
+        raise Refused(told, "see equipoise.peer.training.ddp for a machine with several GPUs")
     swarm = run.optimizer(optimizer.optimizer, **options)
     # A new start, in place, since others hold it: it keeps bound methods of what it wraps.
     optimizer.__init__(swarm, device_placement=optimizer.device_placement, scaler=optimizer.scaler)

@@ -75,16 +75,12 @@ class SwarmCallback(Callback):  # type: ignore[misc]
 
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if trainer.world_size > 1:
-        raise Refused(
-            f"expected one process, got {trainer.world_size}: they would be as many peers with one batch",
-            "see equipoise.peer.training.ddp for a machine with several GPUs",
-        )
+        told = f"expected one process, got {trainer.world_size}: they would be as many peers with one batch"
+        raise Refused(told, "see equipoise.peer.training.ddp for a machine with several GPUs")
     if len(trainer.optimizers) != 1 or not module.automatic_optimization:
-        raise Refused(
-            f"expected automatic optimization with one optimizer, got {len(trainer.optimizers)}",
-            "with manual optimization, wrap each in configure_optimizers with a run of its own",
-        )
+        told = f"expected automatic optimization with one optimizer, got {len(trainer.optimizers)}"
+        hint = "with manual optimization, wrap each in configure_optimizers with a run of its own"
+        raise Refused(told, hint)
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
-        raise Refused(
-            "expected clipping by norm, got clipping by value", "set gradient_clip_algorithm='norm'"
-        )
+        hint = "set gradient_clip_algorithm='norm'"
+        raise Refused("expected clipping by norm, got clipping by value", hint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -17,25 +16,18 @@ class _Paced:
 
 
 class Pace:
-    """The swarm's end of such a scheduler."""
+    """The swarm's end of such a scheduler, with its `state_dict` and `load_state_dict`."""
 
     def __init__(self, scheduler: LRScheduler) -> None:
         self._scheduler = scheduler
         self._step = type(scheduler).step
+        self.state_dict, self.load_state_dict = scheduler.state_dict, scheduler.load_state_dict
         # Its __dict__ is its state_dict, which frameworks save, so a method of the instance has no place in it.
         scheduler.__class__ = type(f"Paced{type(scheduler).__name__}", (_Paced, type(scheduler)), {})
 
     def step(self) -> None:
         """Step it."""
         self._step(self._scheduler)
-
-    def state_dict(self) -> dict[str, Any]:
-        """As the scheduler's."""
-        return self._scheduler.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the scheduler's."""
-        self._scheduler.load_state_dict(state_dict)
 
 
 def paced(scheduler: LRScheduler | None) -> Callable[[Optimizer], Pace] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import shutil
@@ -33,6 +34,10 @@ OWN = Subject("digits", {"model": "one"})
 
 def state(epoch: int) -> StateId:
     return StateId(epoch, f"{epoch:064x}")
+
+
+def opened(path: Path, subject: Subject, keep: int = 3) -> contextlib.closing[Folder]:
+    return contextlib.closing(Folder(path, subject, keep))
 
 
 def write(folder: Folder, epoch: int) -> Path:
@@ -72,21 +77,21 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_newest_is_loaded_by_another_start(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         for epoch in (10, 20, 30):
             write(folder, epoch)
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         assert load(folder) == (30, "the newest")
 
 
 def test_an_empty_folder_has_nothing_to_load(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         assert folder.load(100, lambda image: pytest.fail("there is none")) is None
         assert folder.furthest is None
 
 
 def test_a_damaged_one_is_passed_over_and_the_reason_says_so(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         write(folder, 10)
         damage(write(folder, 20))
         epoch, reason = load(folder)
@@ -96,7 +101,7 @@ def test_a_damaged_one_is_passed_over_and_the_reason_says_so(path: Path) -> None
 
 
 def test_nothing_sound_is_an_error_that_says_what_is_wrong_with_the_newest(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         for epoch in (10, 20):
             damage(write(folder, epoch))
         with pytest.raises(
@@ -106,9 +111,9 @@ def test_nothing_sound_is_an_error_that_says_what_is_wrong_with_the_newest(path:
 
 
 def test_one_of_another_run_is_not_passed_over(path: Path) -> None:
-    with Folder(path, Subject("letters", OWN.terms)) as folder:
+    with opened(path, Subject("letters", OWN.terms)) as folder:
         write(folder, 10)
-    with Folder(path, OWN) as folder, pytest.raises(Misfit, match="is of run 'letters', not of 'digits'"):
+    with opened(path, OWN) as folder, pytest.raises(Misfit, match="is of run 'letters', not of 'digits'"):
         load(folder)
 
 
@@ -117,7 +122,7 @@ def refuse(image: torch.Tensor) -> Image:
 
 
 def test_an_image_that_the_model_refuses_is_a_misfit(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         write(folder, 10)
         with pytest.raises(
             Misfit, match=r"does not fit: 'weight' has shape \[4, 3\] here, got \[2, 3\]; nothing was"
@@ -126,14 +131,14 @@ def test_an_image_that_the_model_refuses_is_a_misfit(path: Path) -> None:
 
 
 def test_an_image_of_another_state_than_the_manifest_says_is_not_loaded(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         write(folder, 10)
         with pytest.raises(Misfit, match="claims to be of"):
             folder.load(100, lambda image: Image(state(11), lambda: pytest.fail("it was loaded")))
 
 
 def test_the_oldest_are_removed(path: Path) -> None:
-    with Folder(path, OWN, keep=2) as folder:
+    with opened(path, OWN, keep=2) as folder:
         for epoch in (10, 20, 30, 40):
             write(folder, epoch)
             assert len(epochs(folder)) <= 2
@@ -142,7 +147,7 @@ def test_the_oldest_are_removed(path: Path) -> None:
 
 
 def test_a_damaged_one_takes_no_place_of_a_sound_one(path: Path) -> None:
-    with Folder(path, OWN, keep=2) as folder:
+    with opened(path, OWN, keep=2) as folder:
         write(folder, 10)
         damage(write(folder, 20))
         assert load(folder)[0] == 10
@@ -151,9 +156,9 @@ def test_a_damaged_one_takes_no_place_of_a_sound_one(path: Path) -> None:
 
 
 def test_the_one_just_written_stays_though_it_is_of_an_earlier_epoch(path: Path) -> None:
-    with Folder(path, OWN, keep=1) as folder:
+    with opened(path, OWN, keep=1) as folder:
         write(folder, 50)
-    with Folder(path, OWN, keep=1) as folder:
+    with opened(path, OWN, keep=1) as folder:
         write(folder, 10)
         assert epochs(folder) == [10, 50]  # Who forgot to resume has not lost what got furthest.
         write(folder, 20)
@@ -163,31 +168,31 @@ def test_the_one_just_written_stays_though_it_is_of_an_earlier_epoch(path: Path)
 
 
 def test_what_a_crash_left_is_not_loaded_and_is_removed(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         whole = write(folder, 10)
     shutil.copytree(whole, path / f"{PARTIAL}epoch-000000000020-01234567")
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         assert load(folder)[0] == 10
         assert not list(path.glob(PARTIAL + "*"))
 
 
 def test_each_names_the_one_before(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         first, second = (read_manifest(write(folder, epoch)) for epoch in (10, 20))
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         load(folder)
         third = read_manifest(write(folder, 30))
     assert (first.parent, second.parent, third.parent) == (None, first.digest, second.digest)
 
 
 def test_two_of_one_epoch_are_kept_apart(path: Path) -> None:
-    with Folder(path, OWN) as folder:
+    with opened(path, OWN) as folder:
         assert write(folder, 10) != write(folder, 10)
         assert epochs(folder) == [10, 10]
 
 
 def test_one_process_writes_at_a_time(path: Path) -> None:
-    with Folder(path, OWN), pytest.raises(CheckpointError, match="another process writes checkpoints to"):
+    with opened(path, OWN), pytest.raises(CheckpointError, match="another process writes checkpoints to"):
         Folder(path, OWN)
     Folder(path, OWN).close()
 
@@ -240,7 +245,7 @@ def test_a_crash_at_any_moment_leaves_the_newest_whole_one(
     survived: list[int] = []
     for moment in itertools.count():
         shutil.rmtree(path, ignore_errors=True)
-        with Folder(path, OWN, keep=1) as folder:
+        with opened(path, OWN, keep=1) as folder:
             write(folder, 10)
             with monkeypatch.context() as patched:
                 die_at(moment, patched)
@@ -249,7 +254,7 @@ def test_a_crash_at_any_moment_leaves_the_newest_whole_one(
                     break
                 except Crash:
                     pass
-        with Folder(path, OWN, keep=1) as folder:
+        with opened(path, OWN, keep=1) as folder:
             survived.append(load(folder)[0])
             write(folder, 30)
             assert epochs(folder) == [30]
