@@ -221,11 +221,8 @@ class Keeper:
             if restarts == MAX_RESTARTS:
                 _say(f"the daemon has ended {restarts} times in a row; the script goes on without")
                 return 0
-            how = (
-                f"was ended by {signal.Signals(-status).name}"
-                if status < 0
-                else f"ended with status {status}"
-            )
+            ended = signal.Signals(-status).name if status < 0 else ""
+            how = f"was ended by {ended}" if ended else f"ended with status {status}"
             _say(f"the daemon (process {self._process.pid}) {how}; it is started again in {pause:g} s")
             await asyncio.sleep(pause)
             pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1

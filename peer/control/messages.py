@@ -1,10 +1,10 @@
 """The control protocol: what a client asks of its daemon, and what comes back.
 
-A frame is a big-endian u32 length and that many bytes of msgpack. The client numbers its requests, `[number, request]`.
-Each reply carries the number of its request, in any order: `[number, why not, answer]`. Its first frame is `Hello`. A
-reply of number 0 says why the connection ends. Each request names the type of its answer, `Request[Status]`, and None
-says that it is done. Tensors do not travel here: `JoinRun`, `OfferState`, `FetchState` and `FetchMean` carry a
-descriptor of shared memory beside their frames (SCM_RIGHTS).
+A frame is a big-endian u32 length and that many bytes of msgpack. The client numbers its requests, `[number, request]`;
+the first one is `Hello`. Replies come in any order, each with the number of its request: `[number, refusal, answer]`.
+A reply of number 0 says why the connection ends. Each request names the type of its answer, as `Request[Status]`; the
+answer None says that it is done. Tensors travel elsewhere: `JoinRun`, `OfferState`, `FetchState` and `FetchMean` carry
+a descriptor of shared memory beside their frames (SCM_RIGHTS).
 """
 
 from __future__ import annotations

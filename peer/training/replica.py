@@ -27,13 +27,14 @@ of the chain can be computed only by who holds the parameters, so it is not comp
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Literal
 
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
+from equipoise.dht.limits import LruDict
 from equipoise.peer.training import events, lineage
 from equipoise.peer.training.events import Action, Event
 
@@ -109,7 +110,7 @@ class Known:
         self._name = name
         self._trust = trust
         self._patience = patience
-        self._names: OrderedDict[str, None] = OrderedDict()
+        self._names = LruDict[str, None](MAX_KNOWN)
         self._met_at = now
         self._apart = 0
 
@@ -118,9 +119,6 @@ class Known:
         for name in names:
             if name != self._name:
                 self._names[name] = None
-                self._names.move_to_end(name)
-        while len(self._names) > MAX_KNOWN:
-            self._names.popitem(last=False)
 
     @property
     def names(self) -> tuple[str, ...]:
