@@ -132,7 +132,7 @@ class Stream:
 
     async def send(self, head: Buffer, body: Buffer = b"") -> None:
         """Write `head` and `body`, without joining them; raises StreamClosed if it broke or the other end stalls."""
-        views = [memoryview(buffer).cast("B") for buffer in (head, body) if len(buffer)]
+        views = [memoryview(head), memoryview(body).cast("B")] if len(body) else [memoryview(head)]
         while views:
             sent = self._attempt(self._socket.sendmsg, views)
             if sent is None:

@@ -140,7 +140,8 @@ class AeadStream(PlainStream):
             if unyielded >= YIELD_BYTES:
                 unyielded = 0
                 await asyncio.sleep(0)
-        await super().send(self._out[:sealed])
+        if sealed:
+            await super().send(self._out[:sealed])
 
     def _seal(self, kind: int, plain: bytes | memoryview, at: int) -> int:
         """Put the record of `plain` behind the first `at` bytes that wait to be sent; return how many wait then."""
