@@ -41,6 +41,10 @@ class Channel(Protocol):
         """PeerID of the other end, authenticated by the transport."""
 
     @property
+    def rtt(self) -> float:
+        """Round-trip time in seconds; 0 where that is not known."""
+
+    @property
     def delivered(self) -> int:
         """Bytes that have reached the other end's kernel so far; where that cannot be told, that left this process."""
 

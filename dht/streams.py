@@ -80,6 +80,11 @@ class Stream:
         return self.sent
 
     @property
+    def rtt(self) -> float:
+        """Round-trip time in seconds; 0 as p2pd does not tell it."""
+        return 0.0
+
+    @property
     def arrived(self) -> int:
         """Bytes that have come in so far, as far as is known."""
         return self.received

@@ -66,6 +66,11 @@ class FramedChannel:
         return self._stream.closed
 
     @property
+    def rtt(self) -> float:
+        """Round-trip time in seconds; 0 where that is not known."""
+        return self._stream.rtt
+
+    @property
     def delivered(self) -> int:
         """Bytes that the other end's kernel has acknowledged so far; where that cannot be told, that left here."""
         return self._stream.delivered

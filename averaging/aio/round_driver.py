@@ -249,6 +249,7 @@ class RoundDriver:
         for peer, before in self._heard_bytes.items():
             self._heard_bytes[peer] = received = self._sessions.received(peer)
             self._endpoint.received(self._members[peer], max(received - before, 0))
+            self._endpoint.allow(self._members[peer], self._sessions.rtt(peer))
         self._tell(Woke())
         self._schedule()
 

@@ -144,6 +144,11 @@ class Sessions:
         channels = self._peers.get(peer)
         return 0 if channels is None else channels.received
 
+    def rtt(self, peer: str) -> float:
+        """Round-trip time of the channels with `peer`, in seconds; 0 where that is not known."""
+        channels = self._peers.get(peer)
+        return 0.0 if channels is None else max((channel.rtt for channel in channels.direct), default=0.0)
+
     # ---- flows ----
 
     def enter(self, flow: bytes, credentials: Mapping[str, bytes], round: bool = False) -> None:

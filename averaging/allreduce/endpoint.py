@@ -80,6 +80,10 @@ class Endpoint:
         """Count bytes that have come in from a member, partial frames included. The driver calls this before `Woke`."""
         self._received[member] += count
 
+    def allow(self, member: int, rtt: float) -> None:
+        """Note the round-trip time to a member, in seconds: a member that is far away may be silent for longer."""
+        self._detector.allow(member, rtt)
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event; return the actions in order. `heard` and `received` take frames and byte counts."""
         match event:

@@ -23,8 +23,13 @@ with eight daemons on two busy cores, healthy ones pause for up to 1 s."""
 GAPS = 2
 """Longest gaps so far that make a silence."""
 
+ROUND_TRIPS = 4
+"""Round-trip times by which a member may be silent for longer: what opens a channel takes that many, and where one is
+long, packets are held up for longer too."""
+
 MAX_SILENCE_SECONDS = 6.0
-"""Whatever the gaps were: nobody stretches by pauses of its own how long its death goes unnoticed."""
+"""Longest silence of a living member, whatever its gaps and its round-trip time: no member stretches by pauses of its
+own how long its death goes unnoticed."""
 
 
 class FailureDetector:
@@ -61,6 +66,11 @@ class FailureDetector:
             return False
         self._silent.remove(member)
         return True
+
+    def allow(self, member: int, rtt: float) -> None:
+        """Allow a member with this round-trip time, in seconds, a longer silence."""
+        longer = min(self._silence + ROUND_TRIPS * rtt, MAX_SILENCE_SECONDS)
+        self._allowed[member] = max(self._allowed[member], longer)
 
     def received(self, member: int, count: int, now: float) -> bool:
         """Bytes came since the last heartbeat's time: a sign of life if they are no trickle; returns as `heard`.

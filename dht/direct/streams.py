@@ -12,7 +12,7 @@ import socket
 
 from equipoise.dht import streams
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.sockets import acknowledged, waiting, wake_at
+from equipoise.dht.direct.sockets import acknowledged, round_trip, waiting, wake_at
 from equipoise.dht.direct.tls import TlsFault, TlsSession
 from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed, wake
 
@@ -52,6 +52,11 @@ class PlainStream(Stream):
             count = acknowledged(self._socket)
             self._acknowledged = self.sent if count is None else count
         return self._acknowledged
+
+    @property
+    def rtt(self) -> float:
+        """Smoothed round-trip time, in seconds; 0 where that cannot be told."""
+        return 0.0 if self.closed else round_trip(self._socket)
 
     def _watch(self) -> None:
         if self._reading is not None and self._wakes_at > 1 and waiting(self._socket):

@@ -6,6 +6,7 @@ from equipoise.averaging.allreduce.failure_detector import (
     GAPS,
     HEARTBEAT_SECONDS,
     MAX_SILENCE_SECONDS,
+    ROUND_TRIPS,
     SILENCE_SECONDS,
     FailureDetector,
 )
@@ -95,3 +96,13 @@ def test_bytes_are_a_sign_of_life_unless_they_trickle() -> None:
     assert liveness.deadline == 0.5 + SILENCE_SECONDS
     assert silent_after(liveness, 0.5, 4.0)
     assert liveness.received(1, enough, 4.0)
+
+
+def test_a_member_far_away_may_be_silent_for_longer_and_not_for_ever() -> None:
+    liveness = FailureDetector([1, 2, 3], now=0.0)
+    liveness.allow(1, 0.0)
+    liveness.allow(2, 0.3)
+    liveness.allow(3, 60.0)
+    fallen = silent_after(liveness, 0.0, 10.0)
+    expected = [SILENCE_SECONDS, SILENCE_SECONDS + ROUND_TRIPS * 0.3, MAX_SILENCE_SECONDS]
+    assert fallen == [(pytest.approx(at), member) for member, at in enumerate(expected, start=1)]

@@ -66,6 +66,10 @@ class TappedChannel:
         return self._channel.peer
 
     @property
+    def rtt(self) -> float:
+        return self._channel.rtt
+
+    @property
     def delivered(self) -> int:
         return self._channel.delivered
 

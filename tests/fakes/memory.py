@@ -78,6 +78,7 @@ class MemoryChannel:
         self.closed = False
         self.delivered = 0
         self.received = 0
+        self.rtt = 0.0
 
     @property
     def peer(self) -> str:
