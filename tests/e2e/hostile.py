@@ -56,13 +56,6 @@ def main() -> None:
                 actions += [Send(join.peer, forged) for join in joins for _ in range(FLOOD)]
         return actions
 
-    def unless_silent(said: Callable[..., None]) -> Callable[..., None]:
-        def saying(sessions: Sessions, *args: Any) -> None:
-            if not (home / "silent").exists():  # Its records are published all the same: a ghost.
-                said(sessions, *args)
-
-        return saying
-
     async def announcing(run: RunDriver) -> None:
         if not (home / "lie").exists():
             await announce(run)
@@ -74,10 +67,20 @@ def main() -> None:
         (GroupBuilder, "decide", deciding),
         (Coordinator, "_accept", accepting),
         (Matchmaking, "handle", handling),
-        (Sessions, "post", unless_silent(Sessions.post)),
-        (Sessions, "beat", unless_silent(Sessions.beat)),
+        (Sessions, "post", _unless_silent(home, Sessions.post)),
+        (Sessions, "beat", _unless_silent(home, Sessions.beat)),
         (RunDriver, "_announce", announcing),
     ]
     for machine, name, turned in patches:
         setattr(machine, name, turned)
     equipoise()
+
+
+def _unless_silent(home: Path, said: Callable[..., None]) -> Callable[..., None]:
+    """What is said while the daemon is not silent; its records are published all the same: it is a ghost."""
+
+    def saying(*args: Any) -> None:
+        if not (home / "silent").exists():
+            said(*args)
+
+    return saying
