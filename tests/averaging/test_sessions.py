@@ -401,3 +401,15 @@ async def test_a_frame_that_skips_a_number_or_acknowledges_too_much_ends_the_ses
         await speaker.greet()
         await speaker.channel.send(speaker.sealed(b"frame", number, acknowledged))
         assert await pair.ears["b"].losses.get() == ("a", True)
+
+
+async def test_a_peer_that_acknowledges_nothing_is_given_up(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_UNACKNOWLEDGED", 10)
+    speaker = Speaker(await pair.streams["a"].open("b"))
+    await speaker.greet()
+    for number in range(20):
+        pair.sessions["b"].post("a", b"%d" % number)
+    assert [(await speaker.receive())[0] for _ in range(10)] == [b"%d" % number for number in range(10)]
+    assert await pair.ears["b"].losses.get() == ("a", True)
