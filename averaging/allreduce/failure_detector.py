@@ -1,27 +1,38 @@
-"""Who has fallen silent: a failure detector for the members of a round, exact to its deadline.
+"""Which members can be reached, which have fallen silent, and which are slow.
 
-Heartbeats come at a fixed pace, so what a link does to them shows in the gaps between signs of life. A member is
-taken for dead after `SILENCE_SECONDS`, or after `GAPS` times the longest gap that it has been heard after, if that is
-more: a link or a machine that lets signs of life through in bursts is not taken for dead at every burst's end (the
-idea of the phi accrual detector, Hayashibara et al. 2004, with the largest gap in place of a distribution, which a
-round is too short to learn).
+Heartbeats come at a fixed pace, so what a link does to them shows in the gaps between signs of life. A member is taken
+for dead after `SILENCE_SECONDS`, or after `GAPS` times the longest gap that it has been heard after, if that is more: a
+link or a machine that lets signs of life through in bursts is not taken for dead at the end of each burst (the idea of
+the phi accrual detector, Hayashibara et al. 2004, with the largest gap in place of a distribution, which a round is too
+short to learn).
+
+A member that is slow but delivers is judged by its bytes and by the pace of the others. On a slow link one part may
+take longer than a stall, so whole parts tell too little: a member that delivers `MIN_BYTES_PER_SECOND` is waited for,
+and one that sends less has stalled, whatever it trickles. One slow member must not hold the others until the round's
+timeout either, be it honest or not. What is fair cannot be a constant, so it is measured in what the others needed:
+once at least half of those that are awaited are through with a step, after a time T, the rest have `SLOWNESS` times T
+more, and `GRACE_STALLS` stalls for differences that are not of the link. A hostile minority can neither delay that half
+nor make it look slower, so it costs a round that much and no more. Where more than half are slow, the links are what
+they are, and all that deliver are waited for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
-from equipoise.averaging.allreduce.patience import MIN_BYTES_PER_SECOND
+from equipoise.averaging.allreduce.events import Group
 
 HEARTBEAT_SECONDS = 0.25
-"""Between two signs of life; eight in a row must be missing before anyone is taken for dead."""
+"""Time between two signs of life. Eight in a row must be missing before a member is taken for dead."""
 
 SILENCE_SECONDS = 2.0
-"""A member not heard of for this long is taken for dead, until it is heard again. Not less however regular it was:
-with eight daemons on two busy cores, healthy ones pause for up to 1 s."""
+"""Longest silence of a living member, if nothing is known of its link. With eight daemons on two busy cores, healthy
+ones pause for up to 1 s."""
 
 GAPS = 2
-"""Longest gaps so far that make a silence."""
+"""Silence that is allowed to a member, in longest gaps between its signs of life so far."""
 
 ROUND_TRIPS = 4
 """Round-trip times by which a member may be silent for longer: what opens a channel takes that many, and where one is
@@ -30,6 +41,19 @@ long, packets are held up for longer too."""
 MAX_SILENCE_SECONDS = 6.0
 """Longest silence of a living member, whatever its gaps and its round-trip time: no member stretches by pauses of its
 own how long its death goes unnoticed."""
+
+MIN_BYTES_PER_SECOND = 16_000
+"""Least rate of a member that delivers: at this rate even a part of 64 Ki values in int8 takes 4 s."""
+
+SLOWNESS = 8
+"""Most that the links of one group differ: 50 Mbit/s beside 200 is 4, and two rounds that share a link make it 8."""
+
+GRACE_STALLS = 2
+"""Stalls that a slow member has beyond that: it may have begun later, or have been paused, while the others needed
+next to no time."""
+
+STALL_SECONDS = 2.0
+"""Longest time without progress: then a step is tried another way. Pauses of healthy processes stay below 1 s."""
 
 
 class FailureDetector:
@@ -100,3 +124,201 @@ class FailureDetector:
         ]
         self._silent.update(fallen)
         return fallen
+
+
+class Patience:
+    """How long one member waits for the others in the present step of the round.
+
+    Args:
+        stall: Seconds without progress that count as a stall.
+        now: Monotonic seconds.
+
+    Attributes:
+        ends_at: When those still awaited have had enough time; infinite while that is not known.
+        spent: Whether it has ended in this step.
+    """
+
+    def __init__(self, stall: float, now: float) -> None:
+        self._grace = GRACE_STALLS * stall
+        self._step: Hashable = None
+        self._began = now
+        self._window_began = now
+        self._bytes: Counter[int] = Counter()
+        self.ends_at = float("inf")
+        self.spent = False
+
+    def begin(self, step: Hashable, now: float) -> None:
+        """The round may have come to another step: then everyone has time anew."""
+        if step != self._step:
+            self._step = step
+            self._began = now
+            self.ends_at = float("inf")
+            self.spent = False
+
+    def count(self, member: int, received: int) -> None:
+        """So many bytes, of any frame that is of use, have come in from a member."""
+        self._bytes[member] += received
+
+    def open_window(self, now: float) -> None:
+        """Bytes are counted from now on."""
+        self._window_began = now
+        self._bytes.clear()
+
+    def look(self, awaited: int, of: int, now: float) -> None:
+        """See whether half of the members in the bitmask `of` are through, all but the `awaited`."""
+        if not awaited:
+            self.ends_at = float("inf")
+        elif self.ends_at == float("inf") and not self.spent and 2 * awaited.bit_count() <= of.bit_count():
+            self.ends_at = now + SLOWNESS * (now - self._began) + self._grace
+
+    def end(self) -> None:
+        """Nobody is waited for any longer in this step."""
+        self.spent = True
+        self.ends_at = float("inf")
+
+    def delivering(self, awaited: int, now: float) -> int:
+        """Bitmask of the awaited that delivered enough since the window was opened; nobody once patience is spent."""
+        enough = MIN_BYTES_PER_SECOND * (now - self._window_began)
+        if self.spent or now >= self.ends_at:
+            return 0
+        return sum(1 << one for one, count in self._bytes.items() if awaited >> one & 1 and count >= enough)
+
+
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Whose delivery the next step waits for.
+
+    Attributes:
+        members: Bitmask of those who have not delivered yet.
+        of: Bitmask of all who deliver in this step.
+        dispensable: Whether those that stall are late: the round can try to go on without them.
+    """
+
+    members: int
+    of: int
+    dispensable: bool = False
+
+
+class Attendance:
+    """Who can be reached, who is waited for, and how long it has been since the last progress.
+
+    Args:
+        group: The round.
+        now: Monotonic seconds.
+        stall: Seconds without progress that make the level rise by one.
+
+    Attributes:
+        lost: Bitmask of the members that are out of reach now.
+        gone: Bitmask of those that have left for good.
+        returned: Bitmask of those that were out of reach, and came back.
+        late: Bitmask of those that are not waited for any more.
+        level: Stalls since the last progress.
+    """
+
+    def __init__(self, group: Group, now: float, stall: float = STALL_SECONDS) -> None:
+        self.group = group
+        self.lost = 0
+        self.gone = 0
+        self.returned = 0
+        self.late = 0
+        self.level = 0
+        self._stall = stall
+        self._lost_at = now
+        self._progress_at = now
+        self._patience = Patience(stall, now)
+
+    @property
+    def deadline(self) -> float:
+        """When `stall` is to be asked next, in monotonic seconds."""
+        return min(self._progress_at + (self.level + 1) * self._stall, self._patience.ends_at)
+
+    @property
+    def waited(self) -> float:
+        """Seconds without progress until the last stall."""
+        return self.level * self._stall
+
+    @property
+    def here(self) -> int:
+        """Bitmask of the members that can be reached."""
+        return self.group.everyone & ~self.lost
+
+    @property
+    def hoped_for(self) -> int:
+        """Bitmask of the members that may still take part: until a stall has passed, a broken connection says little.
+
+        It may be opened again at once, or be one of several. In a group of two, each would else be the round's end.
+        """
+        return self.group.everyone & ~(self.lost if self.level else self.gone)
+
+    @property
+    def given_up_at(self) -> float:
+        """When the members that are lost now have been for a stall at least, in monotonic seconds."""
+        return self._lost_at + self._stall
+
+    def lose(self, member: int, now: float) -> bool:
+        """A member is out of reach; returns whether that is news."""
+        news = not self.lost >> member & 1
+        self._lost_at = now if news else self._lost_at
+        self.lost |= 1 << member
+        return news
+
+    def leave(self, member: int) -> None:
+        """A member has left the round for good."""
+        self.gone |= 1 << member
+
+    def come_back(self, member: int) -> bool:
+        """A member is heard again; returns whether it takes part again."""
+        if not self.lost >> member & 1 or self.gone >> member & 1:
+            return False
+        self.lost &= ~(1 << member)
+        self.returned |= 1 << member
+        return True
+
+    def begin(self, step: Hashable, now: float) -> None:
+        """The round may have come to another step."""
+        self._patience.begin(step, now)
+
+    def progress(self, now: float) -> None:
+        """Something moved."""
+        self._progress_at = now
+        self.level = 0
+        self._patience.open_window(now)
+
+    def arrived(self, sender: int, now: float) -> bool:
+        """A part has come: progress, unless its sender has had all the time that there is for it.
+
+        Returns:
+            Whether more has changed than clocks: a stall is over, or the sender is late no more.
+        """
+        late = bool(self.late >> sender & 1)
+        if late and self._patience.spent:
+            return False
+        changed = late or self.level > 0
+        self.late &= ~(1 << sender)
+        self.progress(now)
+        return changed
+
+    def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
+        """Bytes have come; returns whether they are of a member that is waited for."""
+        self._patience.count(sender, count)
+        self._patience.look(awaited.members, awaited.of, now)
+        return bool(awaited.members >> sender & 1)
+
+    def stall(self, awaited: Awaited, now: float) -> bool:
+        """Let the level rise if it is time; returns whether it was.
+
+        While some of the awaited still deliver, only those that do not are taken for late.
+        """
+        self._patience.look(awaited.members, awaited.of, now)
+        if now < self.deadline:
+            return False
+        slow = self._patience.delivering(awaited.members, now)
+        if now >= self._patience.ends_at:
+            self._patience.end()
+        if awaited.dispensable:
+            self.late |= awaited.members & ~slow
+        if slow:
+            self.progress(now)
+            return False
+        self.level += 1
+        return True

@@ -1,9 +1,14 @@
-"""What a member says to the leader of its ballot while contributions come in."""
+"""What every member does in a ballot: wait, say whom it waits for, report, and fetch parts that do not come."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.attendance import Attendance
+from equipoise.averaging.allreduce.ballot import members_of
+from equipoise.averaging.allreduce.events import Group, Send
+from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
+from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
 
@@ -12,6 +17,9 @@ WAITING_SECONDS = 1.0
 
 PLENTY = 1 << 40
 """Bytes that a `Waiting` is worth: a member that waits for one that delivers is itself not stalled."""
+
+MAX_SERVED = 4
+"""Most times that one member may fetch the whole mean from us: once per source it may try, and some to spare."""
 
 
 def due_report(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> wire.Report | None:
@@ -47,3 +55,126 @@ class Waits:
             return False
         self._said_at = now
         return True
+
+
+class Fetching:
+    """What this member has asked others for, and what it may still serve them.
+
+    Args:
+        me: This member's index; different members start with different sources.
+        parts: Number of parts of the vector.
+    """
+
+    def __init__(self, me: int, parts: int) -> None:
+        self._parts = parts
+        self._turn = me
+        self._anew = False
+        self._asked: tuple[int, int, frozenset[int]] | None = None
+        self._over = 0
+        self._expected: dict[int, frozenset[int]] = {}
+        self._served: Counter[int] = Counter()
+
+    def due(self, paxos: Paxos, part_table: PartTable, attendance: Attendance, reachable: int) -> Send | None:
+        """What to ask now, of one of the members in the bitmask `reachable`."""
+        decision = paxos.decision
+        if decision is None or part_table.is_whole(decision):
+            return None
+        stalled = attendance.level >= 1
+        # While the leader was out of reach, means may have come over contributors that this member knew nothing of.
+        unheard = attendance.returned >> paxos.leader & 1
+        everything = paxos.must_fetch or stalled or self._anew or unheard
+        wanted = part_table.missing_of(paxos.group.everyone if everything else attendance.lost, decision)
+        if not wanted:
+            return None
+        sources = paxos.sources(decision, reachable, desperate=stalled)
+        if attendance.level < 2:
+            # A member that was out of reach may have let go of the mean meanwhile, as this one was out of its reach.
+            sources = sources & ~attendance.returned or sources
+        return self.ask(decision, wanted, list(members_of(sources)))
+
+    def ask(self, decision: Decision, parts: frozenset[int], sources: list[int]) -> Send | None:
+        """Ask one of `sources` for parts, unless one of them has been asked for these already."""
+        if not parts or not sources:
+            return None
+        if self._asked is not None:
+            source, contributors, asked = self._asked
+            if contributors == decision.contributors and source in sources and parts <= asked:
+                return None
+        source = sources[self._turn % len(sources)]
+        self._asked = (source, decision.contributors, parts)
+        if self._over != decision.contributors:
+            self._over, self._expected = decision.contributors, {}
+        self._expected[source] = self._expected.get(source, frozenset()) | parts
+        return Send(source, wire.Fetch(decision.contributors, wire.to_bits(parts)))
+
+    def ask_another(self) -> None:
+        """The source that was asked does not deliver: the next one is due."""
+        self._asked = None
+        self._turn += 1
+
+    def start_again(self) -> None:
+        """What came is of no use: the next source is due, and nobody asked before is expected to answer any more."""
+        self.ask_another()
+        self._anew = True
+        self._expected = {}
+
+    def expects(self, source: int, part: int, contributors: int) -> bool:
+        """Whether `source` has been asked for this mean, be it slow, and another asked since."""
+        return self._over == contributors and part in self._expected.get(source, ())
+
+    def may_serve(self, member: int, parts: int) -> bool:
+        """Whether `member` may have so many parts more."""
+        self._served[member] += parts
+        return self._served[member] <= MAX_SERVED * self._parts
+
+
+def awaited(paxos: Paxos, part_table: PartTable) -> Awaited:
+    """Whose contribution, mean, vote, report or decision this member waits for."""
+    me, group, ballot, decision = 1 << paxos.me, paxos.group, paxos.ballot, paxos.decision
+    if decision is not None and not part_table.is_whole(decision):
+        missing = part_table.missing_of(group.everyone, decision)
+        owners = {part_table.owner_of[part] for part in missing}
+        return Awaited(sum(1 << owner for owner in owners) & ~me, part_table.owners & ~me, dispensable=True)
+    if decision is not None:
+        return Awaited(group.everyone & ~me & ~paxos.holders(decision), group.everyone & ~me)
+    if lacking := group.contributors & ~part_table.whole():
+        return Awaited(lacking, group.contributors & ~me, dispensable=True)
+    if paxos.leader == paxos.me:
+        reported = sum(1 << owner for owner in ballot.reports)
+        return Awaited(part_table.owners & ~me & ~reported, part_table.owners & ~me)
+    leader = 1 << paxos.leader
+    return Awaited(leader, leader)
+
+
+def names_of(group: Group, members: int) -> str:
+    """The names of the members in a bitmask."""
+    return ", ".join(group.names[member] for member in members_of(members)) or "nobody"
+
+
+def phase_of(paxos: Paxos) -> str:
+    """Where a round that has not ended stands: `scatter`, `decide`, `gather` or `commit`."""
+    if paxos.held is not None:
+        return "commit"
+    if paxos.ballot.decision is not None:
+        return "gather"
+    return "decide" if paxos.ballot.reported else "scatter"
+
+
+def waiting_for(paxos: Paxos, part_table: PartTable) -> str:
+    """The phase, and what is missing for the next step from whom: `in phase gather; 2 parts ...`."""
+    return f"in phase {phase_of(paxos)}; {_missing(paxos, part_table)}"
+
+
+def _missing(paxos: Paxos, part_table: PartTable) -> str:
+    group, ballot, decision = paxos.group, paxos.ballot, paxos.decision
+    if decision is None and ballot.promises is not None:
+        return f"promises came from {names_of(group, sum(1 << member for member in ballot.promises))}"
+    if decision is None and ballot.reported is None:
+        return f"contributions are missing from {names_of(group, group.contributors & ~part_table.whole())}"
+    if decision is None:
+        return f"no decision from {group.names[paxos.leader]}"
+    missing = part_table.missing_of(group.everyone, decision)
+    if missing:
+        owners = sum(1 << owner for owner in {part_table.owner_of[part] for part in missing})
+        return f"{len(missing)} parts of the mean are missing from {names_of(group, owners)}"
+    return f"the mean is held by {names_of(group, paxos.holders(decision))}"

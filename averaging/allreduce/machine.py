@@ -31,7 +31,6 @@ leader goes on without the owners that did not report; from 3 on, members open b
 from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.attendance import STALL_SECONDS, Attendance, Awaited
 from equipoise.averaging.allreduce.ballot import Vote, is_majority, members_of
 from equipoise.averaging.allreduce.events import (
     Action,
@@ -53,13 +52,20 @@ from equipoise.averaging.allreduce.events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.allreduce.fetching import Fetching
-from equipoise.averaging.allreduce.follower import PLENTY, Waits, due_report
+from equipoise.averaging.allreduce.failure_detector import STALL_SECONDS, Attendance, Awaited
+from equipoise.averaging.allreduce.follower import (
+    PLENTY,
+    Fetching,
+    Waits,
+    awaited,
+    due_report,
+    phase_of,
+    waiting_for,
+)
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
-from equipoise.averaging.allreduce.waiting import awaited, phase_of, waiting_for
 
 LINGER_SECONDS = 5.0
 """How long a member answers those who have not learnt the outcome, once all that live hold the mean."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.attendance import STALL_SECONDS
 from equipoise.averaging.allreduce.events import (
     Close,
     Fail,
@@ -16,6 +15,7 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
     Withdrew,
 )
+from equipoise.averaging.allreduce.failure_detector import STALL_SECONDS
 from equipoise.averaging.allreduce.machine import LINGER_SECONDS, MAX_NOTES
 from equipoise.averaging.allreduce.messages import Decision
 from fakes.one_member import (

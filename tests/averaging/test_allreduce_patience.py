@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.attendance import STALL_SECONDS
 from equipoise.averaging.allreduce.events import BytesReceived
-from equipoise.averaging.allreduce.patience import GRACE_STALLS, MIN_BYTES_PER_SECOND, SLOWNESS
+from equipoise.averaging.allreduce.failure_detector import (
+    GRACE_STALLS,
+    MIN_BYTES_PER_SECOND,
+    SLOWNESS,
+    STALL_SECONDS,
+)
 from fakes.one_member import ALL, TIMEOUT, A, B, C, Table, recipients, sent
 
 ENOUGH = int(MIN_BYTES_PER_SECOND * STALL_SECONDS)

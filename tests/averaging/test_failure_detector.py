@@ -6,11 +6,11 @@ from equipoise.averaging.allreduce.failure_detector import (
     GAPS,
     HEARTBEAT_SECONDS,
     MAX_SILENCE_SECONDS,
+    MIN_BYTES_PER_SECOND,
     ROUND_TRIPS,
     SILENCE_SECONDS,
     FailureDetector,
 )
-from equipoise.averaging.allreduce.patience import MIN_BYTES_PER_SECOND
 
 
 def silent_after(liveness: FailureDetector, start: float, until: float) -> list[tuple[float, int]]:

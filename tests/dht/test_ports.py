@@ -96,7 +96,7 @@ async def test_others_are_told_what_is_announced(members, until) -> None:
     second = await members.start("second", join=first.addresses, announce=[named])
     assert second.addresses == [f"{named}/p2p/{second.peer}"]
     await until(lambda: first._dialer.addresses_of(second.peer) == (f"{named}/p2p/{second.peer}",))
-    assert second.direct.status().listening[0] == f"gpu.example.org:{second.direct.port}"
+    await until(lambda: second.direct.status().listening[0] == f"gpu.example.org:{second.direct.port}")
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from equipoise.averaging.allreduce import ballot, paxos
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.attendance import Attendance
 from equipoise.averaging.allreduce.ballot import Inheritance, Tally, Vote
+from equipoise.averaging.allreduce.failure_detector import Attendance
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
 from sim.test_channels import cut_off_at

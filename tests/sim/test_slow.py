@@ -7,7 +7,12 @@ from random import Random
 import pytest
 
 from equipoise.averaging.allreduce.events import Fail, Finish
-from equipoise.averaging.allreduce.patience import GRACE_STALLS, MIN_BYTES_PER_SECOND, SLOWNESS, Patience
+from equipoise.averaging.allreduce.failure_detector import (
+    GRACE_STALLS,
+    MIN_BYTES_PER_SECOND,
+    SLOWNESS,
+    Patience,
+)
 from simulator.faults import Fault, When
 from simulator.network import PART_BYTES, Weather
 from simulator.scenario import group_of, starts_of

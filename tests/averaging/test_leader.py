@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from equipoise.averaging.allreduce.choice import choose
+from equipoise.averaging.allreduce.leader import choose
 
 
 def test_all_owners_that_hold_everything_propose_everyone() -> None:
