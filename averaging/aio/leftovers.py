@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine
 from typing import NamedTuple
 
+from equipoise.averaging.aio.tasks import TaskSet
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.ports import Directory
 
@@ -40,7 +40,7 @@ class Leftovers:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._kept: OrderedDict[str, _Leftover] = OrderedDict()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet("runs that were left")
 
     def add(self, run: str, transfer: Transfer) -> bool:
         """Keep what there is of a run that was left just now; returns whether it is kept, else it was stopped."""
@@ -73,9 +73,7 @@ class Leftovers:
         """Keep nothing."""
         for run in list(self._kept):
             self.drop(run)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     @property
     def _bytes(self) -> int:
@@ -84,14 +82,4 @@ class Leftovers:
     def _discard(self, run: str) -> None:
         log.info("run %s: what was kept of it for stragglers is dropped", run)
         self.drop(run)
-        self._spawn(self._directory.withdraw(run))
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a record of a run that was left was not withdrawn", exc_info=task.exception())
+        self._tasks.spawn(self._directory.withdraw(run))

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +18,7 @@ import torch
 
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
 from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.tasks import Alarm, TaskSet
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.vote_signatures import Keys
 from equipoise.averaging.claims import Claims
@@ -131,8 +132,8 @@ class RunDriver:
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
         self._announced = Announce(False, 0, "joined")
-        self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._alarm = Alarm(self._wake)
+        self._tasks = TaskSet(f"run {spec.name}")
         self._looking = False
         self._left = ""
 
@@ -256,7 +257,7 @@ class RunDriver:
 
     def start(self) -> None:
         """Make this peer known in the run."""
-        self._spawn(self._look_regularly())
+        self._tasks.spawn(self._look_regularly())
         self._tell(Woke())
         self._publish()
 
@@ -271,11 +272,8 @@ class RunDriver:
         if self._round is not None:
             self._round.withdraw(reason)
         self._tell(Withdrew())
-        if self._timer is not None:
-            self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._alarm.cancel()
+        await self._tasks.stop()
         if serves:
             await self._say_left(reason)
         else:
@@ -413,7 +411,7 @@ class RunDriver:
                     self._announced = action
                     self._publish()
                 case LookUp() if not self._left:
-                    self._spawn(self._look())
+                    self._tasks.spawn(self._look())
         self._schedule()
 
     def _form(self, manifest: Manifest, reason: str) -> None:
@@ -422,12 +420,8 @@ class RunDriver:
             self._formed.set_result(manifest)
 
     def _schedule(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = min(self._machine.deadline, self._spec_diff.deadline)
-        if not self._left and deadline != float("inf"):
-            self._timer = self._loop.call_at(deadline, self._wake)
+        if not self._left:
+            self._alarm.set(min(self._machine.deadline, self._spec_diff.deadline))
 
     def _wake(self) -> None:
         self._tell(Woke())
@@ -436,7 +430,7 @@ class RunDriver:
 
     def _publish(self) -> None:
         if not self._left:
-            self._spawn(self._announce())
+            self._tasks.spawn(self._announce())
 
     async def _announce(self) -> None:
         await self._directory.announce(
@@ -479,13 +473,3 @@ class RunDriver:
         while True:
             await self._look()
             await asyncio.sleep(LOOK_SECONDS)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("run %s: a background task failed", self.spec.name, exc_info=task.exception())

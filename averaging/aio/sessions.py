@@ -20,12 +20,13 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from equipoise.averaging.aio.bandwidth import Meter
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.channels import PeerChannels
+from equipoise.averaging.aio.tasks import TaskSet
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.session import messages as wire
 from equipoise.averaging.session.fair_queue import Bulk, Frame
@@ -110,7 +111,7 @@ class Sessions:
         self._flows: dict[bytes, frozenset[str]] = {}
         self._rounds: set[bytes] = set()
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet("sessions")
         self._delivered_before = 0
         self._scratch = _Scratch()
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
@@ -234,13 +235,12 @@ class Sessions:
         self._stopped = True
         self.meter.stop()
         self._sweeper.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         for channels in self._peers.values():
             for channel in channels.channels:
                 channel.close()
         self._peers.clear()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.stop()
 
     # ---- dialling ----
 
@@ -256,7 +256,7 @@ class Sessions:
     def _dial_soon(self, peer: str) -> None:
         channels, direct = self._get(peer), self._direct
         if direct is not None and direct.reaches(peer) and channels.dials(self._loop.time(), DIRECT_SECONDS):
-            channels.dialling = self._spawn(self._dial(direct, peer, channels))
+            channels.dialling = self._tasks.spawn(self._dial(direct, peer, channels))
 
     async def _dial(self, direct: DirectTransport, peer: str, channels: PeerChannels) -> None:
         channel: Channel | None
@@ -280,7 +280,7 @@ class Sessions:
             channel.close()
             return
         channels.add(channel, direct)
-        self._spawn(self._read(channels, channel, True))
+        self._tasks.spawn(self._read(channels, channel, True))
 
     async def _accept(self, channel: Channel, direct: bool) -> None:
         if self._stopped:
@@ -303,7 +303,7 @@ class Sessions:
             for channel in channels.idle(self._loop.time(), IDLE_SECONDS):
                 if self._unused(peer, channels):
                     channels.remove(channel)
-                    self._spawn(self._retire(channels, channel))
+                    self._tasks.spawn(self._retire(channels, channel))
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
 
     async def _retire(self, channels: PeerChannels, channel: Channel) -> None:
@@ -322,23 +322,11 @@ class Sessions:
             channels.remove(channel)
             await channel.send(channels.outbox.farewell())
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            # Only a bug of ours ends a task by an exception.
-            log.error("a task of the sessions failed", exc_info=task.exception())
-
     # ---- writing ----
 
     def _write_soon(self, peer: str, channels: PeerChannels) -> None:
         if channels.writer is None and not self._stopped:
-            channels.writer = self._spawn(self._write(peer, channels))
+            channels.writer = self._tasks.spawn(self._write(peer, channels))
 
     async def _write(self, peer: str, channels: PeerChannels) -> None:
         try:
