@@ -9,19 +9,17 @@ from collections import OrderedDict
 
 import msgspec
 
-from equipoise.averaging.aio.download import TRANSFER_FRAME
 from equipoise.averaging.aio.leftovers import Leftovers
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, RoundDriver, Task
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver, Surroundings
 from equipoise.averaging.aio.sessions import Sessions
-from equipoise.averaging.aio.transfer import Transfer
+from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRequest, MessageError, refuse_unknown_run
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfer_messages
-from equipoise.averaging.statesync.messages import TransferMessage
 
 MAX_EARLY_ROUNDS = 8
 """Rounds of which one peer may speak before this peer's manifest has come; one per run that both wait in is usual."""
@@ -134,7 +132,7 @@ class Router:
                 return self._sessions.scratch(size)
             return round.place(peer, _bulk_message(header), size)
         if kind == TRANSFER_FRAME:
-            message = _transfer_message(header)
+            message = transfer_messages.decode(memoryview(header)[1:])
             transfer = self._serving(message.run)
             return self._sessions.scratch(size) if transfer is None else transfer.place(peer, message, size)
         raise FrameRefused(f"expected a body only in frames of a round, got {size} bytes after {kind!r}")
@@ -147,7 +145,7 @@ class Router:
         elif kind == MATCHMAKING_FRAME:
             self._matchmaking(peer, header[1:])
         elif kind == TRANSFER_FRAME:
-            message = _transfer_message(header)
+            message = transfer_messages.decode(memoryview(header)[1:])
             if transfer := self._serving(message.run):
                 transfer.frame(peer, message, body)
         else:
@@ -262,10 +260,3 @@ def _message(header: bytes) -> wire.RoundMessage:
 
 _bulk_message = functools.lru_cache(MAX_COMING)(_message)
 """Once where a body is to go is asked, and once when it has come."""
-
-
-def _transfer_message(header: bytes) -> TransferMessage:
-    try:
-        return transfer_messages.decode(memoryview(header)[1:])
-    except transfer_messages.MessageError as error:
-        raise FrameRefused(str(error)) from error

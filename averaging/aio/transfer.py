@@ -1,93 +1,234 @@
-"""The asyncio driver of one run's transfers: snapshots and means that it serves, the download that it may be at."""
+"""The asyncio driver of one run's transfers: snapshots and means that a daemon serves, and its own download."""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from equipoise.averaging.aio import update_verification
-from equipoise.averaging.aio.download import TRANSFER_FRAME, Download, Examine, Room, flow_of
 from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.tasks import Alarm, TaskSet
 from equipoise.averaging.allreduce.messages import Commit
-from equipoise.averaging.manifest import Manifest, Verify
+from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.ports import Candidate, Directory
+from equipoise.averaging.ports import Candidate, Directory, FrameRefused
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.session.fair_queue import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId, group_state
-from equipoise.averaging.statesync.chunks import MAX_IMAGE_BYTES, ImageId, digests_of
-from equipoise.averaging.statesync.client import Request
-from equipoise.averaging.statesync.events import (
-    AskReceived,
-    BodySent,
-    DonorEvent,
-    Drop,
-    EpochReached,
-    FetchBegan,
-    FetchEnded,
-    MakeImage,
-    MeanKept,
-    MeanReady,
-    PeerLost,
-    Release,
-    RoundBegan,
-    RoundOver,
-    RoundsSeen,
-    Send,
-    SendBody,
-    SnapshotReady,
-    SnapshotTaken,
-    TrainerLeft,
-)
-from equipoise.averaging.statesync.messages import (
-    Answer,
-    Ask,
-    Bulk,
-    Chunk,
-    Refusal,
-    ToDonor,
-    ToNewcomer,
-    TransferMessage,
-    encode,
-)
+from equipoise.averaging.statesync import events, messages
+from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, Image, ImageId, is_chunk
+from equipoise.averaging.statesync.client import Fetch, Request
+from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Chunk, Digests, TransferMessage, encode
 from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.averaging.statesync.quorum_proof import Circle, Prove
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.update import EncodedMean, MeanError
 
+TRANSFER_FRAME = b"T"
+"""First byte of the header of every frame of a transfer; a message follows."""
+
+MAX_DONORS = 64
+"""Most peers that a download asks: as many as a group has. Of a larger run so many are enough, and each costs a dial
+and a word a second; a directory that is flooded with names must not have all of them dialled."""
+
 LOOK_SECONDS = 0.5
-"""Between two reads of the directory's cache during a download: who has come, and who has gone."""
+"""Time between two reads of the directory's cache during a download: who has come, and who has gone."""
 
 KEPT_BYTES = 256 * 1024 * 1024
-"""Of all means that a daemon keeps, but the last of each run, which is kept whatever its size: two of 100 million int8
-values. Runs share it alike."""
+"""Most bytes of all means that a daemon keeps, but for the last of each run, which is kept whatever its size: two of
+100 million int8 values. Runs share it alike."""
 
 ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 4
 """Bounds how many new questions are looked up in the directory, in so many seconds: in all, and of one peer. A peer
 that catches up asks for one mean after another. A question that is dropped comes again a second later."""
 
+Room = Callable[[int], Awaitable[memoryview]]
+"""Makes room for an image: a writable view of just so many bytes. Raises ValueError where there is none."""
+
+Examine = Callable[[memoryview, Sequence[Commit]], str]
+"""Finds out, in a thread, whether the image of a mean is the group's, by what was given to prove it; returns why not,
+or nothing. Raises NoRoomError."""
+
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """A snapshot's bytes and the digests of its chunks."""
+def flow_of(ticket: bytes, peer: str) -> bytes:
+    """The sessions' name for what goes between this peer and another for one download."""
+    return TRANSFER_FRAME + ticket + peer.encode()
 
-    image: memoryview
-    digests: bytes
+
+class Download:
+    """One download of a run's state.
+
+    Args:
+        request: What is wanted.
+        sessions: Sends frames.
+        timeout: Seconds for everything.
+        room: Makes memory for the image.
+        examine: Looks at the image of a mean; None for a snapshot.
+
+    Attributes:
+        machine: Decides what is asked of whom.
+        ended: The machine's last action.
+    """
+
+    def __init__(
+        self, request: Request, sessions: Sessions, timeout: float, room: Room, examine: Examine | None = None
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.machine = Fetch(request, self._loop.time(), timeout)
+        self.ended: asyncio.Future[events.Finish] = self._loop.create_future()
+        self._sessions = sessions
+        self._room = room
+        self._examine = examine
+        self._ticket = request.ticket
+        self._image: ImageId | None = None
+        self._digests = b""
+        self._memory = memoryview(b"")
+        self._credentials: Mapping[str, bytes] = {}
+        self._entered: set[str] = set()
+        self._due: Counter[str] = Counter()
+        self._tasks = TaskSet(f"a download of run {request.run}")
+        self._making: asyncio.Task[None] | None = None
+        self._alarm = Alarm(partial(self.tell, events.Woke()))
+
+    def see(self, credentials: Mapping[str, bytes]) -> None:
+        """These are the peers of the run, and what they say of their direct channels."""
+        before = self._credentials
+        chosen = heapq.nsmallest(MAX_DONORS, credentials, lambda peer: (peer not in before, self._lot(peer)))
+        self._credentials = {peer: credentials[peer] for peer in chosen}
+        for peer, credential in self._credentials.items():
+            if credential != before.get(peer):
+                self._sessions.admit(peer, credential)  # A donor opens a channel before it answers.
+        self.tell(events.PeersSeen(tuple(self._credentials)))
+
+    def place(self, peer: str, message: Bulk, size: int) -> memoryview:
+        """Where a body goes: a buffer of its own if it is wanted, else scratch.
+
+        Not into the image: a donor that stalled in the middle of a chunk could write over what another has delivered
+        and was verified.
+
+        Raises:
+            FrameRefused: It has another size than it should have, or more comes than was asked for.
+        """
+        if message.ticket != self._ticket:
+            return self._sessions.scratch(size)  # Of an earlier download, which was over before it came.
+        self._due[peer] -= 1
+        if self._due[peer] < 0:
+            raise self._broken(peer, "it sends more than it was asked for")
+        if self._image is None or not self.machine.expects(peer, message):
+            return self._sessions.scratch(size)
+        expected = self._image.chunks * DIGEST_BYTES
+        if isinstance(message, Chunk):
+            expected = self._image.length(message.chunk)
+        if size != expected:
+            raise self._broken(peer, f"expected {expected} bytes of a {type(message).__name__}, got {size}")
+        return self._sessions.pool.take(size)
+
+    def frame(self, peer: str, message: messages.ToNewcomer, body: memoryview) -> None:
+        """A frame has come from a donor."""
+        if not isinstance(message, Bulk):
+            self.tell(events.AnswerReceived(peer, message))
+            return
+        placed = body and not self._sessions.is_scratch(body)
+        # Another donor may have sent it since it began to come in.
+        if placed and self._image is not None and self.machine.expects(peer, message):
+            self.tell(events.BodyReceived(peer, message, self._put(message, body, self._image)))
+
+    def tell(self, event: events.FetchEvent) -> None:
+        """Tell the machine, and do what it asks for."""
+        for action in self.machine.handle(event, self._loop.time()):
+            match action:
+                case events.Send(peer, message):
+                    self._send(peer, message)
+                case events.Allocate(image):
+                    self._image, self._digests = image, b""
+                    if self._making is not None:
+                        self._making.cancel()
+                    self._making = self._tasks.spawn(self._make_room(image))
+                case events.Check(proofs):
+                    self._tasks.spawn(self._look_at(proofs))
+                case events.Finish():
+                    self._end(action)
+        self._alarm.set(self.machine.deadline)
+
+    def _lot(self, peer: str) -> bytes:
+        """A peer's place in an order that differs from download to download, so that no name is sure of a place."""
+        return blake3(self._ticket + peer.encode()).digest()
+
+    def _broken(self, peer: str, reason: str) -> FrameRefused:
+        self.tell(events.ProtocolBroken(peer, reason))
+        return FrameRefused(reason)
+
+    def _put(self, message: Bulk, body: memoryview, image: ImageId) -> bool:
+        """Put a body into its place if it is genuine; return whether it is."""
+        if isinstance(message, Digests):
+            genuine = image.genuine(body)
+            if genuine:
+                self._digests = bytes(body)
+        else:
+            genuine = is_chunk(body, self._digests, message.chunk)
+            if genuine:
+                self._memory[image.span(message.chunk)] = body
+        return genuine
+
+    def _send(self, peer: str, message: TransferMessage) -> None:
+        self._sessions.post(peer, TRANSFER_FRAME + encode(message))
+        if isinstance(message, messages.AskBulk):
+            self._due[peer] += len(message.chunks) if isinstance(message, messages.AskChunks) else 1
+            if peer not in self._entered:
+                # By now it has admitted this peer: it has answered.
+                self._entered.add(peer)
+                self._sessions.enter(flow_of(self._ticket, peer), {peer: self._credentials.get(peer, b"")})
+
+    async def _make_room(self, image: ImageId) -> None:
+        try:
+            self._memory = await self._room(image.size)
+        except ValueError as error:
+            self.tell(events.MemoryRefused(str(error)))
+        except Exception:
+            log.exception("no memory for an image of %d bytes", image.size)
+            problem = "making room for the image failed here; the daemon's log says more"
+            self.tell(events.MemoryRefused(problem))
+        else:
+            self.tell(events.MemoryReady(image.size))
+
+    async def _look_at(self, proofs: Sequence[Commit]) -> None:
+        assert self._examine is not None, "who looks for a mean can tell whether it is one"
+        event: events.FetchEvent
+        try:
+            problem = await self._loop.run_in_executor(None, self._examine, self._memory, proofs)
+            event = events.Checked(problem)
+        except update_verification.NoRoomError as error:
+            event = events.MemoryRefused(str(error))
+        except Exception:  # Whatever is in it that nobody thought of: another donor may have a better one.
+            log.exception("an image of %d bytes could not be looked at", len(self._memory))
+            event = events.Checked("looking at the mean from it failed here; the daemon's log says more")
+        self.tell(event)
+
+    def _end(self, finish: events.Finish) -> None:
+        for peer in self._entered:
+            self._sessions.leave(flow_of(self._ticket, peer))
+        self._memory = memoryview(b"")
+        if not self.ended.done():
+            self.ended.set_result(finish)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A mean, or the image that has been made of it, and what tells the votes for it."""
+    """A mean, or the name of the image that has been made of it, and what tells the votes for it."""
 
     mean: EncodedMean | ImageId
     prove: Prove
@@ -126,14 +267,14 @@ class Transfer:
         self._loop = asyncio.get_running_loop()
         self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
-        self._held: dict[bytes, _Held] = {}
+        self._held: dict[bytes, Image] = {}
         self._means: dict[StateId, _Kept] = {}
         self._circle = self._attended = Circle()
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
         self._offering = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._tasks = TaskSet(f"run {spec.name}")
+        self._alarm = Alarm(lambda: self._tell(events.RoundsSeen(busy())))
         self._left = ""
 
     # ---- the face ----
@@ -151,12 +292,12 @@ class Transfer:
     @property
     def standing(self) -> str:
         """What is being fetched or served, and why, in one line; empty if nothing."""
-        fetching = self._download.standing if self._download is not None else ""
+        fetching = self._download.machine.standing if self._download is not None else ""
         return "; ".join(line for line in (fetching, self._donor.standing) if line)
 
     def reach(self, epoch: int) -> None:
         """This peer's trainer stands at that epoch."""
-        self._tell(EpochReached(epoch))
+        self._tell(events.EpochReached(epoch))
 
     async def offer(self, state: StateId, image: memoryview) -> None:
         """Serve a snapshot, once its digest is known; it takes the place of the one before.
@@ -177,9 +318,9 @@ class Transfer:
         if self._left:
             self._offering.release()
             return
-        self._tell(SnapshotTaken(state))
+        self._tell(events.SnapshotTaken(state))
         # Not within the task: one that is cancelled before its first step runs nothing of its own.
-        self._spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
+        self._tasks.spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
 
     async def fetch(
         self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = frozenset()
@@ -196,19 +337,23 @@ class Transfer:
         Raises:
             ValueError: A download of this run is going on already.
         """
-        name, ticket = self._spec.name, Download.ticket()
-        request = Request(name, self._spec.hash, ticket, at_least, limit, circle=among)
         self._require_idle()
-        self._tell(FetchBegan())
+        ticket = os.urandom(TICKET_BYTES)
+        request = Request(self._spec.name, self._spec.hash, ticket, at_least, limit, circle=among)
+        self._tell(events.FetchBegan())
         try:
-            download = await self._get(request, timeout, room)
+            finish = await self._get(request, timeout, room)
         finally:
-            self._tell(FetchEnded())
-        outcome = download.outcome.result()
-        if outcome.ok:
-            self._circle = Circle(outcome.state, download.voters)
-        log.info("run %s: %s", self._spec.name, _told(outcome))
-        return outcome
+            self._tell(events.FetchEnded())
+        got, run = finish.outcome, self._spec.name
+        if got.state is None:
+            log.info("run %s: no state fetched: %s", run, got.reason)
+        else:
+            self._circle = Circle(got.state, finish.voters)
+            what = f"the state of epoch {got.state.epoch}, {got.size / 1e6:.1f} MB"
+            how = f"from {len(got.sources)} peers in {got.seconds:.2f} s ({got.reason})"
+            log.info("run %s: fetched %s %s", run, what, how)
+        return got
 
     def keep(self, mean: EncodedMean, prove: Prove) -> None:
         """A round has come to a mean: keep it for those who missed it, if there is a state that it leads on from."""
@@ -218,18 +363,18 @@ class Transfer:
             self._attended = Circle.attended(before, mean.manifest, self._sessions.peer)
             self._drop(before)
             self._means[before] = _Kept(mean, prove)
-            self._tell(MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
+            self._tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """A round of this run exchanges values here; `over` is called when it has ended."""
         self._circle = self._circle.begun(manifest, self._sessions.peer)
         before = group_state(join.state for join in manifest.members if join.state is not None)
         if before is not None:
-            self._tell(RoundBegan(before))
+            self._tell(events.RoundBegan(before))
 
     def over(self, outcome: object) -> None:
         """It has ended."""
-        self._tell(RoundOver())
+        self._tell(events.RoundOver())
 
     async def recover(
         self,
@@ -245,8 +390,8 @@ class Transfer:
             after: A state.
             timeout: Seconds for everything.
             result: Makes room for the mean, f32 [D], once it is here and proved; called in a thread.
-            proved: Whether who asks will know by its digest whether it is the group's; if not, this peer stands at that
-                state, and those tell by whom it knows it.
+            proved: Whether the caller will know by its digest whether it is the group's. If not, this peer stands at
+                that state, and the peers tell by whom this one knows the state.
             patient: Where nobody has it: whether to wait for those who are not as far.
 
         Raises:
@@ -259,19 +404,17 @@ class Transfer:
         found: list[Outcome] = []
         wanted = update_verification.Wanted(self._spec, after, None if proved else self._circle)
 
-        async def examine(image: memoryview, proofs: Sequence[Commit]) -> str:
-            decode = partial(update_verification.decode, image, wanted, proofs, self._verify, result)
+        def examine(image: memoryview, proofs: Sequence[Commit]) -> str:
             try:
-                found.append(await self._loop.run_in_executor(None, decode))
+                found.append(update_verification.decode(image, wanted, proofs, self._verify, result))
             except MeanError as error:
                 return str(error)
             return ""
 
-        ticket, limit = Download.ticket(), update_verification.most_bytes(self._spec)
+        ticket, limit = os.urandom(TICKET_BYTES), update_verification.most_bytes(self._spec)
         near = self._circle.peers
         request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, near, patient, proved)
-        download = await self._get(request, timeout, update_verification.room, examine)
-        got = download.outcome.result()
+        got = (await self._get(request, timeout, update_verification.room, examine)).outcome
         if got.ok and not proved:
             self._circle = self._circle.followed(after)
         round_ = found[-1] if got.ok else Outcome(ok=False, reason=got.reason, run=self._spec.name)
@@ -281,21 +424,21 @@ class Transfer:
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""
         if self._download is not None:
-            self._download.withdraw(reason)
+            self._download.tell(events.Withdrew(reason))
 
     def retire(self) -> bool:
         """Fetch nothing more, and serve what is kept, as the trainer has left; returns whether anything is kept."""
         if not self._means and not self._held:
             return False
         self.withdraw("the run was left")
-        self._tell(TrainerLeft())
+        self._tell(events.TrainerLeft())
         return True
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of all means and snapshots that are kept."""
         means = (kept.mean.size for kept in self._means.values() if isinstance(kept.mean, EncodedMean))
-        return sum(means) + sum(len(held.image) for held in self._held.values())
+        return sum(means) + sum(image.name.size for image in self._held.values())
 
     def stop(self, reason: str) -> None:
         """Serve and fetch nothing more."""
@@ -303,10 +446,8 @@ class Transfer:
         self.withdraw(reason)
         for flow in self._flows.values():
             self._sessions.leave(flow)
-        for task in self._tasks:
-            task.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._tasks.cancel()
+        self._alarm.cancel()
         self._held.clear()
         self._means.clear()
 
@@ -324,49 +465,48 @@ class Transfer:
 
     def frame(self, peer: str, message: TransferMessage, body: memoryview) -> None:
         """A frame has come."""
-        if isinstance(message, ToNewcomer):
+        if isinstance(message, messages.ToNewcomer):
             if self._download is not None:
                 self._download.frame(peer, message, body)
         elif isinstance(message, Ask):
             if self._looked_up(peer, message):
-                self._tell(AskReceived(peer, message))
+                self._tell(events.AskReceived(peer, message))
             elif self._asks.admits(peer, self._loop.time()):
-                self._spawn(self._on_ask(peer, message))
+                self._tasks.spawn(self._on_ask(peer, message))
         else:
-            self._tell(RoundsSeen(self._busy()))
-            self._tell(AskReceived(peer, message))
+            self._tell(events.RoundsSeen(self._busy()))
+            self._tell(events.AskReceived(peer, message))
 
     def lost(self, peer: str, reason: str) -> None:
-        """Frames to or from a peer may have been lost."""
-        self._tell(PeerLost(peer, reason))
+        """A peer cannot be reached, and frames to or from it are lost."""
+        self._tell(events.PeerLost(peer, reason))
         if self._download is not None:
-            self._download.lost(peer, reason)
+            self._download.tell(events.PeerLost(peer, reason))
 
     # ---- as a donor ----
 
-    async def _digest(self, state: StateId, image: memoryview) -> None:
-        digests = await self._loop.run_in_executor(None, digests_of, image)
+    async def _digest(self, state: StateId, data: memoryview) -> None:
+        image = await self._loop.run_in_executor(None, Image.of, data)
         if not self._left:
-            name = ImageId.of(len(image), digests)
-            self._held[name.digest] = _Held(image, digests)
-            self._tell(SnapshotReady(state, name))
+            self._held[image.name.digest] = image
+            self._tell(events.SnapshotReady(state, image.name))
 
     async def _make_image(self, before: StateId) -> None:
         kept = self._means.get(before)
         if kept is None or isinstance(kept.mean, ImageId):
             return
-        made: update_verification.Imaged | None = None
+        mean, image = kept.mean, None
         try:
-            made = await self._loop.run_in_executor(None, update_verification.Imaged.of, kept.mean)
+            image = await self._loop.run_in_executor(None, lambda: Image.of(memoryview(mean.image())))
         except MemoryError:
             name, epoch = self._spec.name, before.epoch
             log.warning("run %s: the mean after epoch %d is not passed on: no memory", name, epoch)
         if self._means.get(before) is not kept:
             return  # Another has taken its place, or none.
-        if made is not None:
-            self._means[before] = _Kept(made.name, kept.prove)
-            self._held[made.name.digest] = _Held(made.image, made.digests)
-        self._tell(MeanReady(before, None if made is None else made.name))
+        if image is not None:
+            self._means[before] = _Kept(image.name, kept.prove)
+            self._held[image.name.digest] = image
+        self._tell(events.MeanReady(before, None if image is None else image.name))
 
     def _drop(self, before: StateId) -> None:
         kept = self._means.pop(before, None)
@@ -376,48 +516,39 @@ class Transfer:
     async def _on_ask(self, peer: str, ask: Ask) -> None:
         found = next((one for one in await self._mates() if one.peer == peer), None)
         if found is None or ask.spec != self._spec.hash:
-            known = (
-                "no peer of this run that is known here" if found is None else "of another spec of this run"
-            )
-            self._post(peer, Refusal(ask.run, ask.ticket, f"you are {known}"[:MAX_DETAIL_CHARS]))
+            who = "no peer of this run that is known here" if found is None else "of another spec of this run"
+            self._post(peer, messages.Refusal(ask.run, ask.ticket, f"you are {who}"[:MAX_DETAIL_CHARS]))
             return
         if not self._looked_up(peer, ask):
             self._leave(peer)
             flow = self._flows[peer] = flow_of(ask.ticket, peer)
             self._sessions.enter(flow, {peer: found.credential})
-        self._tell(AskReceived(peer, ask))
+        self._tell(events.AskReceived(peer, ask))
 
     def _looked_up(self, peer: str, ask: Ask) -> bool:
         """Whether this asker was found in the directory already, when it first asked for the same."""
         return ask.spec == self._spec.hash and self._flows.get(peer) == flow_of(ask.ticket, peer)
 
-    def _wake(self) -> None:
-        self._tell(RoundsSeen(self._busy()))
-
-    def _tell(self, event: DonorEvent) -> None:
+    def _tell(self, event: events.DonorEvent) -> None:
         if self._left:
             return
         for action in self._donor.handle(event, self._loop.time()):
             match action:
-                case Send(peer, message):
+                case events.Send(peer, message):
                     self._post(peer, message)
-                case SendBody(peer, message):
+                case events.SendBody(peer, message):
                     self._post_body(peer, message)
-                case Release(image):
+                case events.Release(image):
                     self._held.pop(image.digest, None)
-                case MakeImage(before):
-                    self._spawn(self._make_image(before))
-                case Drop(before):
+                case events.MakeImage(before):
+                    self._tasks.spawn(self._make_image(before))
+                case events.Drop(before):
                     self._drop(before)
         for peer in [peer for peer in self._flows if not self._donor.serves(peer)]:
             self._leave(peer)
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._donor.deadline != float("inf"):
-            self._timer = self._loop.call_at(self._donor.deadline, self._wake)
+        self._alarm.set(self._donor.deadline)
 
-    def _post(self, peer: str, message: ToDonor | ToNewcomer) -> None:
+    def _post(self, peer: str, message: TransferMessage) -> None:
         if isinstance(message, Answer):
             message = self._proved(message)
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
@@ -434,18 +565,15 @@ class Transfer:
         self._sessions.post_bulk(peer, flow, lambda: self._sent(peer), late=True)
 
     def _make(self, message: Bulk) -> Frame | None:
-        held = self._held.get(message.digest)
-        if held is None:
+        image = self._held.get(message.digest)
+        if image is None:
             return None
-        header = TRANSFER_FRAME + encode(message)
-        if isinstance(message, Chunk):
-            name = ImageId(message.digest, len(held.image))
-            return header, held.image[name.span(message.chunk)]
-        return header, held.digests
+        body = image.digests if isinstance(message, Digests) else image.data[image.name.span(message.chunk)]
+        return TRANSFER_FRAME + encode(message), body
 
     def _sent(self, peer: str) -> None:
         """Takes its turn after a body: that one has left."""
-        self._loop.call_soon(self._tell, BodySent(peer, self._busy()))
+        self._loop.call_soon(self._tell, events.BodySent(peer, self._busy()))
 
     def _leave(self, peer: str) -> None:
         if flow := self._flows.pop(peer, None):
@@ -459,17 +587,16 @@ class Transfer:
 
     async def _get(
         self, request: Request, timeout: float, room: Room, examine: Examine | None = None
-    ) -> Download:
+    ) -> events.Finish:
         self._require_idle()
         download = self._download = Download(request, self._sessions, timeout, room, examine)
         if self._left:
-            download.withdraw(self._left)
-        looking = self._spawn(self._look_regularly(download))
+            self.withdraw(self._left)
+        looking = self._tasks.spawn(self._look_regularly(download))
         try:
-            await asyncio.shield(download.outcome)
-            return download
+            return await asyncio.shield(download.ended)
         except asyncio.CancelledError:
-            download.withdraw("cancelled")
+            self.withdraw("cancelled")
             raise
         finally:
             self._download = None
@@ -485,24 +612,3 @@ class Transfer:
             mates = await self._mates()
             download.see({one.peer: one.credential for one in mates if not self._is_mute(one.peer)})
             await asyncio.sleep(LOOK_SECONDS)
-
-    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("run %s: a background task failed", self._spec.name, exc_info=task.exception())
-
-
-def _told(outcome: FetchOutcome) -> str:
-    if not outcome.ok or outcome.state is None:
-        return f"no state fetched: {outcome.reason}"
-    megabytes = outcome.size / 1e6
-    return (
-        f"fetched the state of epoch {outcome.state.epoch}, {megabytes:.1f} MB from {len(outcome.sources)} peers "
-        f"in {outcome.seconds:.2f} s ({outcome.reason})"
-    )

@@ -1,9 +1,9 @@
-"""The bytes of means that were missed: those that a daemon keeps for others, and one that it has been sent.
+"""A mean that this peer missed and was sent: its bytes are checked, then decoded.
 
-What comes is proved step by step: the joins are signed by those whom they name, the manifest's hash is the round's id,
-the mean's digest is over that, the contributors and every encoded byte, and more than half of the members have signed
-that digest. Whether their round was the group's, those tell by whom this peer knows its state (`transfer.votes`), or
-the digest, to whom knows what state it must lead to.
+They are proved step by step: the joins are signed by those whom they name, the manifest's hash is the round's id, the
+mean's digest is over that, the contributors and every encoded byte, and more than half of the members have signed that
+digest. Whether their round was the group's, the peers tell by whom this peer knows its state (`quorum_proof`); a peer
+that knows what state the mean must lead to needs only the digest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from equipoise.averaging.aio.download import NoRoomError
 from equipoise.averaging.aio.round_driver import group_of, weights_of
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.messages import Commit
@@ -22,41 +21,16 @@ from equipoise.averaging.manifest import ManifestError, Verify
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.chunks import ImageId, digests_of
-from equipoise.averaging.statesync.quorum_proof import Circle, VotesError, voters
-from equipoise.averaging.statesync.update import (
-    MAX_MANIFEST_BYTES,
-    EncodedMean,
-    MeanError,
-    cut,
-    read_head,
-)
+from equipoise.averaging.statesync.quorum_proof import Circle, voters
+from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, MeanError, cut, read_head
 from equipoise.compression import CodecError
 
 Room = Callable[[], torch.Tensor]
 """Makes room for a mean, f32 [D]. Raises ValueError where there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Imaged:
-    """A kept mean as an image.
-
-    Attributes:
-        image: Its bytes.
-        digests: Of its chunks.
-        name: What it is called.
-    """
-
-    image: memoryview
-    digests: bytes
-    name: ImageId
-
-    @classmethod
-    def of(cls, mean: EncodedMean) -> Imaged:
-        """Make it: a copy of all bytes, and their digests; for a thread."""
-        image = memoryview(mean.image())
-        digests = digests_of(image)
-        return cls(image, digests, ImageId.of(len(image), digests))
+class NoRoomError(Exception):
+    """There is no room for a mean that is the group's; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +95,15 @@ def decode(
         voted = voters(manifest, contributors, digest, proofs, verify)
         if wanted.circle is not None:
             wanted.circle.check(manifest, wanted.after, voted)
-        result = _made(room)
+        try:
+            result = room()
+        except ValueError as error:
+            raise NoRoomError(str(error)) from error
         for codec, part, encoded in zip(codecs, group.parts, parts, strict=True):
             codec.decode(encoded, result[part.start : part.stop])
-    except (ManifestError, VotesError, CodecError) as error:
+    except (ManifestError, CodecError) as error:
         raise MeanError(str(error)) from error
     return _outcome(mean, group, digest, spec)
-
-
-def _made(room: Room) -> torch.Tensor:
-    try:
-        return room()
-    except ValueError as error:
-        raise NoRoomError(str(error)) from error
 
 
 def _outcome(mean: EncodedMean, group: Group, digest: bytes, spec: RunSpec) -> Outcome:

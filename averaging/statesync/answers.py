@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 ANSWER_SECONDS = 1.0
-"""A peer that has not answered by then is not waited for; most answer within a round trip."""
+"""Longest time that an answer is waited for; most peers answer within a round trip."""
 
 LONE_SECONDS = 3.0
-"""How long the others are waited for where only one has answered: a channel to them may have to be opened first."""
+"""Longest time that the others are waited for where only one has answered: a channel may have to be opened first."""
 
 
 @dataclass(frozen=True, slots=True)

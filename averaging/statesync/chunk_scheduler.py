@@ -1,47 +1,52 @@
-"""Which donor is asked for which chunks: as many at once as it has shown to deliver, and others where it stalls."""
+"""Which donor is asked for which chunks: as many at once as it has shown to deliver, and others where it stalls.
+
+The list of digests is asked for in the same way, as the only item of its kind.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 
 FIRST_WINDOW = 2
-"""Chunks that a donor is asked for at once before it has delivered any: one on its way while it reads the next."""
+"""Most chunks that a donor is asked for at once before it has delivered any: one is sent while it reads the next."""
 
 MAX_WINDOW = 8
-"""8 MiB on their way keep a link of 80 MB/s with a tenth of a second's delay full; more would only queue there."""
+"""Most chunks that a donor is asked for at once: 8 MiB keep a link of 80 MB/s with a tenth of a second's delay full,
+and more would only queue there."""
 
 QUICK_SECONDS, LONG_SECONDS = 0.25, 1.0
-"""A chunk that takes less widens the window, one that takes more halves it: a slow donor must not hold many."""
+"""Times of a chunk: one that takes less widens its donor's window, one that takes more halves it, for a slow donor must
+not hold many."""
 
 STALL_SECONDS = 2.0
-"""A donor of which no chunk has come for so long loses those that it was asked for to the others."""
+"""Longest time in which no chunk comes from a donor that was asked for some: then the others are asked for those."""
 
 MAX_REST_SECONDS = 8.0
-"""How long a donor that stalls again and again is left in peace at most, before it is asked for one chunk."""
+"""Longest time that a donor which stalls again and again is left in peace, before it is asked for one chunk."""
 
 
 class Source:
     """One donor.
 
     Attributes:
-        delivered: Chunks that came from it.
         asked: Chunk -> when it was asked for it.
         late: Chunks that it was asked for and has lost to others; still welcome.
+        rests_until: When it may be asked again after it stalled.
     """
 
     def __init__(self) -> None:
-        self.delivered = 0
         self.asked: dict[int, float] = {}
         self.late: set[int] = set()
         self._window = FIRST_WINDOW
         self._rest = STALL_SECONDS
-        self._resting_until = 0.0
+        self.rests_until = 0.0
         self._heard_at = 0.0
 
     def room(self, now: float) -> int:
         """How many more chunks it may be asked for."""
-        return max(self._window - len(self.asked), 0) if now >= self._resting_until else 0
+        return max(self._window - len(self.asked), 0) if now >= self.rests_until else 0
 
     def ask(self, chunk: int, now: float) -> None:
         """It is asked for a chunk."""
@@ -53,9 +58,7 @@ class Source:
     def deliver(self, chunk: int, now: float) -> None:
         """A chunk has come from it."""
         took = now - self.asked.pop(chunk, now - LONG_SECONDS)
-        self.late.discard(chunk)
-        self.delivered += 1
-        self._heard_at, self._rest, self._resting_until = now, STALL_SECONDS, 0.0
+        self._heard_at, self._rest, self.rests_until = now, STALL_SECONDS, 0.0
         if took < QUICK_SECONDS:
             self._window = min(self._window + 1, MAX_WINDOW)
         elif took > LONG_SECONDS:
@@ -66,14 +69,9 @@ class Source:
         """When it will have stalled if nothing comes."""
         return self._heard_at + STALL_SECONDS if self.asked else float("inf")
 
-    @property
-    def rests_until(self) -> float:
-        """Until when it is not asked for anything."""
-        return self._resting_until
-
     def stall(self, now: float) -> list[int]:
         """It has stalled: return what others are to be asked for."""
-        self._resting_until = now + self._rest
+        self.rests_until = now + self._rest
         self._rest = min(2 * self._rest, MAX_REST_SECONDS)
         self._window = 1
         return self.give_up()
@@ -94,8 +92,8 @@ class ChunkScheduler:
         delivered: PeerID -> chunks, of donors that are gone too.
     """
 
-    def __init__(self, chunks: int) -> None:
-        self.donors: dict[str, Source] = {}
+    def __init__(self, chunks: int, donors: Iterable[str] = ()) -> None:
+        self.donors = {peer: Source() for peer in donors}
         self.delivered: dict[str, int] = {}
         self._missing = set(range(chunks))
         self._waiting = deque(range(chunks))
@@ -109,15 +107,12 @@ class ChunkScheduler:
         """`peer` offers the image; nothing happens if that is known."""
         self.donors.setdefault(peer, Source())
 
-    def remove(self, peer: str) -> None:
-        """Ask `peer` for nothing more."""
-        if source := self.donors.pop(peer, None):
+    def remove(self, peer: str) -> bool:
+        """Ask `peer` for nothing more; returns whether it was a donor."""
+        source = self.donors.pop(peer, None)
+        if source is not None:
             self._return(source.give_up())
-
-    def interrupt(self, peer: str) -> None:
-        """What `peer` was asked for may be lost; it may be asked again."""
-        if source := self.donors.get(peer):
-            self._return(source.give_up())
+        return source is not None
 
     def expects(self, peer: str, chunk: int) -> bool:
         """Whether `peer` was asked for a chunk that is still missing."""
@@ -137,36 +132,32 @@ class ChunkScheduler:
                 source.late.discard(chunk)
 
     def stalled(self, now: float) -> list[str]:
-        """Take from those who have stalled what they were asked for; return who they are."""
+        """Take from those who have stalled what they were asked for, and ask them last; return who they are."""
         found = [peer for peer, source in self.donors.items() if now >= source.stalls_at]
         for peer in found:
-            self._return(self.donors[peer].stall(now))
+            source = self.donors[peer] = self.donors.pop(peer)
+            self._return(source.stall(now))
         return found
 
     def requests(self, now: float) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Whom to ask for what now."""
         for peer, source in self.donors.items():
-            chunks = []
-            for _ in range(source.room(now)):
-                chunk = self._next()
-                if chunk is None:
-                    break
+            chunks = tuple(islice(self._unasked(), source.room(now)))
+            for chunk in chunks:
                 source.ask(chunk, now)
-                chunks.append(chunk)
             if chunks:
-                yield peer, tuple(chunks)
+                yield peer, chunks
 
     def deadline(self, now: float) -> float:
         """When a donor will have stalled, or has rested."""
         resting = [source.rests_until for source in self.donors.values() if source.rests_until > now]
         return min([source.stalls_at for source in self.donors.values()] + resting, default=float("inf"))
 
-    def _next(self) -> int | None:
+    def _unasked(self) -> Iterator[int]:
+        """Take missing chunks from those that nobody is asked for."""
         while self._waiting:
-            chunk = self._waiting.popleft()
-            if chunk in self._missing:
-                return chunk
-        return None
+            if (chunk := self._waiting.popleft()) in self._missing:
+                yield chunk
 
     def _return(self, chunks: list[int]) -> None:
         self._waiting.extendleft(reversed(chunks))

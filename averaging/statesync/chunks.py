@@ -6,7 +6,7 @@ from whomever it comes (as in BitTorrent v2, BEP 52, with a flat layer in place 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -62,6 +62,26 @@ class ImageId(msgspec.Struct, frozen=True, array_like=True):
     def genuine(self, digests: Buffer) -> bool:
         """Whether these are the digests of this image's chunks."""
         return len(digests) == self.chunks * DIGEST_BYTES and ImageId.of(self.size, digests) == self
+
+
+class Image(NamedTuple):
+    """An image that is served.
+
+    Attributes:
+        name: Its name.
+        data: Its bytes.
+        digests: Of its chunks.
+    """
+
+    name: ImageId
+    data: memoryview
+    digests: bytes
+
+    @classmethod
+    def of(cls, data: memoryview) -> Image:
+        """The image of these bytes, with their digests; for a thread."""
+        digests = digests_of(data)
+        return cls(ImageId.of(len(data), digests), data, digests)
 
 
 def digests_of(image: memoryview) -> bytes:

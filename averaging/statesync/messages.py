@@ -16,25 +16,22 @@ import msgspec
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import SpecHash, Ticket
 from equipoise.averaging.matchmaking.messages import Detail, RunName
+from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync.chunks import MAX_CHUNKS, Digest, ImageId
 
 MAX_WISHES = 2
-"""Epochs asked for at once: the one that donors hold, for as long as their step lasts, and the next."""
+"""Most epochs that are asked for at once: the one that donors hold, for as long as their step lasts, and the next."""
 
 MAX_OFFERS = 2
-"""A donor holds the last image and one that is being downloaded."""
+"""Most images that a donor offers: it holds the last and one that is being downloaded."""
 
 MAX_CHUNKS_ASKED = 16
-"""Of one message; a newcomer has at most 8 chunks on their way from one donor."""
+"""Most chunks that one message asks for; a newcomer has at most 8 on their way from one donor."""
 
 Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
 Epochs = Annotated[tuple[Epoch, ...], msgspec.Meta(max_length=MAX_WISHES)]
 ChunkIndex = Annotated[int, msgspec.Meta(ge=0, lt=MAX_CHUNKS)]
-
-
-class MessageError(ValueError):
-    """These bytes are no message of a transfer; the message says why."""
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -49,32 +46,44 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     image: ImageId
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    """What have you of this run's state? Or, with `after`: what came next?
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    """Says of which download it is.
 
     Attributes:
         run: Name of the run.
-        ticket: Of this download; a new one of the same peer takes the place of the one before.
+        ticket: Of the download; a new one of the same peer takes the place of the one before.
+    """
+
+    run: RunName
+    ticket: Ticket
+
+
+class _ImageMessage(_Message, frozen=True, tag=True):
+    """Says of which image it is."""
+
+    digest: Digest
+
+
+class Ask(_Message, frozen=True, tag=True):
+    """What have you of this run's state? Or, with `after`: what came next?
+
+    Attributes:
         spec: Hash of the newcomer's RunSpec; only peers of the same spec are answered.
         at_least: The first epoch that is of use.
         wanted: Epochs of which the donor should take a snapshot, when it is there; empty only to hear what it has.
         after: A state: what is wanted is no snapshot, but the mean that the group applied to it.
     """
 
-    run: RunName
-    ticket: Ticket
     spec: SpecHash
     at_least: Epoch
     wanted: Epochs = ()
     after: StateId | None = None
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class Answer(_Message, frozen=True, tag=True):
     """This is what I have.
 
     Attributes:
-        run: Name of the run.
-        ticket: Of the ask.
         epoch: Where this donor stands; None if it holds no state.
         noted: Those of the wanted epochs that it will take a snapshot of, or is just taking.
         offers: The snapshots it holds, of epochs that are of use; or the mean that was asked for.
@@ -82,8 +91,6 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
         left: Whether its trainer has left the run: it comes no further, and takes no snapshot.
     """
 
-    run: RunName
-    ticket: Ticket
     epoch: Epoch | None
     noted: Epochs = ()
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_OFFERS)] = ()
@@ -91,65 +98,44 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     left: bool = False
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True):
+class Refusal(_Message, frozen=True, tag=True):
     """I do not serve you."""
 
-    run: RunName
-    ticket: Ticket
     reason: Detail
 
 
-class AskDigests(msgspec.Struct, frozen=True, tag=True):
+class AskDigests(_ImageMessage, frozen=True, tag=True):
     """Send me the digests of that image's chunks."""
 
-    run: RunName
-    ticket: Ticket
-    digest: Digest
 
-
-class Digests(msgspec.Struct, frozen=True, tag=True):
+class Digests(_ImageMessage, frozen=True, tag=True):
     """The body holds the digests of all chunks, 32 bytes each."""
 
-    run: RunName
-    ticket: Ticket
-    digest: Digest
 
-
-class AskChunks(msgspec.Struct, frozen=True, tag=True):
+class AskChunks(_ImageMessage, frozen=True, tag=True):
     """Send me those chunks of that image."""
 
-    run: RunName
-    ticket: Ticket
-    digest: Digest
     chunks: Annotated[tuple[ChunkIndex, ...], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_ASKED)]
 
 
-class Chunk(msgspec.Struct, frozen=True, tag=True):
+class Chunk(_ImageMessage, frozen=True, tag=True):
     """The body is that chunk of that image."""
 
-    run: RunName
-    ticket: Ticket
-    digest: Digest
     chunk: ChunkIndex
 
 
-class Gone(msgspec.Struct, frozen=True, tag=True):
+class Gone(_ImageMessage, frozen=True, tag=True):
     """I do not hold that image, or not any more."""
 
-    run: RunName
-    ticket: Ticket
-    digest: Digest
     reason: Detail
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+class Finished(_Message, frozen=True, tag=True):
     """I need nothing more of you; whatever I had wished for is off."""
 
-    run: RunName
-    ticket: Ticket
 
-
-ToDonor = Ask | AskDigests | AskChunks | Finished
+AskBulk = AskDigests | AskChunks
+ToDonor = Ask | AskBulk | Finished
 ToNewcomer = Answer | Refusal | Digests | Chunk | Gone
 Bulk = Digests | Chunk
 """Those that have a body."""
@@ -157,7 +143,7 @@ Bulk = Digests | Chunk
 TransferMessage = ToDonor | ToNewcomer
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(TransferMessage)
+_decoder: msgspec.msgpack.Decoder[TransferMessage] = msgspec.msgpack.Decoder(TransferMessage)
 
 
 def encode(message: TransferMessage) -> bytes:
@@ -169,12 +155,10 @@ def decode(data: bytes | bytearray | memoryview) -> TransferMessage:
     """Parse and check a message that a peer sent.
 
     Raises:
-        MessageError: It is none, or a value is out of its bounds.
+        FrameRefused: It is none, or a value is out of its bounds.
     """
     try:
-        message: TransferMessage = _decoder.decode(data)
+        return _decoder.decode(data)
     except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(
-            f"expected a message of a transfer, got {len(data)} bytes that are none: {error}"
-        ) from error
-    return message
+        problem = f"expected a message of a transfer, got {len(data)} bytes that are none: {error}"
+        raise FrameRefused(problem) from error

@@ -22,16 +22,13 @@ from equipoise.averaging.allreduce.vote_signatures import signers
 from equipoise.averaging.manifest import Manifest, Verify
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import counted
+from equipoise.averaging.statesync.update import MeanError
 
 Prove = Callable[[], wire.Commit]
 """Says which votes of a kept mean's round are known by now, each with its signature."""
 
 MAX_ROUNDS = 8
 """From one state, of which a circle knows the ids: each took its group a while."""
-
-
-class VotesError(ValueError):
-    """The votes that came with a mean do not prove it; the message says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +87,14 @@ class Circle:
         """Require that a round from the state `after` was the group's, given whose votes for its mean are proved.
 
         Raises:
-            VotesError: It may be a round of strangers.
+            MeanError: It may be a round of strangers.
         """
         known, rounds = (self.peers, self.rounds) if self.knows(after) else (frozenset[str](), ())
         voted = len(voters & known)
         if manifest.id in rounds or 2 * voted > len(known):
             return
         whose = f"the {counted(len(known))} by whom this one knows its state, {voted} of them voted"
-        raise VotesError(f"expected votes of more than half of {whose}")
+        raise MeanError(f"expected votes of more than half of {whose}")
 
 
 def _agreed(manifest: Manifest, held: StateId, own: str) -> frozenset[str]:
@@ -121,7 +118,7 @@ def voters(
         verify: Checks signatures.
 
     Raises:
-        VotesError: No vote for that mean is signed by so many.
+        MeanError: No vote for that mean is signed by so many.
     """
     cast: dict[Vote, int] = {}
     for proof in proofs:
@@ -133,5 +130,5 @@ def voters(
     won = [signed for signed in cast.values() if is_majority(signed, size)]
     if not won:
         most = max((signed.bit_count() for signed in cast.values()), default=0)
-        raise VotesError(f"expected votes of more than half of its round's {size} members, {most} signed")
+        raise MeanError(f"expected votes of more than half of its round's {size} members, {most} signed")
     return frozenset(manifest.peers[member] for signed in won for member in members_of(signed))

@@ -1,46 +1,32 @@
 """The donor's machine: tells newcomers what it has, asks its trainer for what they wish, and serves it.
 
-Theory of operation. A newcomer's `Ask` is kept and answered, and answered again whenever the answer changes, until it
-has finished or has not been heard of for a while. What it wishes for shows in `wanted`; the trainer takes a snapshot
-when it stands at that epoch, and nobody waits for it. A snapshot is held until the next takes its place, and longer
-while someone downloads it. The last means are kept too (`kept`); an image is made of one when somebody asks for it, and
-whoever sends the answer puts to it what proves the mean by then.
+Theory of operation. A donor keeps a newcomer's `Ask` and answers it, and answers again whenever the answer changes,
+until the newcomer has finished or has not been heard of for a while. What newcomers wish for shows in `wanted`; the
+trainer takes a snapshot when it stands at that epoch, and nobody waits for it. The donor holds a snapshot until the
+next takes its place, and longer while someone downloads it. It keeps the last means too, and has an image made of one
+when somebody asks for it; the driver puts to the answer what proves the mean by then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync import events
-from equipoise.averaging.statesync.cache import Cache
-from equipoise.averaging.statesync.kept import Kept
-from equipoise.averaging.statesync.messages import (
-    Answer,
-    Ask,
-    AskChunks,
-    AskDigests,
-    Bulk,
-    Chunk,
-    Digests,
-    Finished,
-    Gone,
-    Offer,
-    Refusal,
-    ToDonor,
-)
-from equipoise.averaging.statesync.quota import MAX_SERVINGS, Quota
-from equipoise.averaging.statesync.upload_queue import Serving
+from equipoise.averaging.statesync import events, messages
+from equipoise.averaging.statesync.cache import Cache, Kept
+from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Gone, Offer
+from equipoise.averaging.statesync.upload_queue import MAX_SERVINGS, Quota, Serving
 
 MAX_ASKERS = 64
-"""Newcomers served at once; as many as a group has members."""
+"""Most newcomers that are served at once: as many as a group has members."""
 
 ASKER_SECONDS = 15.0
-"""A newcomer says something every three seconds; one that is silent for five times as long has gone."""
+"""Longest silence of a newcomer, which says something every three seconds, before its donor forgets it."""
 
 HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 8.0
-"""An image is held for those who download it for so long, which a quarter of a link of 4 Mbit/s is enough for: two who
-never finish would keep both places, and nobody else would get a state."""
+"""Longest time that an image is held for those who download it: a quarter of a link of 4 Mbit/s is enough for it. Two
+newcomers that never finish would else keep both places, and nobody else would get a state."""
 
 
 @dataclass
@@ -147,21 +133,17 @@ class Server:
 
     # ---- events ----
 
-    def _on_ask(self, peer: str, message: ToDonor, now: float) -> list[events.DonorAction]:
+    def _on_ask(self, peer: str, message: messages.ToDonor, now: float) -> list[events.DonorAction]:
         if isinstance(message, Ask):
             return self._on_new_ask(peer, message, now)
         asker = self._askers.get(peer)
-        if asker is None or asker.ask.ticket != message.ticket:
-            if isinstance(message, Finished):
-                return []
-            return [
-                events.Send(
-                    peer, Gone(message.run, message.ticket, message.digest, "that download is not known here")
-                )
-            ]
-        if isinstance(message, Finished):
-            self._forget(peer)
+        known = asker is not None and asker.ask.ticket == message.ticket
+        if isinstance(message, messages.Finished):
+            if known:
+                self._forget(peer)
             return []
+        if asker is None or not known:
+            return [_gone(peer, message, "that download is not known here")]
         asker.expires = now + ASKER_SECONDS
         return self._on_reading(peer, asker, message)
 
@@ -169,35 +151,30 @@ class Server:
         asker = self._askers.get(peer)
         if asker is None and len(self._askers) >= MAX_ASKERS:
             reason = f"{MAX_ASKERS} peers are being served already"
-            return [events.Send(peer, Refusal(ask.run, ask.ticket, reason))]
+            return [events.Send(peer, messages.Refusal(ask.run, ask.ticket, reason))]
         if asker is None or asker.ask.ticket != ask.ticket:
             self._serving.drop(peer)
             asker = self._askers[peer] = _Asker(ask, now)
         asker.ask, asker.expires = ask, now + ASKER_SECONDS
-        if ask.after is not None and self._kept.lacks_image(ask.after):
-            return self._make_image(ask.after)  # The answer is an offer, when there is one.
-        if ask.after is not None and not self._has_ended(ask.after):
-            return []  # The answer is what comes of that round.
-        return [self._answer(peer, asker)]
+        if ask.after is None or self._has_ended(ask.after):
+            return [self._answer(peer, asker)]
+        return self._make_image(
+            ask.after
+        )  # The answer is what comes of that round, or the image when it is made.
 
-    def _on_reading(
-        self, peer: str, asker: _Asker, message: AskDigests | AskChunks
-    ) -> list[events.DonorAction]:
+    def _on_reading(self, peer: str, asker: _Asker, message: messages.AskBulk) -> list[events.DonorAction]:
         offer = self._shelf.find(message.digest) or self._kept.find(message.digest)
         if offer is None:
-            gone = Gone(message.run, message.ticket, message.digest, "it holds that image no longer")
-            return [events.Send(peer, gone)]
+            return [_gone(peer, message, "it holds that image no longer")]
         asker.reading = message.digest
-        bodies: list[Bulk] = []
-        if isinstance(message, AskDigests):
-            bodies = [Digests(message.run, message.ticket, message.digest)]
-        else:
-            chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
-            bodies = [Chunk(message.run, message.ticket, message.digest, chunk) for chunk in chunks]
         room = self._wear.room(peer, message.digest, offer.image.chunks, self._now)
         if room <= 0:
-            reason = f"it was sent {MAX_SERVINGS} times already"
-            return [events.Send(peer, Gone(message.run, message.ticket, message.digest, reason))]
+            return [_gone(peer, message, f"it was sent {MAX_SERVINGS} times already")]
+        name = message.run, message.ticket, message.digest
+        bodies: list[Bulk] = [messages.Digests(*name)]
+        if isinstance(message, messages.AskChunks):
+            chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
+            bodies = [messages.Chunk(*name, chunk) for chunk in chunks]
         self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]), self._now)
         return []
 
@@ -205,12 +182,11 @@ class Server:
         before, self._epoch = self._epoch, epoch
         if before == epoch:
             return []
-        return [
-            self._answer(peer, one)
-            for peer, one in self._askers.items()
-            if not one.reading
-            and (self._has_ended(one.ask.after) or any(wish < epoch for wish in one.ask.wanted))
-        ]
+
+        def differs(one: _Asker) -> bool:
+            return self._has_ended(one.ask.after) or any(wish < epoch for wish in one.ask.wanted)
+
+        return self._answers(lambda one: not one.reading and differs(one))
 
     def _on_snapshot(self, offer: Offer) -> list[events.DonorAction]:
         if self._taking == offer.state.epoch:
@@ -220,11 +196,9 @@ class Server:
         until = self._now + HOLD_SECONDS + HOLD_SECONDS_PER_CHUNK * offer.image.chunks
         held = (one.image.digest for one in self._shelf.offers)
         self._held_until = {digest: self._held_until.get(digest, until) for digest in held}
-        answers = [
-            self._answer(peer, one)
-            for peer, one in self._askers.items()
-            if one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
-        ]
+        answers = self._answers(
+            lambda one: one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
+        )
         return [*(events.Release(one.image) for one in released), *answers]
 
     def _has_ended(self, after: StateId | None) -> bool:
@@ -235,22 +209,24 @@ class Server:
         before, self._exchanging = self._exchanging, None
         if not self._has_ended(before):
             return []
-        return [self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == before]
+        return self._answers(lambda one: one.ask.after == before)
 
     def _make_image(self, before: StateId) -> list[events.DonorAction]:
         return [events.MakeImage(before)] if self._kept.begins_image(before) else []
 
     def _on_mean(self, mean: events.MeanReady) -> list[events.DonorAction]:
         gone = [] if self._kept.ready(mean.before, mean.image) else [events.Drop(mean.before)]
-        return gone + [
-            self._answer(peer, one) for peer, one in self._askers.items() if one.ask.after == mean.before
-        ]
+        return [*gone, *self._answers(lambda one: one.ask.after == mean.before)]
 
     def _forget(self, peer: str) -> None:
         del self._askers[peer]
         self._serving.drop(peer)
 
     # ---- answers ----
+
+    def _answers(self, concerned: Callable[[_Asker], bool]) -> list[events.DonorAction]:
+        """Answer all whom something new concerns."""
+        return [self._answer(peer, asker) for peer, asker in self._askers.items() if concerned(asker)]
 
     def _answer(self, peer: str, asker: _Asker) -> events.DonorAction:
         ask = asker.ask
@@ -294,3 +270,7 @@ class Server:
     def _holds(self, digest: bytes) -> bool:
         """Whether an image is held for whoever downloads it."""
         return self._now < self._held_until.get(digest, float("-inf"))
+
+
+def _gone(peer: str, message: messages.AskBulk, reason: str) -> events.Send:
+    return events.Send(peer, Gone(message.run, message.ticket, message.digest, reason))

@@ -32,7 +32,7 @@ _manifest = msgspec.msgpack.Decoder(Manifest)
 
 
 class MeanError(ValueError):
-    """These bytes are no mean of this run; the message says why."""
+    """These bytes are no mean of this run, or not proved to be the group's; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)

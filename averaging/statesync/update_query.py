@@ -18,10 +18,10 @@ from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answe
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 FEWEST_VOTES = 2
-"""More than half of the smallest round; what comes with fewer is not worth a download."""
+"""Fewest votes of a mean that is worth a download: more than half of the smallest round."""
 
 MAX_PROOFS = 256
-"""Held at once, of those that are asked and of some that have gone: four times as many as are asked."""
+"""Most proofs held at once, of peers that are asked and of some that have gone: four times as many as are asked."""
 
 
 class UpdateQuery(Answers):

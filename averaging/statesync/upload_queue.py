@@ -1,35 +1,53 @@
-"""In which order a donor sends what was asked of it, and how much of its time rounds leave for that.
+"""In which order a donor sends what was asked of it, how much of its time rounds leave for that, and to whom how much.
 
 Newcomers take turns, chunk by chunk. While a round goes on at this donor one body is on its way at most, and after each
-the donor pauses for some times as long as it took: whatever the link's speed, rounds keep most of it.
+the donor pauses for some times as long as it took: whatever the link's speed, rounds keep most of it. No single
+newcomer may use up what all of them are given.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from equipoise.averaging.statesync.messages import Bulk
 
 MAX_QUEUED = 32
-"""Bodies that one newcomer may have asked for and not received; an honest one asks for 8 at once."""
+"""Most bodies that one newcomer may have asked for and not received; an honest one asks for 8 at once."""
 
 MAX_SENDING = 2
-"""Bodies on their way from this donor, of all newcomers: one is written while the next is made."""
+"""Most bodies on their way from this donor, to all newcomers: one is written while the next is made."""
 
 PAUSE_FACTOR = 3.0
-"""During rounds a donor pauses for so many times as long as the last body took: newcomers have a quarter of a link."""
+"""A donor's pause after a body during rounds, in times of the body's own: newcomers have a quarter of a link."""
 
 MAX_PAUSE_SECONDS = 60.0
-"""What three times a body's time comes to on a link of 0.4 Mbit/s. Long before, the newcomer asks others for the same,
-which is as well: whoever has a faster link should give it."""
+"""Longest pause: three times a body's time on a link of 0.4 Mbit/s. Long before, the newcomer asks others for the same,
+which is as well: a donor with a faster link should give it."""
 
 LOOK_SECONDS = 0.5
-"""How often a donor that pauses looks whether the round is over."""
+"""Time between two looks of a donor that pauses: the round may be over."""
 
 STUCK_SECONDS, STUCK_IN_ROUND_SECONDS = 2.0, 20.0
-"""A body that has not left for so long takes nobody else's turn: its newcomer does not read. During rounds it rather is
-the link that is slow, and a second body would take from the round."""
+"""Longest time in which a body that has not left takes another newcomer's turn: its own does not read. During rounds it
+rather is the link that is slow, and a second body would take from the round."""
+
+MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
+"""Most snapshots that newcomers may ask a trainer for, in how many seconds: each costs it a copy of its memory."""
+
+MAX_SNAPSHOTS_EACH = 3
+"""Most of those for one newcomer: it needs one, and others where it comes too late for that or a donor fails."""
+
+MAX_SERVINGS = 4
+"""Most times that one newcomer may download the chunks of one image: faults explain two, malice any number."""
+
+DOWNLOAD_SECONDS = 600.0
+"""Longest time after its last body that a download is remembered: a newcomer that comes back later was restarted."""
+
+MAX_DOWNLOADS = 1024
+"""Most downloads that are remembered, whatever ticket they go by: some for each of a group, of each image that is
+held."""
 
 
 @dataclass
@@ -135,6 +153,42 @@ class Serving:
                 *(line.resumes_at for line in self._lines.values()),
             ]
         return min((time for time in times if time > now), default=float("inf"))
+
+
+class Quota:
+    """Counts snapshots and bodies by newcomer. Times are the seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._taken: deque[tuple[float, frozenset[str]]] = deque(maxlen=MAX_SNAPSHOTS)
+        self._served: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()
+
+    def took(self, peers: Collection[str], now: float) -> None:
+        """The trainer has taken a snapshot, which these newcomers wished for."""
+        self._taken.append((now, frozenset(peers)))
+
+    def worn(self, now: float) -> bool:
+        """Whether the trainer has taken snapshots enough for now."""
+        return len(self._taken) == MAX_SNAPSHOTS and now < self._taken[0][0] + SNAPSHOTS_SECONDS
+
+    def may_wish(self, peer: str, now: float) -> bool:
+        """Whether the trainer is asked for what this newcomer wishes."""
+        recent = Counter(one for at, peers in self._taken if now < at + SNAPSHOTS_SECONDS for one in peers)
+        return recent[peer] < MAX_SNAPSHOTS_EACH
+
+    def room(self, peer: str, digest: bytes, chunks: int, now: float) -> int:
+        """How many bodies more of an image of so many chunks this newcomer may be sent."""
+        count, last = self._served.get((peer, digest), (0, now))
+        return MAX_SERVINGS * (chunks + 1) - (count if now < last + DOWNLOAD_SECONDS else 0)
+
+    def served(self, peer: str, digest: bytes, bodies: int, now: float) -> None:
+        """So many bodies of an image are sent to this newcomer."""
+        if not bodies:
+            return
+        count, last = self._served.get((peer, digest), (0, now))
+        self._served[peer, digest] = (count if now < last + DOWNLOAD_SECONDS else 0) + bodies, now
+        self._served.move_to_end((peer, digest))
+        if len(self._served) > MAX_DOWNLOADS:
+            self._served.popitem(last=False)
 
 
 def _pause(took: float) -> float:

@@ -6,9 +6,10 @@ import asyncio
 from collections import Counter
 from typing import cast
 
-from equipoise.averaging.aio.download import MAX_DONORS, TRANSFER_FRAME, Download
 from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.transfer import MAX_DONORS, TRANSFER_FRAME, Download
 from equipoise.averaging.statesync.client import Request
+from equipoise.averaging.statesync.events import Withdrew
 from equipoise.averaging.statesync.messages import Ask, decode
 from fakes.transfer import RUN, SPEC, TICKET
 
@@ -39,7 +40,7 @@ async def test_a_flooded_directory_has_no_more_peers_dialled_than_a_group_has() 
     names = {f"peer{index}": b"credential" for index in range(1000)}
     download.see(names)
     download.see({**{f"flood{index}": b"credential" for index in range(1000)}, **names})
-    download.withdraw("enough")
+    download.tell(Withdrew("enough"))
     assert len(wire.asked) == len(wire.admitted) == MAX_DONORS
     assert set(wire.admitted.values()) == {1}
-    await asyncio.wait_for(download.outcome, 1.0)
+    await asyncio.wait_for(download.ended, 1.0)

@@ -15,6 +15,7 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import LONE_SECONDS
+from equipoise.averaging.statesync.cache import KEPT_MEANS, Kept
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.events import (
     AskReceived,
@@ -27,7 +28,6 @@ from equipoise.averaging.statesync.events import (
     RoundOver,
     Send,
 )
-from equipoise.averaging.statesync.kept import KEPT_MEANS, Kept
 from equipoise.averaging.statesync.messages import Answer, Ask, Offer
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.update import EncodedMean, MeanError

@@ -28,9 +28,6 @@ from equipoise.averaging.statesync.events import (
     AskReceived,
     Check,
     Checked,
-    ChunkReceived,
-    DigestsReceived,
-    Fail,
     FetchEvent,
     Finish,
     MemoryReady,
@@ -42,12 +39,13 @@ from equipoise.averaging.statesync.events import (
     Woke,
 )
 from equipoise.averaging.statesync.messages import Answer, Ask, AskChunks, AskDigests, Offer
+from equipoise.averaging.statesync.outcome import FetchOutcome
 from equipoise.averaging.statesync.quorum_proof import Circle, Prove, voters
 from equipoise.averaging.statesync.update import EncodedMean, MeanError, read_head
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import kept_by, mean_of, recovered, round_of, rounds
-from fakes.transfer import RUN, TICKET, offer_of, proof_of
+from fakes.transfer import RUN, TICKET, chunk_came, digests_came, offer_of, proof_of
 from fakes.transfer import SPEC as HASH
 
 BEFORE = StateId(7, "ab" * 32)
@@ -366,8 +364,7 @@ class Fetching:
         self.tell(MemoryReady(offer.image.size), now)
         while self.asked:
             peer, chunk = self.asked.pop(0)
-            here = ChunkReceived(peer, offer.image, chunk, True)
-            self.tell(DigestsReceived(peer, offer.image, True) if chunk < 0 else here, now)
+            self.tell(digests_came(peer, offer) if chunk < 0 else chunk_came(peer, offer, chunk), now)
 
     def take(self) -> list[object]:
         done, self.done = self.done, []
@@ -384,6 +381,7 @@ def test_what_is_here_is_checked_with_all_proofs_that_were_given_for_it() -> Non
     fetching.tell(Checked(""))
     (end,) = fetching.take()
     assert isinstance(end, Finish)
+    assert end.outcome.ok
 
 
 def test_what_is_not_proved_bars_all_who_offer_it_and_the_next_is_tried() -> None:
@@ -399,8 +397,9 @@ def test_what_is_not_proved_bars_all_who_offer_it_and_the_next_is_tried() -> Non
     fetching.tell(Checked(""))
     (end,) = fetching.take()
     assert isinstance(end, Finish)
-    assert end.sources == {"a": GENUINE.image.chunks}
-    assert "x: 0 signed; y: 0 signed" in end.reason
+    assert end.outcome.ok
+    assert end.outcome.sources == {"a": GENUINE.image.size}
+    assert "x: 0 signed; y: 0 signed" in end.outcome.reason
 
 
 def test_one_that_offers_the_genuine_mean_with_false_votes_does_not_keep_others_from_proving_it() -> None:
@@ -422,7 +421,7 @@ def test_where_nobody_is_left_the_reason_says_what_was_wrong_with_each() -> None
     fetching.take()
     fetching.tell(Checked("0 signed"))
     none = "none of 1 peer that answered keeps the mean after epoch 7; x: 0 signed"
-    assert fetching.take() == [Fail(none, unheard=1)]
+    assert fetching.take() == [Finish(FetchOutcome(ok=False, reason=none, unheard=1))]
 
 
 def test_one_that_offers_more_than_a_mean_can_have_does_not_keep_others_from_giving_it() -> None:
@@ -452,9 +451,9 @@ def test_nor_does_one_by_whom_the_state_is_known(given: int) -> None:
     fetching.wait(0.0)
     fetching.tell(MemoryReady(FORGED.image.size), 1.1)
     if given >= 0:
-        fetching.tell(DigestsReceived("x", FORGED.image, True), 1.1)
+        fetching.tell(digests_came("x", FORGED), 1.1)
     if given > 0:
-        fetching.tell(ChunkReceived("x", FORGED.image, 0, True), 1.1)
+        fetching.tell(chunk_came("x", FORGED, 0), 1.1)
     fetching.hear("a", GENUINE, proof=PROOF, now=1.2)
     assert fetching.take() == [Allocate(FORGED.image)], "one of them each: it goes on"
     now = fetching.wait(1.2)
@@ -484,8 +483,9 @@ def test_nothing_ends_it_while_it_is_being_checked() -> None:
     assert fetching.take() == []
     fetching.tell(Checked("0 signed"), 3.0)
     (end,) = fetching.take()
-    assert isinstance(end, Fail)
-    assert end.reason.startswith("cancelled")
+    assert isinstance(end, Finish)
+    assert not end.outcome.ok
+    assert end.outcome.reason.startswith("cancelled")
 
 
 def test_a_mean_for_which_there_is_no_room_is_nobody_s_fault() -> None:
@@ -494,4 +494,4 @@ def test_a_mean_for_which_there_is_no_room_is_nobody_s_fault() -> None:
     fetching.download(GENUINE)
     fetching.take()
     fetching.tell(MemoryRefused("no memory"))
-    assert fetching.take() == [Fail("no memory", unheard=1)]
+    assert fetching.take() == [Finish(FetchOutcome(ok=False, reason="no memory", unheard=1))]

@@ -15,7 +15,8 @@ from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.allreduce.vote_signatures import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.quorum_proof import MAX_ROUNDS, Circle, VotesError, voters
+from equipoise.averaging.statesync.quorum_proof import MAX_ROUNDS, Circle, voters
+from equipoise.averaging.statesync.update import MeanError
 from simulator.matchmaking import SPEC, signer, verify
 
 BEFORE = StateId(7, "ab" * 32)
@@ -65,7 +66,7 @@ prove = partial(voters, ROUND, CONTRIBUTORS, DIGEST, verify=verify)
 
 
 def disproved(*proofs: Commit) -> str:
-    with pytest.raises(VotesError) as refused:
+    with pytest.raises(MeanError) as refused:
         prove(proofs)
     return str(refused.value)
 
@@ -84,7 +85,7 @@ def test_of_two_members_both_are_needed() -> None:
     two = round_of("ab")
     both = proof("ab", two, decision=Decision(0b11, 0b11))
     assert voters(two, 0b11, DIGEST, [both], verify) == {"a", "b"}
-    with pytest.raises(VotesError, match="1 signed"):
+    with pytest.raises(MeanError, match="1 signed"):
         voters(two, 0b11, DIGEST, [proof("b", two, decision=Decision(0b11, 0b11))], verify)
 
 
@@ -140,7 +141,7 @@ def test_no_byte_of_a_vote_can_be_changed(at: int, change: int) -> None:
     except ValueError:
         return
     if isinstance(changed, Commit):
-        with contextlib.suppress(VotesError):
+        with contextlib.suppress(MeanError):
             assert prove([changed]) == {"a", "b", "c"}, "only what is not looked at may change"
 
 
@@ -182,15 +183,15 @@ def test_it_is_of_the_state_that_this_peer_holds_whatever_most_say_that_they_hol
 def test_more_than_half_of_the_circle_must_have_voted() -> None:
     later = round_of("abmn", number=8)
     CIRCLE.check(later, BEFORE, frozenset("abm"))
-    with pytest.raises(VotesError, match="half of the 3 peers by whom this one knows its state, 1 of them"):
+    with pytest.raises(MeanError, match="half of the 3 peers by whom this one knows its state, 1 of them"):
         CIRCLE.check(later, BEFORE, frozenset("amn"))
 
 
 def test_it_tells_nothing_of_any_other_state() -> None:
     later = round_of("abmn", dict.fromkeys("abmn", NEXT))
-    with pytest.raises(VotesError, match="half of the 0 peers"):
+    with pytest.raises(MeanError, match="half of the 0 peers"):
         CIRCLE.check(later, NEXT, frozenset("abmn"))
-    with pytest.raises(VotesError, match="half of the 0 peers"):
+    with pytest.raises(MeanError, match="half of the 0 peers"):
         CIRCLE.check(ROUND, NEXT, frozenset("abmn"))
 
 
@@ -200,14 +201,14 @@ def test_strangers_prove_nothing_to_who_knows_none_of_them() -> None:
     voted = voters(strangers, CONTRIBUTORS, DIGEST, [everybody], verify)
     assert voted == {"x", "y", "z"}
     for circle in (CIRCLE, Circle()):
-        with pytest.raises(VotesError, match="0 of them voted"):
+        with pytest.raises(MeanError, match="0 of them voted"):
             circle.check(strangers, BEFORE, voted)
 
 
 def test_joins_of_the_circle_that_strangers_outnumber_prove_nothing() -> None:
     mixed = round_of("abcvwxyz")
     voted = voters(mixed, CONTRIBUTORS, DIGEST, [proof("vwxyz", mixed)], verify)
-    with pytest.raises(VotesError, match="0 of them voted"):
+    with pytest.raises(MeanError, match="0 of them voted"):
         CIRCLE.check(mixed, BEFORE, voted)
 
 

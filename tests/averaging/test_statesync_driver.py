@@ -114,7 +114,7 @@ async def test_bytes_that_were_changed_bar_their_donor_and_come_from_another(clu
         await donor.offer(STATE, memoryview(IMAGE))
     await until(lambda: liar._held)
     (held,) = liar._held.values()
-    liar._held[next(iter(liar._held))] = type(held)(memoryview(bytes(len(IMAGE))), held.digests)
+    liar._held[held.name.digest] = held._replace(data=memoryview(bytes(len(IMAGE))))
     memory = Memory()
     outcome = await newcomer.fetch(7, LIMIT, 20.0, memory.room)
     assert outcome.ok, outcome.reason

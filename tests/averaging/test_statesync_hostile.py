@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from equipoise.averaging.aio.download import TRANSFER_FRAME
+from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.ports import Channel
 from equipoise.averaging.statesync import chunk_scheduler
 from equipoise.averaging.statesync.chunks import ImageId, digests_of

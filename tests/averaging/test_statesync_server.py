@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from equipoise.averaging.statesync import messages, quota, upload_queue
+from equipoise.averaging.statesync import messages, upload_queue
 from equipoise.averaging.statesync import server as donors
 from equipoise.averaging.statesync.events import (
     AskReceived,
@@ -168,15 +168,15 @@ def test_one_newcomer_is_not_served_for_ever() -> None:
             served += isinstance(one, Chunk)
         while any(isinstance(one, Chunk) for one in giver.tell(BodySent("new", False))):
             served += 1
-    assert served <= quota.MAX_SERVINGS * 3
+    assert served <= upload_queue.MAX_SERVINGS * 3
 
 
 def test_who_comes_back_after_a_long_time_is_served_again() -> None:
     giver = Giver()
     giver.offer(offer_of(1, chunks=2))
     digest = offer_of(1, chunks=2).image.digest
-    for _ in range(3 * quota.MAX_SERVINGS):
-        giver.now += quota.DOWNLOAD_SECONDS
+    for _ in range(3 * upload_queue.MAX_SERVINGS):
+        giver.now += upload_queue.DOWNLOAD_SECONDS
         giver.ask(ask(0))
         assert any(isinstance(one, Chunk) for one in giver.ask(AskChunks(RUN, TICKET, digest, (0, 1))))
         giver.tell(BodySent("new", False))
@@ -193,7 +193,7 @@ def test_a_new_ticket_is_no_new_download() -> None:
         served += sum(isinstance(one, Chunk) for one in giver.ask(AskChunks(RUN, ticket, digest, (0, 1))))
         served += sum(isinstance(one, Chunk) for one in giver.tell(BodySent("new", False)))
         giver.ask(Finished(RUN, ticket))
-    assert 0 < served <= quota.MAX_SERVINGS * 3
+    assert 0 < served <= upload_queue.MAX_SERVINGS * 3
 
 
 def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
@@ -207,13 +207,13 @@ def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
 
 def test_trainers_are_not_asked_for_snapshots_without_end() -> None:
     giver = Giver(epoch=0)
-    for epoch in range(1, quota.MAX_SNAPSHOTS + 1):
+    for epoch in range(1, upload_queue.MAX_SNAPSHOTS + 1):
         giver.ask(ask(epoch, wanted=(epoch,)), f"new{epoch}")
         assert giver.machine.wanted == epoch
         giver.offer(offer_of(epoch))
     giver.ask(ask(50, wanted=(50,)))
     assert giver.machine.wanted is None
-    giver.now += quota.SNAPSHOTS_SECONDS
+    giver.now += upload_queue.SNAPSHOTS_SECONDS
     giver.ask(ask(50, wanted=(50,)))
     assert giver.machine.wanted == 50
 
@@ -228,7 +228,7 @@ def test_one_newcomer_does_not_use_up_the_snapshots_of_all() -> None:
             break
         giver.offer(offer_of(epoch))
         taken += 1
-    assert taken == quota.MAX_SNAPSHOTS_EACH
+    assert taken == upload_queue.MAX_SNAPSHOTS_EACH
     assert giver.ask(ask(30, wanted=(30,)), "honest") == [answer(taken, noted=(30,))]
     assert giver.machine.wanted == 30
 

@@ -25,10 +25,10 @@ import torch
 
 from contracts.run import together
 from e2e.swarm import DaemonProcess, Swarm, eventually
-from equipoise.averaging.aio.download import TRANSFER_FRAME
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
+from equipoise.averaging.aio.transfer import TRANSFER_FRAME
 from equipoise.averaging.allreduce import messages as rounds
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as matchmaking

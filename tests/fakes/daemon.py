@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from equipoise.averaging.aio.download import Room
+from equipoise.averaging.aio.transfer import Room
 from equipoise.averaging.description import describe, differences, first_difference, regarding
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
-from equipoise.averaging.statesync.messages import Answer, Ask, Offer
+from equipoise.averaging.statesync.events import BodyReceived
+from equipoise.averaging.statesync.messages import Answer, Ask, Chunk, Digests, Offer
 
 RUN, SPEC, TICKET = "run/step", "5" * 64, b"ticket.."
 
@@ -32,3 +33,13 @@ def proof_of(*members: int, ballot: int = 0) -> Commit:
 def mean_answer(epoch: int, offer: Offer, proof: Commit | None = None) -> Answer:
     """One that offers a mean, by default with as many votes as any needs."""
     return Answer(RUN, TICKET, epoch, (), (offer,), proof or proof_of(0, 1))
+
+
+def digests_came(peer: str, offer: Offer, genuine: bool = True) -> BodyReceived:
+    """The digests of what `peer` offers."""
+    return BodyReceived(peer, Digests(RUN, TICKET, offer.image.digest), genuine)
+
+
+def chunk_came(peer: str, offer: Offer, chunk: int, genuine: bool = True) -> BodyReceived:
+    """A chunk of what `peer` offers."""
+    return BodyReceived(peer, Chunk(RUN, TICKET, offer.image.digest, chunk), genuine)

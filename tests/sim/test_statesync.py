@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from equipoise.averaging.statesync.events import Fail, Finish
-from equipoise.averaging.statesync.kept import KEPT_MEANS
-from equipoise.averaging.statesync.quota import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
+from equipoise.averaging.statesync.cache import KEPT_MEANS
+from equipoise.averaging.statesync.chunks import CHUNK_BYTES
 from equipoise.averaging.statesync.server import ASKER_SECONDS
+from equipoise.averaging.statesync.upload_queue import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
 from simulator.statesync import MEAN, Result, Scenario, Trouble, World, image_of, state_of
 
 FINE = Trouble()
@@ -64,16 +64,18 @@ def check(scenario: Scenario, world: World) -> None:
 
 
 def right(scenario: Scenario, world: World, name: str, result: Result) -> bool:
-    if isinstance(result.end, Fail):
+    outcome, state = result.outcome, result.outcome.state
+    if state is None:
         # Whether there was time enough for so many bytes is the link's affair.
-        return "MiB" in result.end.reason and bound(scenario) > scenario.timeout
-    state = result.end.state
+        return not outcome.ok and "MiB" in outcome.reason and bound(scenario) > scenario.timeout
     return (
-        state == state_of(state.epoch)
-        and result.end.image == image_of(state, scenario.chunks)
+        outcome.ok
+        and state == state_of(state.epoch)
+        and result.image == image_of(state, scenario.chunks)
+        and outcome.size == result.image.size
         and set(result.chunks) == set(range(scenario.chunks))
         and state.epoch >= world.newcomers[name].request.at_least
-        and sum(result.end.sources.values()) == scenario.chunks
+        and sum(-(-size // CHUNK_BYTES) for size in outcome.sources.values()) == scenario.chunks
     )
 
 
@@ -109,8 +111,8 @@ def test_however_fast_donors_step_they_meet_in_one_epoch(step: float, count: int
     for seed in range(5):
         world = World(Scenario((FINE,) * count, step=(step, 1.2 * step), skew=min(0.1, step)), seed)
         (result,) = world.run().values()
-        assert isinstance(result.end, Finish), result.end.reason
-        assert 2 * len(result.end.sources) > count
+        assert result.outcome.ok, result.outcome.reason
+        assert 2 * len(result.outcome.sources) > count
         assert result.ended_at < 6.0 + 3 * step
         assert all(donor.snapshots <= 3 for donor in world.donors.values())
 
@@ -121,7 +123,7 @@ def test_a_donor_killed_at_any_moment_costs_the_time_to_notice_it(when: float) -
         donors = (FINE, FINE, Trouble(killed_at=2.0 + when))
         world = World(Scenario(donors, step=(0.5, 0.6), chunk=0.01, chunks=120), seed)
         (result,) = world.run().values()
-        assert isinstance(result.end, Finish), result.end.reason
+        assert result.outcome.ok, result.outcome.reason
         assert result.ended_at < 10.0
 
 
@@ -129,8 +131,8 @@ def test_a_changed_byte_bars_its_donor_and_another_is_asked_at_once() -> None:
     for seed in range(10):
         world = World(Scenario((FINE, FINE, Trouble(flips=0.1)), step=(0.5, 0.6), chunks=120), seed)
         (result,) = world.run().values()
-        assert isinstance(result.end, Finish)
-        assert "digest" in result.end.reason
+        assert result.outcome.ok
+        assert "digest" in result.outcome.reason
         assert result.ended_at < 5.0
 
 
@@ -138,15 +140,15 @@ def test_one_liar_among_three_is_not_believed() -> None:
     for seed in range(10):
         world = World(Scenario((FINE, FINE, Trouble(lies="image")), step=(0.5, 0.6)), seed)
         (result,) = world.run().values()
-        assert isinstance(result.end, Finish)
-        assert "donor2" not in result.end.sources
+        assert result.outcome.ok
+        assert "donor2" not in result.outcome.sources
 
 
 def test_two_who_do_not_agree_are_not_believed_and_not_pestered() -> None:
     world = World(Scenario((FINE, Trouble(lies="image")), step=(0.05, 0.06)), 1)
     (result,) = world.run().values()
-    assert isinstance(result.end, Fail)
-    assert "do not agree" in result.end.reason
+    assert not result.outcome.ok
+    assert "do not agree" in result.outcome.reason
     minutes = world.now // SNAPSHOTS_SECONDS + 1
     assert world.donors["donor0"].snapshots <= minutes * MAX_SNAPSHOTS
 
@@ -156,7 +158,7 @@ def test_of_two_donors_one_that_stops_does_not_hold_the_newcomer_up_for_ever() -
         donors = (FINE, Trouble(stopped=(2.5, 1000.0)))
         world = World(Scenario(donors, step=(1.0, 1.2)), seed)
         (result,) = world.run().values()
-        assert isinstance(result.end, Finish), result.end.reason
+        assert result.outcome.ok, result.outcome.reason
         assert result.ended_at < 30.0
 
 
@@ -166,9 +168,10 @@ def test_of_two_donors_one_that_stops_does_not_hold_the_newcomer_up_for_ever() -
 def has_the_mean(scenario: Scenario, world: World, name: str, result: Result) -> bool:
     after = world.newcomers[name].request.after
     return (
-        isinstance(result.end, Finish)
-        and result.end.state == after
-        and result.end.image == image_of(result.end.state, scenario.chunks, MEAN)
+        after is not None
+        and result.outcome.ok
+        and result.outcome.state == after
+        and result.image == image_of(after, scenario.chunks, MEAN)
         and set(result.chunks) == set(range(scenario.chunks))
     )
 
@@ -181,7 +184,7 @@ def test_a_missed_mean_comes_whatever_a_minority_does_and_without_a_snapshot(fir
         scenario = replace(scenario, step=(max(scenario.step[0], 1.0), max(scenario.step[1], 1.5)))
         world = World(scenario, seed)
         for name, result in world.run().items():
-            if isinstance(result.end, Finish):
+            if result.outcome.ok:
                 assert has_the_mean(scenario, world, name, result), (seed, name, result)
         assert not any(donor.snapshots for donor in world.donors.values())
 
@@ -201,8 +204,8 @@ def test_one_honest_donor_is_enough_however_many_liars_there_are() -> None:
         world = World(Scenario(donors, step=(1.0, 1.2), chunk=0.001, chunks=10, missed=1), seed)
         (result,) = world.run().values()
         assert has_the_mean(world.scenario, world, "new0", result), result
-        assert isinstance(result.end, Finish)
-        assert set(result.end.sources) == {"donor6"}
+        assert result.outcome.ok
+        assert set(result.outcome.sources) == {"donor6"}
 
 
 def test_liars_that_give_nothing_of_what_they_offer_do_not_keep_the_newcomer_from_the_others() -> None:
@@ -218,8 +221,8 @@ def test_liars_that_give_nothing_of_what_they_offer_do_not_keep_the_newcomer_fro
 def test_a_mean_that_all_have_let_go_is_not_waited_for() -> None:
     world = World(Scenario((FINE, FINE, FINE), step=(0.05, 0.06), missed=KEPT_MEANS + 4), 1)
     (result,) = world.run().values()
-    assert isinstance(result.end, Fail)
-    assert "none of 3 peers that answered keeps the mean" in result.end.reason
+    assert not result.outcome.ok
+    assert "none of 3 peers that answered keeps the mean" in result.outcome.reason
     assert result.ended_at < 1.0
 
 

@@ -16,9 +16,10 @@ from blake3 import blake3
 from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import events, messages
+from equipoise.averaging.statesync.cache import KEPT_MEANS
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.client import Fetch, Request
-from equipoise.averaging.statesync.kept import KEPT_MEANS
+from equipoise.averaging.statesync.outcome import FetchOutcome
 from equipoise.averaging.statesync.server import Server
 from simulator.core import Driver
 from simulator.network import Network, Weather
@@ -110,12 +111,14 @@ class Result:
 
     Attributes:
         ended_at: Seconds from its beginning.
-        end: The machine's last action.
+        outcome: What the machine said at its end.
+        image: The image that it had downloaded last.
         chunks: By chunk, whether what lies there is genuine.
     """
 
     ended_at: float
-    end: events.Finish | events.Fail
+    outcome: FetchOutcome
+    image: ImageId | None
     chunks: dict[int, bool] = field(default_factory=dict)
 
 
@@ -351,9 +354,9 @@ class SimNewcomer(Driver):
                 self.after(0.01, self.tell, events.MemoryReady(image.size))
             case events.Check():
                 self.after(CHECK_SECONDS, self.tell, self._checked())
-            case events.Finish() | events.Fail():
+            case events.Finish(outcome):
                 took = self._world.now - self._began
-                self._world.results[self._name] = Result(took, action, self._chunks)
+                self._world.results[self._name] = Result(took, outcome, self._image, self._chunks)
 
     def lose(self, other: str, reason: str) -> None:
         """The connection to a peer broke."""
@@ -361,14 +364,10 @@ class SimNewcomer(Driver):
 
     def take(self, peer: str, message: messages.Bulk, genuine: bool) -> None:
         """A body has come: as the driver does."""
-        if self._image is None or not self.machine.expects(peer, message):
-            return
-        if isinstance(message, messages.Digests):
-            self.tell(events.DigestsReceived(peer, self._image, genuine))
-        elif isinstance(message, messages.Chunk):
-            if genuine:
+        if self.machine.expects(peer, message):
+            if genuine and isinstance(message, messages.Chunk):
                 self._chunks[message.chunk] = True
-            self.tell(events.ChunkReceived(peer, self._image, message.chunk, genuine))
+            self.tell(events.BodyReceived(peer, message, genuine))
 
     def _checked(self) -> events.Checked:
         """Votes tell a mean that the group came to from any other."""
