@@ -16,7 +16,7 @@ import msgspec
 from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
-from equipoise.averaging.state import StateId
+from equipoise.averaging.state import StateId, group_state
 
 MAX_PEER_CHARS = 64
 """A PeerID in base58 is 46 to 52 characters."""
@@ -166,6 +166,16 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """Put joins of one spec and one round together."""
         members = tuple(sorted(joins, key=lambda join: join.peer))
         return cls(PROTOCOL_VERSION, members[0].spec, members[0].round, coordinator, members)
+
+    @property
+    def states(self) -> dict[str, StateId]:
+        """PeerID -> the state that this member says it holds, of those that say one."""
+        return {join.peer: join.state for join in self.members if join.state is not None}
+
+    @property
+    def before(self) -> StateId | None:
+        """The group's state that the round leads on from; None if nobody says one."""
+        return group_state(self.states.values())
 
     @property
     def id(self) -> bytes:

@@ -363,7 +363,7 @@ class RoundDriver:
             bytes_received=self._received,
             seconds={**self._phases, "exchange": self._loop.time() - self._began},
             compression_ratio=self._layout.compression_ratio,
-            states={join.peer: join.state for join in self._task.manifest.members if join.state is not None},
+            states=self._task.manifest.states,
             events=tuple(notes),
         )
 

@@ -26,7 +26,7 @@ from equipoise.averaging.ports import Candidate, Directory, FrameRefused
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.session.fair_queue import Frame
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import StateId, group_state
+from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, Image, ImageId, is_chunk
 from equipoise.averaging.statesync.client import Fetch, Request
@@ -357,7 +357,7 @@ class Transfer:
 
     def keep(self, mean: EncodedMean, prove: Prove) -> None:
         """A round has come to a mean: keep it for those who missed it, if there is a state that it leads on from."""
-        before = mean.before
+        before = mean.manifest.before
         if before is not None and not self._left:
             self._circle = self._circle.ended(before, mean.manifest, self._sessions.peer)
             self._attended = Circle.attended(before, mean.manifest, self._sessions.peer)
@@ -368,9 +368,8 @@ class Transfer:
     def begin(self, manifest: Manifest) -> None:
         """A round of this run exchanges values here; `over` is called when it has ended."""
         self._circle = self._circle.begun(manifest, self._sessions.peer)
-        before = group_state(join.state for join in manifest.members if join.state is not None)
-        if before is not None:
-            self._tell(events.RoundBegan(before))
+        if manifest.before is not None:
+            self._tell(events.RoundBegan(manifest.before))
 
     def over(self, outcome: object) -> None:
         """It has ended."""

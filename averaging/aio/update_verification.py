@@ -87,10 +87,9 @@ def decode(
         sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]
         parts = cut(payload, sizes)
         mean = EncodedMean(manifest, contributors, parts)
-        if mean.before != wanted.after:
-            raise MeanError(
-                f"expected the mean after epoch {wanted.after.epoch}, got one after {mean.before}"
-            )
+        if manifest.before != wanted.after:
+            after = wanted.after.epoch
+            raise MeanError(f"expected the mean after epoch {after}, got one after {manifest.before}")
         digest = mean.digest()
         voted = voters(manifest, contributors, digest, proofs, verify)
         if wanted.circle is not None:
@@ -120,5 +119,5 @@ def _outcome(mean: EncodedMean, group: Group, digest: bytes, spec: RunSpec) -> O
         digest=digest.hex(),
         bytes_received=mean.size,
         compression_ratio=spec.layout.compression_ratio,
-        states={join.peer: join.state for join in manifest.members if join.state is not None},
+        states=manifest.states,
     )

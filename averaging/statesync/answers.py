@@ -101,9 +101,8 @@ class Answers:
         """Why nobody has answered, one line; empty if somebody has."""
         if not self.peers:
             barred = "; ".join(f"{peer[-8:]}: {why}" for peer, why in self.barred.items())
-            return (
-                f"no other peer can be asked ({barred})" if barred else "no other peer of this run is known"
-            )
+            unknown = "no other peer of this run is known"
+            return f"no other peer can be asked ({barred})" if barred else unknown
         return "" if self._answers else f"none of {counted(len(self.peers))} has answered"
 
 

@@ -117,9 +117,8 @@ class ChunkScheduler:
     def expects(self, peer: str, chunk: int) -> bool:
         """Whether `peer` was asked for a chunk that is still missing."""
         source = self.donors.get(peer)
-        return (
-            source is not None and chunk in self._missing and (chunk in source.asked or chunk in source.late)
-        )
+        asked = source is not None and (chunk in source.asked or chunk in source.late)
+        return asked and chunk in self._missing
 
     def receive(self, peer: str, chunk: int, now: float) -> None:
         """A chunk is in its place."""

@@ -318,9 +318,8 @@ class Fetch:
         behind, unheard = (self._missed.behind, self._missed.unheard) if self._missed else (0, 0)
         reason = "; ".join([reason, *(note for note in self._notes if note not in reason)])
         seconds = now - self._began
-        return self._end(
-            Finish(FetchOutcome(ok=False, reason=reason, seconds=seconds, behind=behind, unheard=unheard))
-        )
+        outcome = FetchOutcome(ok=False, reason=reason, seconds=seconds, behind=behind, unheard=unheard)
+        return self._end(Finish(outcome))
 
     def _end(self, finish: Finish) -> list[FetchAction]:
         self.ended = True

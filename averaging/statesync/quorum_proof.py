@@ -28,7 +28,7 @@ Prove = Callable[[], wire.Commit]
 """Says which votes of a kept mean's round are known by now, each with its signature."""
 
 MAX_ROUNDS = 8
-"""From one state, of which a circle knows the ids: each took its group a while."""
+"""Most rounds from one state of which a circle knows the ids: each took its group a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Circle:
 
     def begun(self, manifest: Manifest, own: str) -> Circle:
         """After this peer has begun a round; one in which it says no state tells nothing of any."""
-        held = {join.peer: join.state for join in manifest.members}.get(own)
+        held = manifest.states.get(own)
         if held is None:
             return self
         peers, rounds = (self.peers, self.rounds) if self.knows(held) else (frozenset[str](), ())
@@ -99,7 +99,7 @@ class Circle:
 
 def _agreed(manifest: Manifest, held: StateId, own: str) -> frozenset[str]:
     """Who but `own` holds the state `held`, if most do; newcomers of epoch 0 have no say, as in `group_state`."""
-    states = {join.peer: join.state for join in manifest.members if join.state is not None}
+    states = manifest.states
     alike = frozenset(peer for peer, state in states.items() if state == held)
     known = sum(state == held or state.epoch > 0 for state in states.values())
     return alike - {own} if 2 * len(alike) > known else frozenset()

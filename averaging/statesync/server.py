@@ -158,9 +158,8 @@ class Server:
         asker.ask, asker.expires = ask, now + ASKER_SECONDS
         if ask.after is None or self._has_ended(ask.after):
             return [self._answer(peer, asker)]
-        return self._make_image(
-            ask.after
-        )  # The answer is what comes of that round, or the image when it is made.
+        # The answer is what comes of that round, or the image when it is made.
+        return self._make_image(ask.after)
 
     def _on_reading(self, peer: str, asker: _Asker, message: messages.AskBulk) -> list[events.DonorAction]:
         offer = self._shelf.find(message.digest) or self._kept.find(message.digest)

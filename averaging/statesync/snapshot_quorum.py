@@ -19,27 +19,28 @@ from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, 
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 PATIENCE_SECONDS = 5.0
-"""How long those who have noted a wish may take longer than the first who fulfils it: to copy and digest an image."""
+"""Longest time that those who noted a wish may take after the first who fulfils it: to copy and digest an image."""
 
 STUCK_SECONDS = 30.0
-"""A peer whose epoch has not changed for so long, while another is ahead of it by `STUCK_EPOCHS`, has no say: its
-trainer hangs. (Whose daemon has died is not in the directory any more by then.) But only while no more are stuck than
+"""Longest time that a peer whose epoch does not change has a say while another is ahead by `STUCK_EPOCHS`: its trainer
+hangs. (Whose daemon has died is not in the directory any more by then.) But only while no more are stuck than
 are ahead: where most stand still, steps take longer than that."""
 
 STUCK_EPOCHS = 2
-"""Who steps slowly is behind a liar by one at once, and may be honest."""
+"""Fewest epochs that a peer which has no say is behind: one that steps slowly is behind a liar by one at once."""
 
 LAG_EPOCHS = 8
-"""Who steps with the group is behind what a newcomer asks for by an epoch or a few; who is further, is one itself."""
+"""Most epochs that a peer with a say is behind what a newcomer asks for: one that is further is a newcomer itself."""
 
 SLOW_SECONDS = 2.0
-"""A step that takes longer than that is worth asking for the epoch before it."""
+"""Longest time of a step for which only the next epoch is asked for; during a longer one also the present."""
 
 FIRST_REST_SECONDS, MAX_REST_SECONDS = 1.0, 30.0
-"""Between two wishes where donors took snapshots and did not agree: twice as long each time, for each costs them."""
+"""Times between two wishes where donors took snapshots and did not agree: twice as long each time, for each costs
+them."""
 
 MAX_MARGIN = 64
-"""Epochs between where donors stand and what they are asked for; at 10 ms a step that is more than half a second."""
+"""Most epochs between where donors stand and what they are asked for: at 10 ms a step, more than half a second."""
 
 
 class SnapshotQuorum(Answers):
@@ -91,38 +92,28 @@ class SnapshotQuorum(Answers):
         """Why no snapshot can be had, one line: no peer is known that holds or may take one."""
         if not self.peers:
             return self._nobody
-        return (
-            "all who are known have left the run, and hold no snapshot"
-            if self.peers.keys() <= self._left
-            else ""
-        )
+        left = self.peers.keys() <= self._left
+        return "all who are known have left the run, and hold no snapshot" if left else ""
 
     def agreement(self, now: float) -> Agreement | None:
         """What to download; None if that is not clear yet."""
-        tally = Counter(
-            offer for peer in self._voters for offer in self._answers[peer].offers if self._useful(offer)
-        )
+        voters = list(self._voters)
+        tally = Counter(offer for one in self._voters.values() for offer in one.offers if self._useful(offer))
         if not tally:
             return None
-        offer, count = max(
-            tally.items(), key=lambda item: (item[1], item[0].state.epoch, item[0].image.digest)
-        )
-        if 2 * count <= len(self.peers) and not self._settled(
-            now, ANSWER_SECONDS if count > 1 else LONE_SECONDS
-        ):
+        offer = max(tally, key=lambda one: (tally[one], one.state.epoch, one.image.digest))
+        count = tally[offer]
+        patience = ANSWER_SECONDS if count > 1 else LONE_SECONDS
+        if 2 * count <= len(self.peers) and not self._settled(now, patience):
             return None
-        voters = self._voters
         moving = [peer for peer in voters if not self._stuck(peer, offer.state.epoch, now)]
         # Where most stand still, steps take long, and the few may lie about how far one can be.
         if len(voters) - len(moving) <= count:
             voters = moving
         if 2 * count > len(voters):
             return self._agreed(offer, f"{count} of {counted(len(voters))} with a state offer it")
-        denied = max(
-            (n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer),
-            default=0,
-        )
-        if count < 2 or count <= denied or now < self._since[offer] + PATIENCE_SECONDS:
+        others = [n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer]
+        if count < 2 or count <= max(others, default=0) or now < self._since[offer] + PATIENCE_SECONDS:
             return None
         # Who has not come so far may yet offer another: two who make up an epoch to come are not to be believed.
         if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
@@ -134,7 +125,7 @@ class SnapshotQuorum(Answers):
         """Choose the epochs to ask for; returns whether they are others than before."""
         if not self._answers or not self._settled(now):
             return False
-        epochs = sorted(e for peer in self._voters if (e := self._answers[peer].epoch) is not None)
+        epochs = sorted(one.epoch for one in self._voters.values() if one.epoch is not None)
         # Of most: one liar must not make all the others wait for an epoch that never comes.
         present = epochs[len(epochs) // 2] if epochs else 0
         before = self.wanted
@@ -161,24 +152,21 @@ class SnapshotQuorum(Answers):
         """What is waited for, in one line."""
         if self._nobody:
             return self._nobody
-        if not self._voters:
-            return (
-                f"{len(self._answers)} of {counted(len(self.peers))} answered, and none holds a state of use"
-            )
-        offering = f"{self._offering} of {counted(len(self._voters))} with a state"
-        if self._offering:
-            return f"{offering} offer one, and they do not agree"
-        wanted = f" of epoch {self.wanted[0]}" if self.wanted else f" of epoch {self._at_least} or later"
-        return f"{offering} offer a snapshot{wanted}"
+        voters = self._voters
+        if not voters:
+            heard = f"{len(self._answers)} of {counted(len(self.peers))} answered"
+            return f"{heard}, and none holds a state of use"
+        count = sum(any(map(self._useful, one.offers)) for one in voters.values())
+        offering = f"{count} of {counted(len(voters))} with a state offer"
+        if count:
+            return f"{offering} one, and they do not agree"
+        wanted = self.wanted[0] if self.wanted else f"{self._at_least} or later"
+        return f"{offering} a snapshot of epoch {wanted}"
 
     @property
-    def _voters(self) -> list[str]:
-        """Those who hold a state that is of use, or soon will be: newcomers at their first epoch have no say."""
-        return [peer for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)]
-
-    @property
-    def _offering(self) -> int:
-        return sum(any(map(self._useful, self._answers[peer].offers)) for peer in self._voters)
+    def _voters(self) -> dict[str, Answer]:
+        """Answers of those whose state is of use, or soon will be: newcomers at their first epoch have no say."""
+        return {peer: one for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)}
 
     def _agreed(self, offer: Offer, reason: str) -> Agreement:
         # Whoever answered first must not be all who count. Liars who are most of those who have not answered could as
@@ -194,15 +182,13 @@ class SnapshotQuorum(Answers):
 
     def _missed(self, epoch: int) -> bool:
         """Whether too few will ever offer that epoch to be most, or those who do have shown that they differ."""
-        coming = 0
+        coming, voters = 0, self._voters
         tally: Counter[Offer] = Counter()
-        for peer in self._voters:
-            answer = self._answers[peer]
+        for answer in voters.values():
             own = [offer for offer in answer.offers if offer.state.epoch == epoch]
             tally.update(own)
             coming += not own and (epoch in answer.noted or answer.epoch is None or answer.epoch <= epoch)
-        voters = len(self._voters)
-        return voters > 0 and coming + max(tally.values(), default=0) <= voters // 2
+        return voters != {} and coming + max(tally.values(), default=0) <= len(voters) // 2
 
     def _stuck(self, peer: str, epoch: int, now: float) -> bool:
         """Whether a peer has stood still while others went on to `epoch`."""
@@ -216,5 +202,5 @@ class SnapshotQuorum(Answers):
         return self.offers(peer, offer) or (epoch is not None and epoch >= offer.state.epoch)
 
     def _differ(self, epoch: int) -> bool:
-        offers = {offer for peer in self._voters for offer in self._answers[peer].offers}
+        offers = {offer for one in self._voters.values() for offer in one.offers}
         return sum(offer.state.epoch == epoch for offer in offers) > 1

@@ -12,19 +12,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import msgspec
 from blake3 import blake3
 
 from equipoise.averaging.allreduce.part_table import mean_digest
 from equipoise.averaging.manifest import Manifest
-from equipoise.averaging.state import StateId, group_state
 
 MAX_MANIFEST_BYTES = 256 * 1024
-"""64 joins, each with a credential of 1 KiB, a signature of half of that, and some hundred bytes."""
+"""Most bytes of a manifest: 64 joins of a credential of 1 KiB, a signature of half of that, and some hundred bytes."""
 
 MASK_BYTES = 8
-"""A group has up to 64 members."""
+"""Bytes of the contributors' mask: a group has up to 64 members."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -50,11 +50,6 @@ class EncodedMean:
     parts: tuple[memoryview, ...]
 
     @property
-    def before(self) -> StateId | None:
-        """The group's state that it leads on from; None if nobody said one."""
-        return group_state(join.state for join in self.manifest.members if join.state is not None)
-
-    @property
     def size(self) -> int:
         """Bytes of its parts."""
         return sum(len(part) for part in self.parts)
@@ -70,9 +65,8 @@ class EncodedMean:
 
     def digest(self) -> bytes:
         """As of the round's outcome."""
-        return mean_digest(
-            self.manifest.id, self.contributors, (blake3(part).digest() for part in self.parts)
-        )
+        digests = (blake3(part).digest() for part in self.parts)
+        return mean_digest(self.manifest.id, self.contributors, digests)
 
 
 def read_head(image: memoryview) -> tuple[Manifest, int, memoryview]:
@@ -106,8 +100,4 @@ def cut(payload: memoryview, sizes: Sequence[int]) -> tuple[memoryview, ...]:
     """
     if len(payload) != sum(sizes):
         raise MeanError(f"expected {sum(sizes)} bytes of encoded values, got {len(payload)}")
-    parts, at = [], 0
-    for size in sizes:
-        parts.append(payload[at : at + size])
-        at += size
-    return tuple(parts)
+    return tuple(payload[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))

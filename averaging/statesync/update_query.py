@@ -132,5 +132,4 @@ class UpdateQuery(Answers):
 
     @property
     def _tally(self) -> Counter[Offer]:
-        found = map(self._offer_in, self._answers.values())
-        return Counter(offer for offer in found if offer is not None)
+        return Counter(offer for one in self._answers.values() if (offer := self._offer_in(one)))
