@@ -1,43 +1,42 @@
 """What a peer tells of its spec to one whose spec is another, and how the two differ, in one line.
 
-A spec's hash says that something differs, not what. A description is short whatever the model: of each tensor it has
-four bytes, enough to find the first that differs, and of one tensor, the one that was asked for, its name and shape.
+A spec's hash says that something differs, not what. A peer that asks sends four bytes of each of its tensors; the peer
+that answers finds the first tensor that differs, and tells its name and shape beside all options and terms.
 Descriptions come from strangers, so all in them is bounded and printable, and none is believed further than a line of
 text goes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from typing import Annotated
 
 import msgspec
 
 from equipoise.averaging.options import Number, RunOptions, Word
-from equipoise.averaging.schema import TensorSpec
-from equipoise.averaging.spec import MAX_TERM_VALUE_CHARS, MAX_TERMS, PROTOCOL_VERSION, RunSpec
-
-MARK_BYTES = 4
-"""Two tensors of the same place look alike by chance once in four thousand million."""
-
-MAX_MARKS = 8192
-"""32 KiB; models with more tensors differ before that, or are said to differ behind it."""
+from equipoise.averaging.spec import (
+    MARK_BYTES,
+    MAX_MARKS,
+    MAX_TERM_VALUE_CHARS,
+    MAX_TERMS,
+    PROTOCOL_VERSION,
+    RunSpec,
+)
 
 MAX_NOTE_CHARS = 160
-"""A line of a terminal, for a tensor's name and shape."""
+"""Longest description of a tensor, its name and shape: a line of a terminal."""
 
 MAX_SHOWN = 60
-"""Characters of a value that a line shows: the optimizer's options are one value, and one of them differs."""
+"""Most characters of a value that a line shows: the optimizer's options are one value, and one of them differs."""
 
 LEAD = 16
 """Characters shown before the place where two long values begin to differ."""
 
 MAX_DIFFERENCES = 3
-"""Differences that a line names; who mixed up two scripts need not read all of them."""
+"""Most differences that a line names; a user who mixed up two scripts need not read all of them."""
 
 Value = Annotated[str, msgspec.Meta(max_length=MAX_TERM_VALUE_CHARS, pattern=r"\A[ -~]*\Z")]
 Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS, pattern=r"\A[ -~]*\Z")]
+Marks = Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True):
@@ -49,9 +48,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         terms: As in the spec.
         values: Values of all tensors, without padding.
         tensors: How many tensors it has.
-        marks: `MARK_BYTES` of each of the first `MAX_MARKS` tensors.
-        index: The tensor that was asked for.
-        note: Its name, dtype and shape; empty if there is none.
+        place: Place of the first tensor that differs; None if none does, as far as there are marks.
+        note: Name, dtype and shape of the tensor at that place; empty if there is none.
     """
 
     version: Number
@@ -59,48 +57,28 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
     terms: Annotated[tuple[tuple[Word, Value], ...], msgspec.Meta(max_length=MAX_TERMS)]
     values: Number
     tensors: Number
-    marks: Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
-    index: Number
+    place: Number | None
     note: Note
 
 
-def describe(spec: RunSpec) -> Description:
-    """Describe a spec, and the first tensor of its schema."""
-    tensors = spec.schema.tensors
+def describe(spec: RunSpec, others: bytes) -> Description:
+    """Describe a spec to a peer whose tensors have these marks."""
+    own, schema = spec.marks, spec.schema
+    starts = range(0, max(len(own), len(others)), MARK_BYTES)
+    differ = (at for at in starts if own[at : at + MARK_BYTES] != others[at : at + MARK_BYTES])
+    place = next((at // MARK_BYTES for at in differ), None)
+    note = _note(spec, place)
     return Description(
-        version=PROTOCOL_VERSION,
-        options=spec.options,
-        terms=spec.terms,
-        values=spec.schema.size,
-        tensors=len(tensors),
-        marks=b"".join(_mark(tensor) for tensor in tensors[:MAX_MARKS]),
-        index=0,
-        note=_note(tensors[0]),
+        PROTOCOL_VERSION, spec.options, spec.terms, schema.size, len(schema.tensors), place, note
     )
 
 
-def regarding(description: Description, spec: RunSpec, index: int) -> Description:
-    """The description of `spec`, with what there is to say of the tensor at `index`."""
-    tensors = spec.schema.tensors
-    note = _note(tensors[index]) if index < len(tensors) else ""
-    return msgspec.structs.replace(description, index=index, note=note)
-
-
-def first_difference(here: Description, there: Description) -> int | None:
-    """Place of the first tensor that differs, or is there on one side only; None if none does, as far as is told."""
-    pairs = itertools.zip_longest(_marks(here), _marks(there))
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), None)
-
-
-def differences(here: Description, there: Description) -> str:
-    """How two specs differ, one line; empty if they do not, as far as is told.
-
-    Of the tensors the first that differs is named where the descriptions are about that one.
-    """
-    if there.version != here.version:
-        older = "here" if here.version < there.version else "there"
+def differences(here: RunSpec, there: Description) -> str:
+    """How two specs differ, one line; empty if they do not, as far as is told."""
+    if there.version != PROTOCOL_VERSION:
+        older = "here" if there.version > PROTOCOL_VERSION else "there"
         return (
-            f"protocol version: here {here.version}, there {there.version}; "
+            f"protocol version: here {PROTOCOL_VERSION}, there {there.version}; "
             f"the equipoise {older} is older: upgrade it with pip install --upgrade equipoise"
         )
     own, others = dict(here.terms), dict(there.terms)
@@ -116,22 +94,17 @@ def differences(here: Description, there: Description) -> str:
     return "; ".join(found[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _model(here: Description, there: Description) -> str:
-    place = first_difference(here, there)
-    if place is None:
-        if (here.values, here.tensors) == (there.values, there.tensors):
-            return ""
-        return f"model: here {_size(here)}, there {_size(there)}"
-    ours, theirs = ((one.note or "missing") if one.index == place else "another" for one in (here, there))
-    return f"model: tensor {place} is {ours} here, {theirs} there (here {_size(here)}, there {_size(there)})"
+def _model(here: RunSpec, there: Description) -> str:
+    ours = _size(here.schema.size, len(here.schema.tensors))
+    theirs = _size(there.values, there.tensors)
+    if there.place is None:
+        return "" if ours == theirs else f"model: here {ours}, there {theirs}"
+    tensors = f"{_note(here, there.place) or 'missing'} here, {there.note or 'missing'} there"
+    return f"model: tensor {there.place} is {tensors} (here {ours}, there {theirs})"
 
 
-def _size(one: Description) -> str:
-    return f"{one.values} values in {one.tensors} tensor{'' if one.tensors == 1 else 's'}"
-
-
-def _marks(one: Description) -> list[bytes]:
-    return [one.marks[at : at + MARK_BYTES] for at in range(0, len(one.marks), MARK_BYTES)]
+def _size(values: int, tensors: int) -> str:
+    return f"{values} values in {tensors} tensor{'' if tensors == 1 else 's'}"
 
 
 def _differs(name: str, here: str, there: str) -> str:
@@ -152,11 +125,10 @@ def _around(text: str, place: int) -> str:
     return f"{before}{text[start : start + MAX_SHOWN]}{after}"
 
 
-def _mark(tensor: TensorSpec) -> bytes:
-    return hashlib.sha256(msgspec.msgpack.encode(tensor)).digest()[:MARK_BYTES]
-
-
-def _note(tensor: TensorSpec) -> str:
+def _note(spec: RunSpec, place: int | None) -> str:
+    if place is None or place >= len(spec.schema.tensors):
+        return ""
+    tensor = spec.schema.tensors[place]
     kind = " buffer" if tensor.buffer else ""
     shape = f"{tensor.dtype} {list(tensor.shape)}"[: MAX_NOTE_CHARS // 2 - len(kind)] + kind
     name = ascii(tensor.name)

@@ -18,7 +18,7 @@ from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised when messages change in a way that older peers would misread; part of every spec's hash."""
 
 MAX_GROUP_SIZE = 64
@@ -40,6 +40,12 @@ MAX_TERMS = 32
 
 MAX_TERM_VALUE_CHARS = 256
 """An optimizer with all its options takes 200; more than that nobody compares by eye."""
+
+MARK_BYTES = 4
+"""Length of a tensor's mark. Two tensors of the same place look alike by chance once in four thousand million."""
+
+MAX_MARKS = 8192
+"""Most tensors with a mark, 32 KiB; models with more differ before that, or are said to differ behind it."""
 
 _PRINTABLE = re.compile(r"\A[ -~]*\Z")
 
@@ -101,6 +107,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def rule(self) -> Rule:
         """How contributions become one vector."""
         return parse_rule(self.options.rule)
+
+    @cached_property
+    def marks(self) -> bytes:
+        """A short hash of each of the first `MAX_MARKS` tensors, by which a peer finds the first one that differs."""
+        encoded = map(msgspec.msgpack.encode, self.schema.tensors[:MAX_MARKS])
+        return b"".join(hashlib.sha256(tensor).digest()[:MARK_BYTES] for tensor in encoded)
 
     @property
     def hash(self) -> str:

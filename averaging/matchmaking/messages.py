@@ -13,23 +13,22 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.averaging.description import Description
+from equipoise.averaging.description import Description, Marks
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
-from equipoise.averaging.matchmaking.lateness import MAX_WAIT
-from equipoise.averaging.options import Number
+from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
 from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_NAME_CHARS, PROTOCOL_VERSION
 
 MAX_DETAIL_CHARS = 200
 MAX_HOPS = 3
-"""Redirects a join follows before whoever has it keeps it: two views differ by one, three are bad luck."""
+"""Most redirects that a join follows before it is kept where it is: two views differ by one, three are bad luck."""
 
 MAX_PATIENCE = 86_400.0
-"""Seconds; longer is as good as for ever."""
+"""Most seconds that a join may wait; longer is as good as for ever."""
 
 MAX_COUNT = 1_000_000
 
 MAX_PRESENCE = 1e9
-"""Seconds; thirty years."""
+"""Most seconds that a peer may say that it has been there: thirty years."""
 
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS, pattern=r"\A[ -~]*\Z")]
@@ -175,12 +174,12 @@ class SpecQuestion(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         run: Name of the run.
         spec: Hash of the asker's spec.
-        tensor: Place of the tensor whose name and shape are wanted.
+        marks: Of the asker's tensors; the answer names the first that differs.
     """
 
     run: RunName
     spec: SpecHash
-    tensor: Number = 0
+    marks: Marks
 
 
 class SpecAnswer(msgspec.Struct, frozen=True, tag=True):

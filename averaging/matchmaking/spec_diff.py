@@ -1,8 +1,8 @@
-"""Comparing specs: the machine that finds out how those of the same run's name differ whom this peer never meets.
+"""Comparing specs: the machine that finds out how peers differ that take part in a run of the same name.
 
 Peers of one name and different specs see each other's hashes in the directory. Each asks some of the others what their
-spec is, and can then tell its user which thing is not the same. Answers are weather: who does not answer is dead, of an
-older version, or unwilling, and counts for nothing.
+spec is, and can then tell its user which thing is not the same. Answers are weather: a peer that does not answer is
+dead, of an older version, or unwilling, and counts for nothing.
 """
 
 from __future__ import annotations
@@ -13,38 +13,39 @@ from collections.abc import Sequence
 
 import msgspec
 
-from equipoise.averaging.description import describe, differences, first_difference, regarding
+from equipoise.averaging.description import describe, differences
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
 from equipoise.averaging.matchmaking.messages import MAX_PRESENCE, SpecAnswer, SpecQuestion
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.ports import Candidate
+from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import RunSpec
 
 MAX_STRANGERS = 16
-"""Peers of other specs that are asked: one would do for the line, the others tell how many live peers think so."""
+"""Most peers of other specs that are asked: one would do for the line, the others tell how many live peers think so."""
 
 ANSWER_SECONDS = 2.0
-"""An answer that takes longer does not come, as elsewhere in matchmaking."""
+"""Longest time that a peer waits for an answer, as elsewhere in matchmaking."""
 
-ASK_AGAIN_SECONDS = 10.0
-MAX_QUESTIONS = 4
-"""Questions put to one peer: two if its tensors differ, and as many more in case something was lost."""
+ASK_AGAIN_SECONDS, MAX_QUESTIONS = 10.0, 3
+"""Time between two questions to a peer that has not answered, and most questions: it may have been away."""
 
-MAX_ANSWERS = 32
-ANSWERS_SECONDS = 1.0
-"""So many answers in so long a time: each may take 40 KB, and is sent to whoever asks."""
+MAX_ANSWERS, ANSWERS_SECONDS = 32, 1.0
+"""Most answers that a peer gives in so long a time, to whoever asks: each may take 10 KB."""
 
 
 class _Stranger(msgspec.Struct):
-    """A peer of another spec; `came_first` if this peer's first look at the directory has shown it."""
+    """A peer of another spec; `came_first` if this peer's first look at the directory has shown it.
+
+    If its answer is `awaited`, that is overdue at the time `due`, else it may be asked from then.
+    """
 
     spec: str
     reachable: bool
     came_first: bool
     asked: int = 0
-    tensor: int = 0
-    ask_at: float = float("-inf")
-    overdue: float = float("inf")
+    awaited: bool = False
+    due: float = float("-inf")
     there_since: float | None = None
     difference: str = ""
 
@@ -56,23 +57,22 @@ class SpecDiff:
         self._spec = spec
         self._peer = peer
         self._began = now
-        self._own = describe(spec)
         self._strangers: dict[str, _Stranger] = {}
         self._alike = 0
         self._seen = False
-        self._answers = 0
-        self._answers_since = now
+        self._answers = Allowance(ANSWERS_SECONDS, MAX_ANSWERS, MAX_ANSWERS)
         self._out: list[Send] = []
 
     @property
     def deadline(self) -> float:
         """When an event is due at the latest; infinity if none is."""
-        return min((self._next(one) for one in self._strangers.values()), default=float("inf"))
+        strangers = self._strangers.values()
+        return min((one.due for one in strangers if one.awaited or _may_be_asked(one)), default=float("inf"))
 
     @property
     def settled(self) -> bool:
         """Whether all who can be asked have answered, or not answered in time."""
-        return not any(one.overdue < float("inf") for one in self._strangers.values())
+        return not any(one.awaited for one in self._strangers.values())
 
     @property
     def reason(self) -> str:
@@ -145,47 +145,36 @@ class SpecDiff:
         self._seen = True
 
     def _answer(self, peer: str, question: SpecQuestion, now: float) -> None:
-        if now - self._answers_since >= ANSWERS_SECONDS:
-            self._answers, self._answers_since = 0, now
-        if question.spec == self._spec.hash or self._answers >= MAX_ANSWERS:
+        if question.spec == self._spec.hash or not self._answers.admits(peer, now):
             return
-        self._answers += 1
         here = min(now - self._began, MAX_PRESENCE)
-        description = regarding(self._own, self._spec, question.tensor)
+        description = describe(self._spec, question.marks)
         self._out.append(Send(peer, SpecAnswer(self._spec.name, self._spec.hash, here, description)))
         if peer in self._strangers:
             self._strangers[peer].reachable = True  # By the channel that it has opened.
 
     def _learn(self, peer: str, answer: SpecAnswer, now: float) -> None:
         stranger = self._strangers.get(peer)
-        if stranger is None or stranger.overdue == float("inf") or answer.spec != stranger.spec:
+        if stranger is None or not stranger.awaited or answer.spec != stranger.spec:
             return
-        place = first_difference(self._own, answer.description)
-        own = regarding(self._own, self._spec, place or 0)
-        stranger.overdue = float("inf")
+        stranger.awaited, stranger.asked = False, MAX_QUESTIONS
         stranger.there_since = now - answer.seconds
-        stranger.difference = differences(own, answer.description) or "what it tells of it is the same"
-        if place is None or place == answer.description.index:
-            stranger.asked = MAX_QUESTIONS
-        else:
-            stranger.tensor, stranger.ask_at = place, now
+        stranger.difference = differences(self._spec, answer.description) or "what it tells of it is the same"
 
     def _give_up(self, peer: str, now: float) -> None:
         stranger = self._strangers.get(peer)
-        if stranger is not None and stranger.overdue < float("inf"):
-            stranger.overdue, stranger.ask_at = float("inf"), now + ASK_AGAIN_SECONDS
+        if stranger is not None and stranger.awaited:
+            stranger.awaited, stranger.due = False, now + ASK_AGAIN_SECONDS
 
     def _ask(self, now: float) -> None:
         for peer, one in self._strangers.items():
-            if now >= one.overdue:
+            if now >= one.due:
                 self._give_up(peer, now)
-            if self._may_ask(one) and now >= one.ask_at:
+            if _may_be_asked(one) and now >= one.due:
                 one.asked += 1
-                one.overdue = now + ANSWER_SECONDS
-                self._out.append(Send(peer, SpecQuestion(self._spec.name, self._spec.hash, one.tensor)))
+                one.awaited, one.due = True, now + ANSWER_SECONDS
+                self._out.append(Send(peer, SpecQuestion(self._spec.name, self._spec.hash, self._spec.marks)))
 
-    def _may_ask(self, one: _Stranger) -> bool:
-        return one.reachable and one.overdue == float("inf") and one.asked < MAX_QUESTIONS
 
-    def _next(self, one: _Stranger) -> float:
-        return one.ask_at if self._may_ask(one) else one.overdue
+def _may_be_asked(one: _Stranger) -> bool:
+    return one.reachable and not one.awaited and one.asked < MAX_QUESTIONS

@@ -11,32 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.averaging.description import (
-    MARK_BYTES,
     MAX_DIFFERENCES,
-    MAX_MARKS,
     MAX_NOTE_CHARS,
     Description,
     describe,
     differences,
-    first_difference,
-    regarding,
 )
+from equipoise.averaging.matchmaking.messages import SpecQuestion
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.schema import MAX_NAME_CHARS, Schema
-from equipoise.averaging.spec import MAX_TERMS, PROTOCOL_VERSION, RunSpec
+from equipoise.averaging.spec import MARK_BYTES, MAX_MARKS, MAX_TERMS, PROTOCOL_VERSION, RunSpec
 from fakes.specs import TENSORS, spec
 
 
 def told(here: RunSpec, there: RunSpec) -> str:
-    """What two peers that have asked each other for the right tensor can say."""
-    place = first_difference(describe(here), describe(there)) or 0
-    return differences(regarding(describe(here), here, place), regarding(describe(there), there, place))
+    """What a peer can say of another one that has answered it."""
+    return differences(here, describe(there, here.marks))
 
 
 def test_nothing_differs_between_equals() -> None:
     assert told(spec(), spec()) == ""
-    assert first_difference(describe(spec()), describe(spec())) is None
+    assert describe(spec(), spec().marks).place is None
 
 
 @pytest.mark.parametrize(
@@ -87,8 +83,8 @@ def test_a_line_does_not_name_everything() -> None:
 
 def test_another_version_is_all_there_is_to_say_and_which_side_is_older() -> None:
     for version, older in ((99, "here"), (1, "there")):
-        there = msgspec.structs.replace(describe(spec(codec="fp16")), version=version)
-        assert differences(describe(spec()), there) == (
+        there = msgspec.structs.replace(describe(spec(codec="fp16"), spec().marks), version=version)
+        assert differences(spec(), there) == (
             f"protocol version: here {PROTOCOL_VERSION}, there {version}; "
             f"the equipoise {older} is older: upgrade it with pip install --upgrade equipoise"
         )
@@ -98,7 +94,7 @@ def test_of_very_many_tensors_what_lies_behind_the_marks_is_counted() -> None:
     names = [f"t{index}" for index in range(MAX_MARKS + 2)]
     here = spec(dict.fromkeys(names, (1,)))
     there = spec(dict.fromkeys(names[:-1], (1,)))
-    assert len(describe(here).marks) == MARK_BYTES * MAX_MARKS
+    assert len(here.marks) == MARK_BYTES * MAX_MARKS
     assert told(here, there) == (
         f"model: here {MAX_MARKS + 2} values in {MAX_MARKS + 2} tensors, "
         f"there {MAX_MARKS + 1} values in {MAX_MARKS + 1} tensors"
@@ -109,8 +105,12 @@ def test_the_largest_description_fits_a_header_and_is_understood() -> None:
     name = "ü" * MAX_NAME_CHARS
     tensors = {f"{index}{name}"[:MAX_NAME_CHARS]: (1,) * 64 for index in range(MAX_MARKS + 1)}
     terms = {f"{index:064}": "x" * 256 for index in range(MAX_TERMS)}
-    encoded = msgspec.msgpack.encode(describe(spec(tensors, terms=terms)))
+    largest = spec(tensors, terms=terms)
+    encoded = msgspec.msgpack.encode(describe(largest, b""))
     assert len(encoded) < MAX_HEADER_BYTES / 2
+    assert (
+        len(msgspec.msgpack.encode(SpecQuestion("run", largest.hash, largest.marks))) < MAX_HEADER_BYTES / 2
+    )
     assert len(msgspec.msgpack.decode(encoded, type=Description).note) <= MAX_NOTE_CHARS
 
 
@@ -137,20 +137,23 @@ DESCRIPTIONS = st.builds(
     st.lists(st.tuples(st.just("clip"), st.text("ab \"'", max_size=256)), max_size=3).map(tuple),
     NUMBERS,
     NUMBERS,
-    st.binary(max_size=99),
-    NUMBERS,
+    st.none() | NUMBERS | st.integers(0, 4),
     st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=MAX_NOTE_CHARS),
 )
 
 
 @given(DESCRIPTIONS)
 def test_whatever_a_stranger_tells_comes_to_one_short_printable_line(there: Description) -> None:
-    here = spec()
-    place = first_difference(describe(here), there)
-    line = differences(regarding(describe(here), here, place or 0), there)
+    line = differences(spec(), there)
     assert line.isascii()
     assert line.isprintable()
     assert len(line) < 1000
+
+
+@given(st.binary(max_size=99))
+def test_whatever_marks_a_stranger_sends_the_answer_is_within_bounds(marks: bytes) -> None:
+    told = msgspec.msgpack.encode(describe(spec(), marks))
+    assert msgspec.msgpack.decode(told, type=Description).place is not None
 
 
 @pytest.mark.parametrize(
@@ -162,15 +165,20 @@ def test_whatever_a_stranger_tells_comes_to_one_short_printable_line(there: Desc
         {"options": RunOptions(group_size=-1)},
         {"terms": (("a", "b\n"),)},
         {"terms": tuple((str(index), "") for index in range(33))},
-        {"marks": b"x" * (MARK_BYTES * MAX_MARKS + 1)},
         {"values": -1},
-        {"index": 2**60},
+        {"place": 2**60},
     ],
 )
 def test_what_is_out_of_bounds_does_not_decode(change: dict[str, Any]) -> None:
-    wrong = msgspec.structs.replace(describe(spec()), **change)
+    wrong = msgspec.structs.replace(describe(spec(), b""), **change)
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Description)
+
+
+def test_too_many_marks_do_not_decode() -> None:
+    wrong = SpecQuestion("run", spec().hash, b"x" * (MARK_BYTES * MAX_MARKS + 1))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=SpecQuestion)
 
 
 def test_marks_tell_tensors_apart_by_name_shape_and_dtype() -> None:
@@ -180,5 +188,5 @@ def test_marks_tell_tensors_apart_by_name_shape_and_dtype() -> None:
         {"a": torch.zeros(3)},
         {"a": torch.zeros(2).double()},
     ]
-    marks = {describe(RunSpec.create("run", Schema.of(each))).marks for each in tensors}
+    marks = {RunSpec.create("run", Schema.of(each)).marks for each in tensors}
     assert len(marks) == len(tensors)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.averaging.description import describe, regarding
+from equipoise.averaging.description import describe
 from equipoise.averaging.matchmaking.events import CandidatesSeen, MessageReceived, PeerLost, Send, Woke
 from equipoise.averaging.matchmaking.messages import SpecAnswer, SpecQuestion
 from equipoise.averaging.matchmaking.spec_diff import (
@@ -37,10 +37,8 @@ def seen(**specs: RunSpec) -> CandidatesSeen:
     return CandidatesSeen([Record(peer, spec=one.hash) for peer, one in sorted(specs.items())])
 
 
-def answer(
-    peer: str, theirs: RunSpec, seconds: float = 100.0, tensor: int = 0, **changes: Any
-) -> MessageReceived:
-    described = regarding(describe(theirs), theirs, tensor)
+def answer(peer: str, theirs: RunSpec, seconds: float = 100.0, **changes: Any) -> MessageReceived:
+    described = describe(theirs, OWN.marks)
     return MessageReceived(
         peer,
         SpecAnswer(
@@ -49,14 +47,14 @@ def answer(
     )
 
 
-def asked(sent: Sequence[Send]) -> list[tuple[str, int]]:
-    return [(each.peer, each.message.tensor) for each in sent if isinstance(each.message, SpecQuestion)]
+def asked(sent: Sequence[Send]) -> list[str]:
+    return [each.peer for each in sent if isinstance(each.message, SpecQuestion)]
 
 
 def test_those_of_another_spec_are_asked_and_the_line_says_what_they_told() -> None:
     one = comparing()
     sent = one.handle(seen(me=OWN, friend=OWN, bob=OTHER), 1.0)
-    assert asked(sent) == [("bob", 0)]
+    assert asked(sent) == ["bob"]
     assert not one.settled
     assert one.reason == "1 peer of this name has another spec: how it differs has not been said"
 
@@ -68,12 +66,10 @@ def test_those_of_another_spec_are_asked_and_the_line_says_what_they_told() -> N
     assert one.deadline == float("inf")
 
 
-def test_the_tensor_that_differs_is_asked_for() -> None:
+def test_one_answer_names_the_tensor_that_differs() -> None:
     one = comparing()
     one.handle(seen(bob=SHAPE), 1.0)
-    assert asked(one.handle(answer("bob", SHAPE), 1.1)) == [("bob", 1)]
-    assert not one.settled
-    one.handle(answer("bob", SHAPE, tensor=1), 1.2)
+    assert asked(one.handle(answer("bob", SHAPE), 1.1)) == []
     assert one.settled
     assert "tensor 1 is 'b' float32 [3, 4] here, 'b' float32 [4, 4] there" in one.reason
 
@@ -118,7 +114,7 @@ def test_one_that_cannot_be_dialled_is_asked_by_the_channel_it_came_by() -> None
     hidden = CandidatesSeen([Record("bob", spec=OTHER.hash, dialable=False)])
     assert one.handle(hidden, 1.0) == []
     assert one.settled
-    sent = one.handle(MessageReceived("bob", SpecQuestion("run", OTHER.hash)), 1.1)
+    sent = one.handle(MessageReceived("bob", SpecQuestion("run", OTHER.hash, OTHER.marks)), 1.1)
     assert [type(each.message) for each in sent] == [SpecAnswer, SpecQuestion]
 
 
@@ -131,16 +127,16 @@ def test_answers_that_nobody_asked_for_say_nothing() -> None:
     one.handle(answer("bob", SHAPE), 1.1)
     assert "has not been said" in one.reason
     one.handle(answer("bob", OTHER), 1.2)
-    one.handle(answer("bob", OTHER, description=describe(SHAPE)), 1.3)
+    one.handle(answer("bob", OTHER, description=describe(SHAPE, OWN.marks)), 1.3)
     assert one.difference("bob") == SAID
 
 
 def test_a_flood_of_questions_is_answered_so_many_times_a_second() -> None:
     one = comparing()
-    question = MessageReceived("bob", SpecQuestion("run", OTHER.hash))
+    question = MessageReceived("bob", SpecQuestion("run", OTHER.hash, OTHER.marks))
     assert sum(len(one.handle(question, 1.0)) for _ in range(1000)) == MAX_ANSWERS
     assert len(one.handle(question, 1.0 + ANSWERS_SECONDS)) == 1
-    assert one.handle(MessageReceived("bob", SpecQuestion("run", OWN.hash)), 9.0) == []
+    assert one.handle(MessageReceived("bob", SpecQuestion("run", OWN.hash, OWN.marks)), 9.0) == []
 
 
 def test_of_many_strangers_some_are_asked_and_not_the_same_by_all() -> None:
@@ -154,7 +150,7 @@ def test_who_changes_its_spec_or_goes_is_looked_at_anew() -> None:
     one = comparing()
     one.handle(seen(bob=OTHER), 1.0)
     one.handle(answer("bob", OTHER), 1.1)
-    assert asked(one.handle(seen(bob=SHAPE), 2.0)) == [("bob", 0)]
+    assert asked(one.handle(seen(bob=SHAPE), 2.0)) == ["bob"]
     one.handle(seen(bob=OWN), 3.0)
     assert one.reason == ""
     assert one.settled

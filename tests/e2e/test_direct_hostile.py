@@ -257,7 +257,7 @@ def _messages(me: str, daemon: str, spec: RunSpec) -> dict[bytes, list[bytes]]:
                 matchmaking.GroupFormed(run, manifest, 0.0),
                 matchmaking.Invitation(run, 9),
                 matchmaking.Whereabouts(run, 9),
-                matchmaking.SpecQuestion(run, "0" * 64),
+                matchmaking.SpecQuestion(run, "0" * 64, b"mark"),
             )
         ],
         TRANSFER_FRAME: [

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from equipoise.averaging.aio.transfer import Room
-from equipoise.averaging.description import describe, differences, first_difference, regarding
+from equipoise.averaging.description import describe, differences
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -358,9 +358,7 @@ class FakeRunDriver:
             other = self._network.runs[self._spec.name].get(peer)
         if other is None or other.spec == self._spec.hash:
             return ""
-        here, there = describe(self._spec), describe(other.described)
-        place = first_difference(here, there) or 0
-        return differences(regarding(here, self._spec, place), regarding(there, other.described, place))
+        return differences(self._spec, describe(other.described, self._spec.marks))
 
     async def objection(self, timeout: float) -> str:
         others = self._strangers()

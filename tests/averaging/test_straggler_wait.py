@@ -8,19 +8,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.matchmaking.lateness import FEW, INITIAL_WAIT, MAX_WAIT, MIN_WAIT, WINDOW, Lateness
+from equipoise.averaging.matchmaking.straggler_wait import (
+    FEW,
+    INITIAL_WAIT,
+    MAX_WAIT,
+    MIN_WAIT,
+    WINDOW,
+    StragglerWait,
+)
 
 
-def after(*seconds: float) -> Lateness:
-    lateness = Lateness()
+def after(*seconds: float) -> StragglerWait:
+    learnt = StragglerWait()
     for each in seconds:
-        lateness.learn(each)
-    return lateness
+        learnt.learn(each)
+    return learnt
 
 
 def test_nothing_is_known_at_first() -> None:
-    assert Lateness().wait == INITIAL_WAIT
-    assert "0 rounds seen" in Lateness().reason
+    assert StragglerWait().wait == INITIAL_WAIT
+    assert "0 rounds seen" in StragglerWait().reason
 
 
 def test_few_rounds_do_not_shorten_the_wait() -> None:
@@ -36,9 +43,9 @@ def test_a_swarm_in_step_waits_hardly_at_all() -> None:
 
 
 def test_the_usual_last_one_is_waited_for_with_room_to_spare() -> None:
-    lateness = after(*[0.1, 0.2, 1.0, 2.0] * 8)
-    assert 2.0 < lateness.wait < 3.0
-    assert "up to 2.00 s late" in lateness.reason
+    learnt = after(*[0.1, 0.2, 1.0, 2.0] * 8)
+    assert 2.0 < learnt.wait < 3.0
+    assert "up to 2.00 s late" in learnt.reason
 
 
 def test_one_freak_round_in_many_does_not_matter() -> None:

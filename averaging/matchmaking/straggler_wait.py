@@ -5,32 +5,28 @@ from __future__ import annotations
 from collections import deque
 
 WINDOW = 32
-"""Rounds remembered: long enough for a quantile, short enough to follow a swarm that changes."""
+"""Most rounds remembered: long enough for a quantile, short enough to follow a swarm that changes."""
 
-QUANTILE = 0.9
-"""The last of a group is waited for in nine rounds of ten; the tenth goes on without."""
-
-FACTOR = 1.25
-"""Room above the quantile, for peers a little later than they ever were."""
-
-MARGIN = 0.1
-"""Seconds on top: the jitter of a network and of two busy cores."""
+QUANTILE, FACTOR, MARGIN = 0.9, 1.25, 0.1
+"""The last of a group is waited for in nine rounds of ten, a quarter longer than it was late then, and 0.1 s for the
+jitter of a network and of two busy cores. The tenth round goes on without it."""
 
 FEW = 4
-"""Below this many rounds nothing is known yet, and the wait stays at least the initial one."""
+"""Fewest rounds from which the wait may fall below the initial one."""
 
 INITIAL_WAIT = 3.0
-"""Seconds: the first step of a training script (warm-up, compilation) is the most uneven one."""
+"""Least wait, in seconds, until then: the first step of a training script (warm-up, compilation) is the most uneven."""
 
 MIN_WAIT = 1.0
-"""Seconds: below this a hiccup of busy cores costs a member its round. It is waited only for a peer that is alive and
-late: the dead are found out sooner."""
+"""Least wait, in seconds: below it a hiccup of busy cores costs a member its round. It is spent only on a peer that is
+alive and late: the dead are found out sooner."""
 
 MAX_WAIT = 10.0
-"""Seconds: whoever is later than this every time belongs in the next round; it bounds what a liar can teach."""
+"""Longest wait, in seconds, and so all that a liar can teach. A peer that is later than this every time belongs in the
+next round."""
 
 
-class Lateness:
+class StragglerWait:
     """Seconds from the first ready to the last in past rounds, and the wait that follows from them."""
 
     def __init__(self) -> None:
