@@ -146,17 +146,15 @@ class Layout:
     def unflatten(self, flat: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy the flat vector, f32 [D], into checked tensors in place: all of the schema, or some of them."""
         with torch.no_grad():
-            for spec, start, stop in self.places:
-                if spec.name in tensors:
-                    tensors[spec.name].copy_(flat[start:stop].view(spec.shape))
+            for name, values in self.views(flat, tensors).items():
+                tensors[name].copy_(values)
 
     def shift(self, before: torch.Tensor, after: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
         """Move checked tensors, in place, by what two flat vectors, f32 [D], differ: tensors += after - before."""
         with torch.no_grad():
-            for spec, start, stop in self.places:
-                if spec.name in tensors:
-                    moved = (after[start:stop] - before[start:stop]).view(spec.shape)
-                    tensors[spec.name].add_(moved.to(tensors[spec.name].device))
+            old = self.views(before, tensors)
+            for name, new in self.views(after, tensors).items():
+                tensors[name].add_((new - old[name]).to(tensors[name].device))
 
     def locate(self, index: int) -> tuple[str, int]:
         """The tensor that holds value `index` of the flat vector, and the value's place in that tensor."""

@@ -92,41 +92,24 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     state: StateId | None
     signature: Signature
 
-    @classmethod
-    def create(
-        cls,
-        sign: Sign,
-        *,
-        peer: str,
-        spec: str,
-        round: int,
-        weight: float,
-        bandwidth: float,
-        dialable: bool,
-        nonce: bytes,
-        credential: bytes = b"",
-        state: StateId | None = None,
-    ) -> Join:
-        """Check and sign what this peer states of itself.
+    def signed(self, sign: Sign) -> Join:
+        """Check what this peer states of itself, and sign it.
 
         Raises:
             ValueError: A value is out of its range.
         """
-        if check_weight(weight) > MAX_WEIGHT:
-            raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {weight!r}")
-        if len(nonce) != NONCE_BYTES:
-            raise ValueError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(nonce)}")
-        if len(credential) > MAX_CREDENTIAL_BYTES:
+        if check_weight(self.weight) > MAX_WEIGHT:
+            raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {self.weight!r}")
+        if len(self.nonce) != NONCE_BYTES:
+            raise ValueError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(self.nonce)}")
+        if (size := len(self.credential)) > MAX_CREDENTIAL_BYTES:
+            raise ValueError(f"expected a credential of at most {MAX_CREDENTIAL_BYTES} bytes, got {size}")
+        if not 0 <= self.bandwidth <= MAX_BANDWIDTH:
             raise ValueError(
-                f"expected a credential of at most {MAX_CREDENTIAL_BYTES} bytes, got {len(credential)}"
+                f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {self.bandwidth!r}"
             )
-        if not 0 <= bandwidth <= MAX_BANDWIDTH:
-            raise ValueError(
-                f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {bandwidth!r}"
-            )
-        unsigned = cls(
-            peer, spec, round, float(weight), float(bandwidth), dialable, nonce, credential, state, b""
-        )
+        numbers = {"weight": float(self.weight), "bandwidth": float(self.bandwidth)}
+        unsigned = msgspec.structs.replace(self, **numbers)
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
 
     @property
@@ -193,10 +176,9 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             ManifestError: It is no member.
         """
-        for index, join in enumerate(self.members):
-            if join.peer == peer:
-                return index
-        raise ManifestError(f"expected {peer} among the {len(self.members)} members, it is not")
+        if peer not in self.peers:
+            raise ManifestError(f"expected {peer} among the {len(self.members)} members, it is not")
+        return self.peers.index(peer)
 
     def check(self, verify: Verify, *, spec: str, group_size: int, own: Join | None, quorum: int = 2) -> None:
         """Refuse a manifest that this peer must not act on.
@@ -211,8 +193,8 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             ManifestError: Naming the first thing that is wrong.
         """
-        self._check_frame(spec, group_size)
-        self._check_members(quorum)
+        if problem := self._misfit(spec, group_size) or shortfall(self.members, quorum):
+            raise ManifestError(problem)
         if own is not None and own not in self.members:
             raise ManifestError(
                 f"expected this peer's own join of round {own.round} unaltered, it is not there"
@@ -221,37 +203,28 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
             if join != own and not join.genuine(verify):
                 raise ManifestError(f"expected a join signed by {join.peer}, the signature is not its own")
 
-    def _check_frame(self, spec: str, group_size: int) -> None:
+    def _misfit(self, spec: str, group_size: int) -> str:
+        """What is wrong with its form, one line; empty if nothing."""
         if self.version != PROTOCOL_VERSION:
-            raise ManifestError(f"expected protocol version {PROTOCOL_VERSION}, got {self.version}")
+            return f"expected protocol version {PROTOCOL_VERSION}, got {self.version}"
         if self.spec != spec:
-            raise ManifestError(f"expected the spec {spec[:12]}, got {self.spec[:12]}")
+            return f"expected the spec {spec[:12]}, got {self.spec[:12]}"
         if not 2 <= len(self.members) <= group_size:
-            raise ManifestError(f"expected 2 to {group_size} members, got {len(self.members)}")
-
-    def _check_members(self, quorum: int) -> None:
-        peers = self.peers
-        if any(first >= second for first, second in itertools.pairwise(peers)):
-            raise ManifestError("expected members sorted by PeerID, each once, they are not")
+            return f"expected 2 to {group_size} members, got {len(self.members)}"
+        if any(first >= second for first, second in itertools.pairwise(self.peers)):
+            return "expected members sorted by PeerID, each once, they are not"
         for join in self.members:
             if (join.spec, join.round) != (self.spec, self.round):
-                raise ManifestError(
-                    f"expected joins of this spec and round {self.round}, {join.peer}'s differs"
-                )
-        problem = shortfall(self.members, quorum)
-        if problem:
-            raise ManifestError(problem)
+                return f"expected joins of this spec and round {self.round}, {join.peer}'s differs"
+        return ""
 
 
 def shortfall(joins: Sequence[Join], quorum: int = 2) -> str:
     """What these joins lack to make a group whose round can succeed; empty if nothing."""
     contributors = sum(join.weight > 0 for join in joins)
     if contributors < quorum:
-        return f"expected at least {quorum} members with a weight above 0, there {_are(contributors)}"
+        are = "is" if contributors == 1 else "are"
+        return f"expected at least {quorum} members with a weight above 0, there {are} {contributors}"
     if not any(join.dialable for join in joins):
         return "expected at least 1 member that the others can dial, there is none"
     return ""
-
-
-def _are(count: int) -> str:
-    return f"is {count}" if count == 1 else f"are {count}"

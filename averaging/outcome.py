@@ -132,11 +132,6 @@ def check_weight(weight: float) -> float:
     Raises:
         ValueError: It is not a finite number >= 0.
     """
-    if (
-        isinstance(weight, bool)
-        or not isinstance(weight, int | float)
-        or not math.isfinite(weight)
-        or weight < 0
-    ):
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         raise ValueError(f"expected a weight that is a finite number >= 0, got {weight!r}")
     return float(weight)

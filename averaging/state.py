@@ -29,11 +29,7 @@ class StateId(msgspec.Struct, frozen=True, array_like=True):
     lineage: str
 
     def __post_init__(self) -> None:
-        if (
-            isinstance(self.epoch, bool)
-            or not isinstance(self.epoch, int)
-            or not 0 <= self.epoch <= MAX_EPOCH
-        ):
+        if type(self.epoch) is not int or not 0 <= self.epoch <= MAX_EPOCH:
             raise ValueError(f"expected an epoch of 0 to {MAX_EPOCH}, got {str(self.epoch)[:40]}")
         if not isinstance(self.lineage, str) or not _LINEAGE.match(self.lineage):
             raise ValueError(

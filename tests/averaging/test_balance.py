@@ -66,15 +66,8 @@ def test_a_group_is_cut_by_what_its_members_say_they_can_send() -> None:
     )
     members = {"a": (100e6, False), "b": (1e6, True), "c": (2e6, True), "d": (100e6, False)}
     joins = [
-        Join.create(
-            signer(peer),
-            peer=peer,
-            spec=spec.hash,
-            round=0,
-            weight=1.0,
-            bandwidth=bandwidth,
-            dialable=dialable,
-            nonce=bytes(NONCE_BYTES),
+        Join(peer, spec.hash, 0, 1.0, bandwidth, dialable, bytes(NONCE_BYTES), b"", None, b"").signed(
+            signer(peer)
         )
         for peer, (bandwidth, dialable) in members.items()
     ]

@@ -42,8 +42,11 @@ def join(peer: str, **changes: Any) -> Join:
         "bandwidth": 1e8,
         "dialable": True,
         "nonce": hashlib.sha256(peer.encode()).digest()[:NONCE_BYTES],
+        "credential": b"",
+        "state": None,
+        "signature": b"",
     }
-    return Join.create(signer(peer), peer=peer, **{**fields, **changes})
+    return Join(peer=peer, **{**fields, **changes}).signed(signer(peer))
 
 
 def manifest(*joins: Join) -> Manifest:

@@ -26,20 +26,10 @@ DIGEST = b"d" * 32
 
 
 def round_of(peers: str, states: dict[str, StateId | None] | None = None, number: int = 7) -> Manifest:
-    joins = [
-        Join.create(
-            signer(peer),
-            peer=peer,
-            spec=SPEC,
-            round=number,
-            weight=1.0,
-            bandwidth=0.0,
-            dialable=True,
-            nonce=peer.encode().ljust(16, b"."),
-            state=(states or {}).get(peer, BEFORE),
-        )
-        for peer in peers
-    ]
+    joins = []
+    for peer in peers:
+        nonce, state = peer.encode().ljust(16, b"."), (states or {}).get(peer, BEFORE)
+        joins.append(Join(peer, SPEC, number, 1.0, 0.0, True, nonce, b"", state, b"").signed(signer(peer)))
     return Manifest.of(peers[0], joins)
 
 

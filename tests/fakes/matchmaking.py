@@ -55,8 +55,11 @@ def join(name: str, round: int = 0, **fields: Any) -> Join:
         "bandwidth": 0.0,
         "dialable": True,
         "nonce": b"n" * NONCE_BYTES,
+        "credential": b"",
+        "state": None,
+        "signature": b"",
     }
-    return Join.create(signer(name), peer=name, round=round, **{**defaults, **fields})
+    return Join(peer=name, round=round, **{**defaults, **fields}).signed(signer(name))
 
 
 def asks(name: str, round: int = 0, hops: int = 0, **fields: Any) -> events.MessageReceived:

@@ -55,20 +55,12 @@ def round_of(
     names: str, state: StateId | None, spec: RunSpec = SPEC, states: dict[str, StateId | None] | None = None
 ) -> Manifest:
     """These peers, who hold that state, or some of them others, in one round."""
-    joins = [
-        Join.create(
-            FakeIdentity(name).sign,
-            peer=name,
-            spec=spec.hash,
-            round=1 if state is None else state.epoch,
-            weight=1.0,
-            bandwidth=0.0,
-            dialable=True,
-            nonce=name.encode().ljust(16, b"."),
-            state=(states or {}).get(name, state),
-        )
-        for name in names
-    ]
+    joins = []
+    for name in names:
+        nonce, held = name.encode().ljust(16, b"."), (states or {}).get(name, state)
+        number = 1 if state is None else state.epoch
+        stated = Join(name, spec.hash, number, 1.0, 0.0, True, nonce, b"", held, b"")
+        joins.append(stated.signed(FakeIdentity(name).sign))
     return Manifest.of(names[0], joins)
 
 
