@@ -23,25 +23,9 @@ from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.vote_signatures import Keys
 from equipoise.averaging.claims import Claims
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.events import (
-    Announce,
-    BecameReady,
-    CandidatesSeen,
-    Decline,
-    Event,
-    Form,
-    LookUp,
-    MessageReceived,
-    PeerLost,
-    RoundEnded,
-    RoundHeard,
-    Send,
-    Withdrew,
-    Woke,
-)
-from equipoise.averaging.matchmaking.messages import MatchmakingMessage, SpecAnswer, SpecQuestion
 from equipoise.averaging.matchmaking.spec_diff import SpecDiff
 from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
@@ -123,6 +107,7 @@ class RunDriver:
             verify=identity.verify,
             quorum=spec.strategy.quorum,
         )
+        self._membership = context.membership
         self._machine = spec.strategy.matchmaker(context, random.Random())
         self._spec_diff = SpecDiff(spec, self._sessions.peer, self._loop.time())
         self._claims = Claims(spec.options.group_size)
@@ -131,7 +116,7 @@ class RunDriver:
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
-        self._announced = Announce(False, 0, "joined")
+        self._announced = events.Announce(False, 0, "joined")
         self._alarm = Alarm(self._wake)
         self._tasks = TaskSet(f"run {spec.name}")
         self._looking = False
@@ -174,8 +159,8 @@ class RunDriver:
         short = self._claims.settle(promised, outcome.contributors) if outcome.ok else ""
         if short:
             log.warning("run %s: round %d: %s", self.spec.name, outcome.round, short)
-        events = (*outcome.events, short) if short else outcome.events
-        outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started, events=events)
+        notes = (*outcome.events, short) if short else outcome.events
+        outcome = msgspec.structs.replace(outcome, seconds=seconds, started=started, events=notes)
         self.history.append(outcome)
         self.rounds_ok += outcome.ok
         self.rounds_failed += not outcome.ok
@@ -192,7 +177,7 @@ class RunDriver:
     @property
     def others(self) -> int:
         """How many other peers of the run answer."""
-        return self._machine.others
+        return self._membership.count
 
     @property
     def reason(self) -> str:
@@ -202,7 +187,7 @@ class RunDriver:
 
     def is_mute(self, peer: str) -> bool:
         """Whether another peer could not be reached, or did not answer, and has never said anything."""
-        return self._machine.is_mute(peer)
+        return self._membership.is_mute(peer)
 
     def difference(self, peer: str) -> str:
         """How the spec of another peer of this name differs, one line; empty if it does not, or that is not known."""
@@ -233,7 +218,7 @@ class RunDriver:
         """
         if self._formed is not None and not self._formed.done():
             self._formed.set_result(self._failed(why))
-            self._tell(Withdrew())
+            self._tell(events.Withdrew())
 
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
@@ -251,14 +236,14 @@ class RunDriver:
         claimed = {
             one.peer: one.accumulated if one.round == round else 0.0
             for one in await self._directory.peers(self.spec.name)
-            if one.spec == self.spec.hash and self._machine.answers(one.peer)
+            if one.spec == self.spec.hash and self._membership.answers(one.peer)
         }
         return self._claims.count(claimed, target)
 
     def start(self) -> None:
         """Make this peer known in the run."""
         self._tasks.spawn(self._look_regularly())
-        self._tell(Woke())
+        self._tell(events.Woke())
         self._publish()
 
     async def leave(self, reason: str = "left the run") -> None:
@@ -271,11 +256,11 @@ class RunDriver:
             self._formed.set_result(self._failed(reason))
         if self._round is not None:
             self._round.withdraw(reason)
-        self._tell(Withdrew())
+        self._tell(events.Withdrew())
         self._alarm.cancel()
         await self._tasks.stop()
         if serves:
-            await self._say_left(reason)
+            await self._announce()
         else:
             await self._directory.withdraw(self.spec.name)
 
@@ -294,10 +279,10 @@ class RunDriver:
             return self._failed(self._left) if self._left else formed
         except TimeoutError:
             reason = f"no group within {timeout:g} s: {self.reason}"
-            self._tell(Withdrew())
+            self._tell(events.Withdrew())
             return self._failed(reason)
         except asyncio.CancelledError:
-            self._tell(Withdrew())
+            self._tell(events.Withdrew())
             raise
         finally:
             self._formed = None
@@ -315,7 +300,7 @@ class RunDriver:
         while True:
             again, dialable = dialable is not None, self._sessions.dialable
             self._tell(
-                BecameReady(
+                events.BecameReady(
                     weight=weight,
                     nonce=os.urandom(NONCE_BYTES),
                     bandwidth=self._bandwidth,
@@ -332,7 +317,7 @@ class RunDriver:
                 await asyncio.wait({formed}, timeout=DIALABLE_SECONDS)
                 if formed.done():
                     return formed.result()
-            self._tell(Withdrew())
+            self._tell(events.Withdrew())
 
     @property
     def _bandwidth(self) -> float:
@@ -352,7 +337,7 @@ class RunDriver:
             raise
         finally:
             self._round = None
-            self._tell(RoundEnded(task.manifest.round))
+            self._tell(events.RoundEnded(task.manifest.round))
 
     def _failed(self, reason: str) -> Outcome:
         return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round)
@@ -371,24 +356,24 @@ class RunDriver:
 
     # ---- between the machine and the world ----
 
-    def receive(self, peer: str, message: MatchmakingMessage) -> None:
+    def receive(self, peer: str, message: matchmaking_messages.MatchmakingMessage) -> None:
         """A matchmaking message of this run has come."""
-        if isinstance(message, SpecQuestion | SpecAnswer):
-            self._compare(MessageReceived(peer, message))
+        if isinstance(message, matchmaking_messages.SpecQuestion | matchmaking_messages.SpecAnswer):
+            self._compare(events.MessageReceived(peer, message))
         else:
-            self._tell(MessageReceived(peer, message))
+            self._tell(events.MessageReceived(peer, message))
 
     def lost(self, peer: str) -> None:
         """The channel with a peer has broken."""
-        self._tell(PeerLost(peer))
-        self._compare(PeerLost(peer))
+        self._tell(events.PeerLost(peer))
+        self._compare(events.PeerLost(peer))
 
     def speaks_of_a_round(self, peer: str) -> None:
         """A peer has said something in a round that this daemon knows nothing of."""
         if self._formed is not None:
-            self._tell(RoundHeard(peer))
+            self._tell(events.RoundHeard(peer))
 
-    def _compare(self, event: Event) -> None:
+    def _compare(self, event: events.Event) -> None:
         before = self._spec_diff.reason
         for send in self._spec_diff.handle(event, self._loop.time()):
             self._sessions.post(send.peer, MATCHMAKING_FRAME + matchmaking_messages.encode(send.message))
@@ -397,20 +382,20 @@ class RunDriver:
         self._compared.set()
         self._schedule()
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         for action in self._machine.handle(event, self._loop.time()):
             match action:
-                case Send(peer, message):
+                case events.Send(peer, message):
                     self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
-                case Form(manifest, reason):
+                case events.Form(manifest, reason):
                     self._form(manifest, reason)
-                case Decline(peer, round_id):
+                case events.Decline(peer, round_id):
                     gone = wire.GiveUp("it was not ready for this group")
                     self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
-                case Announce():
+                case events.Announce():
                     self._announced = action
                     self._publish()
-                case LookUp() if not self._left:
+                case events.LookUp() if not self._left:
                     self._tasks.spawn(self._look())
         self._schedule()
 
@@ -424,35 +409,26 @@ class RunDriver:
             self._alarm.set(min(self._machine.deadline, self._spec_diff.deadline))
 
     def _wake(self) -> None:
-        self._tell(Woke())
+        self._tell(events.Woke())
         if self._loop.time() >= self._spec_diff.deadline:
-            self._compare(Woke())
+            self._compare(events.Woke())
 
     def _publish(self) -> None:
         if not self._left:
             self._tasks.spawn(self._announce())
 
     async def _announce(self) -> None:
+        """Announce where this peer stands; once it has left, stragglers may still ask it, and no peer waits for it."""
+        left = bool(self._left)
         await self._directory.announce(
             self.spec.name,
             spec=self.spec.hash,
-            ready=self._announced.ready,
+            ready=not left and self._announced.ready,
             round=self._machine.round,
-            accumulated=self._accumulated,
-            reason=self._announced.reason,
-            bandwidth=self._bandwidth,
-        )
-
-    async def _say_left(self, reason: str) -> None:
-        """Announce that this peer has left: stragglers may still ask it for means, and no peer waits for it."""
-        await self._directory.announce(
-            self.spec.name,
-            spec=self.spec.hash,
-            ready=False,
-            round=self._machine.round,
-            accumulated=0.0,
-            reason=reason,
-            left=True,
+            accumulated=0.0 if left else self._accumulated,
+            reason=self._left or self._announced.reason,
+            bandwidth=0.0 if left else self._bandwidth,
+            left=left,
         )
 
     async def _look(self) -> None:
@@ -465,8 +441,8 @@ class RunDriver:
         finally:
             self._looking = False
         if not self._left:
-            self._tell(CandidatesSeen(candidates))
-            self._compare(CandidatesSeen(candidates))
+            self._tell(events.CandidatesSeen(candidates))
+            self._compare(events.CandidatesSeen(candidates))
             self._looked.set()
 
     async def _look_regularly(self) -> None:

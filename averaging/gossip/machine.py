@@ -15,36 +15,16 @@ Each peer numbers its own exchanges; a pair's round has the number of the peer t
 
 from __future__ import annotations
 
-from collections import deque
 from random import Random
 
 from equipoise.averaging.gossip.topology import partners
 from equipoise.averaging.manifest import Join, Manifest, ManifestError, shortfall
-from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.events import (
-    Announce,
-    BecameReady,
-    CandidatesSeen,
-    Decline,
-    Event,
-    Form,
-    MessageReceived,
-    PeerLost,
-    RoundEnded,
-    Withdrew,
-)
-from equipoise.averaging.matchmaking.inspection import Inspection
+from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.context import Context, Objection
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, SILENT_SECONDS
-from equipoise.averaging.matchmaking.messages import (
-    MAX_DETAIL_CHARS,
-    GroupFormed,
-    JoinRefused,
-    JoinRequest,
-    Whereabouts,
-    Why,
-)
-from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
+from equipoise.averaging.outcome import Gathering
 
 PAIR = 2
 
@@ -53,15 +33,11 @@ LEAST_WAIT, MOST_WAIT = 0.05, 5.0
 past, and a peer that trains may become free at any moment."""
 
 LISTEN_SECONDS, MAX_LISTEN_SECONDS = 0.05, 1.0
-"""How long a declined peer listens, on average, before it asks again: twice as long each time, to a maximum. An answer
-from another continent takes a third of a second."""
+"""Least and most time that a declined peer listens, on average, before it asks again: twice as long each time. An
+answer from another continent takes a third of a second."""
 
 REFUSED_SECONDS = 30.0
-"""How long a peer is not asked that refused for a reason which does not pass: another version, another spec."""
-
-MAX_BEGUN = 8
-"""Exchanges remembered as begun: their manifests may come again, and a partner that is still in one must not hear that
-this peer takes no part."""
+"""Time for which a peer is not asked that refused for a reason which does not pass: another version, another spec."""
 
 MEMORY = 0.2
 """Weight of the last duration in the moving averages that waits are guessed from."""
@@ -80,10 +56,8 @@ class Pairing(Matchmaker):
         super().__init__(context)
         self._topology = topology
         self._chance = chance
-        self._inspection = Inspection(context)
-        self._wants: BecameReady | None = None
+        self._wants: events.BecameReady | None = None
         self._own: Join | None = None
-        self._begun: deque[bytes] = deque(maxlen=MAX_BEGUN)
         self._asked: str | None = None
         self._answer_by = float("inf")
         self._asks_at = float("-inf")
@@ -99,47 +73,27 @@ class Pairing(Matchmaker):
         return self._wants is not None
 
     @property
-    def state(self) -> RunState:
-        """Where the next exchange stands."""
-        others = self._context.membership.count
-        if self._exchanging is not None:
-            return Exchanging(PAIR, self._exchanging.round)
-        if not others:
-            return NoPeers()
-        return Gathering(1, PAIR, self._reason) if self.ready else Idle(others)
+    def _gathering(self) -> Gathering:
+        return Gathering(1, PAIR, self._reason)
 
-    def _take(self, event: Event, now: float) -> None:
+    def _take(self, event: events.Event, now: float) -> None:
         match event:
-            case CandidatesSeen(candidates):
-                self._context.membership.see(candidates, now)
-                self._context.meet(now)
-            case BecameReady():
+            case events.BecameReady():
                 self._begin(event, now)
-            case Withdrew():
+            case events.Withdrew():
                 self._wants = self._asked = self._exchanging = None
                 self._since, self._reason = now, "withdrawn"
-            case MessageReceived(peer, message):
-                self._context.membership.hear(peer, now)
+            case events.MessageReceived(peer, message):
                 self._receive(peer, message, now)
-            case PeerLost(peer):
-                if peer == self._asked:
-                    self._listen(now, 0.0)
-                self._lose(peer, now)
-            case RoundEnded(round):
+            case events.PeerLost(peer) if peer == self._asked:
+                self._listen(now, 0.0)
+            case events.RoundEnded(round):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
                     self._learn("exchange", now)
                     self._reason = f"exchange {round} is over"
 
-    def _lose(self, peer: str, now: float) -> None:
-        """Ask a peer whose channel broke whether it is there; forget the peer if its channel breaks again soon."""
-        context = self._context
-        if context.membership.doubt(peer, now):
-            context.send(peer, context.whereabouts(asks=True))
-        else:
-            context.membership.lose(peer, now)
-
-    def _begin(self, event: BecameReady, now: float) -> None:
+    def _begin(self, event: events.BecameReady, now: float) -> None:
         if self._wants is not None:
             raise ValueError("expected BecameReady while not ready, this peer seeks a partner already")
         self._own = self._context.join(event)
@@ -149,42 +103,39 @@ class Pairing(Matchmaker):
 
     def _receive(self, peer: str, message: object, now: float) -> None:
         match message:
-            case JoinRequest():
+            case wire.JoinRequest():
                 self._proposed(peer, message, now)
-            case JoinRefused() if peer == self._asked and self._own and message.ticket == self._own.ticket:
-                self._listen(now, message.wait if message.why is Why.BUSY else REFUSED_SECONDS)
-            case GroupFormed():
+            case wire.JoinRefused(ticket=ticket) if (
+                peer == self._asked and self._own and ticket == self._own.ticket
+            ):
+                self._listen(now, message.wait if message.why is wire.Why.BUSY else REFUSED_SECONDS)
+            case wire.GroupFormed():
                 self._formed(peer, message, now)
-            case Whereabouts(asks=True):
-                self._context.send(peer, self._context.whereabouts())
 
     # ---- the partner ----
 
-    def _proposed(self, peer: str, request: JoinRequest, now: float) -> None:
-        join, objection = request.join, self._inspection.mismatch(request)
+    def _proposed(self, peer: str, request: wire.JoinRequest, now: float) -> None:
+        join, objection = request.join, self._context.mismatch(request)
         if objection is None and not self._takes(peer):
-            objection = Why.BUSY, "it is not free"
+            objection = wire.Why.BUSY, "it is not free"
         if objection is None:
-            objection = self._inspection.forgery(peer, join, now) or self._accept(join, now)
+            objection = self._context.forgery(peer, join, now) or self._accept(join, now)
         if objection is not None:
-            why, detail = objection
-            wait = self._wait(now)
-            refusal = JoinRefused(self._context.run, join.ticket, why, detail[:MAX_DETAIL_CHARS], wait=wait)
-            self._context.send(peer, refusal)
+            self._context.refuse(peer, join, *objection, wait=self._wait(now))
 
     def _takes(self, peer: str) -> bool:
         """Whether this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
         crossing = self._asked == peer and self._context.peer < peer
         return self.ready and (self._asked is None or crossing)
 
-    def _accept(self, join: Join, now: float) -> tuple[Why, str] | None:
+    def _accept(self, join: Join, now: float) -> Objection | None:
         context = self._context
         assert self._wants is not None, "it takes the join"
         manifest = Manifest.of(context.peer, [join, context.join(self._wants, join.round)])
         problem = shortfall(manifest.members)
         if problem:
-            return Why.NOT_VALID, problem
-        context.send(join.peer, GroupFormed(context.run, manifest, 0.0))
+            return wire.Why.NOT_VALID, problem
+        context.send(join.peer, wire.GroupFormed(context.run, manifest, 0.0))
         self._exchange(manifest, join.peer, now)
         return None
 
@@ -197,16 +148,14 @@ class Pairing(Matchmaker):
 
     # ---- the peer that proposes ----
 
-    def _formed(self, peer: str, message: GroupFormed, now: float) -> None:
+    def _formed(self, peer: str, message: wire.GroupFormed, now: float) -> None:
         manifest = message.manifest
-        if manifest.id in self._begun:
-            return
         try:
             if self._own is None or not self.ready:
                 raise ManifestError("this peer seeks no partner any more")
             self._context.check(manifest, self._own)
         except ManifestError as error:
-            self._context.out.append(Decline(peer, manifest.id))
+            self._context.out.append(events.Decline(peer, manifest.id))
             self._reason = f"{peer} sent a manifest that is not valid: {error}"
             if peer == self._asked:
                 self._listen(now, REFUSED_SECONDS)
@@ -226,7 +175,7 @@ class Pairing(Matchmaker):
         self._listens = min(2 * self._listens, MAX_LISTEN_SECONDS)
 
     def _propose(self, now: float) -> None:
-        context, membership = self._context, self._context.membership
+        context, membership = self._context, self._membership
         assert self._own is not None, "it is ready"
         self._away = {peer: until for peer, until in self._away.items() if until > now}
         near = partners(self._topology, membership.others(now), context.peer)
@@ -241,7 +190,7 @@ class Pairing(Matchmaker):
         self._reason = f"{self._asked} was asked for an exchange"
         self._answer_by = now + DIAL_SECONDS + SILENT_SECONDS
         membership.ask(self._asked, now)
-        context.send(self._asked, JoinRequest(context.run, self._own))
+        context.send(self._asked, wire.JoinRequest(context.run, self._own))
 
     # ---- both ----
 
@@ -249,11 +198,10 @@ class Pairing(Matchmaker):
         self._learn("seek", now)
         self._wants = self._own = self._asked = None
         self._exchanging = manifest
-        self._begun.append(manifest.id)
         self._context.round += 1
-        self._context.membership.shared(manifest.peers)
+        self._membership.shared(manifest.peers)
         self._reason = f"exchange {manifest.round} with {partner}"
-        self._context.out.append(Form(manifest, self._reason))
+        self._context.out.append(events.Form(manifest, self._reason))
 
     def _learn(self, what: str, now: float) -> None:
         """One of this peer's states is over: `pause`, `seek` or `exchange`."""
@@ -262,7 +210,7 @@ class Pairing(Matchmaker):
         self._since = now
 
     def _settle(self, now: float) -> None:
-        membership = self._context.membership
+        membership = self._membership
         membership.lose_silent(now)
         if self._asked is not None and (now >= self._answer_by or not membership.alive(self._asked, now)):
             self._listen(now, REFUSED_SECONDS)
@@ -270,9 +218,6 @@ class Pairing(Matchmaker):
             self._propose(now)
         if not self._announced:
             self._announced = True
-            self._context.out.append(Announce(False, self._context.round, self._reason))
-        self._deadline = membership.silent_at
-        if self._asked is not None:
-            self._deadline = min(self._deadline, self._answer_by)
-        elif self.ready:
-            self._deadline = min(self._deadline, self._asks_at)
+            self._context.out.append(events.Announce(False, self._context.round, self._reason))
+        own = self._answer_by if self._asked is not None else self._asks_at if self.ready else float("inf")
+        self._deadline = min(membership.silent_at, own)

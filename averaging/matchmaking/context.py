@@ -1,14 +1,31 @@
-"""Where a peer stands in a run: what both sides of its matchmaking, asking and convening, know and write to."""
+"""Where a peer stands in a run: what both sides of its matchmaking, asking and coordinating, know, say and refuse."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
+from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, BecameReady, Send
-from equipoise.averaging.matchmaking.lateness import Lateness
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
-from equipoise.averaging.matchmaking.messages import GroupFormed, MatchmakingMessage, Whereabouts
+from equipoise.averaging.matchmaking.straggler_wait import StragglerWait
+from equipoise.averaging.rate_limit import Allowance
+from equipoise.averaging.spec import PROTOCOL_VERSION
+
+JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
+"""Most joins looked at in so long a time, in all and of one peer: the signature of each costs 0.15 ms. Rounds are some
+tens a second at most, and each takes a join or two of a member."""
+
+FORGER_SECONDS = 30.0
+"""Time for which no join is taken from a peer that has sent a false one on its own channel, which nobody does by
+mistake."""
+
+MAX_FORGERS = 64
+"""Most forgers remembered; the earliest is given another chance."""
+
+Objection = tuple[wire.Why, str]
+"""Why a join does not count, for machines and for people."""
 
 
 @dataclass(slots=True)
@@ -24,7 +41,7 @@ class Context:
         verify: Checks another peer's signature.
         quorum: Fewest contributors of a mean.
         membership: The others.
-        lateness: How late they are.
+        straggler_wait: How long it is worth waiting for them.
         round: Number of this peer's next round.
         floor: The lowest number that may still be: one beyond the last round that formed with this peer.
         out: Actions of the event that is being handled.
@@ -38,36 +55,67 @@ class Context:
     verify: Verify
     quorum: int = 2
     membership: Membership = field(init=False)
-    lateness: Lateness = field(default_factory=Lateness)
+    straggler_wait: StragglerWait = field(default_factory=StragglerWait)
     round: int = 0
     floor: int = 0
     out: list[Action] = field(default_factory=list)
+    _looked_at: Allowance = field(
+        default_factory=lambda: Allowance(JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE)
+    )
+    _forgers: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.membership = Membership(self.peer, self.spec, self.group_size)
 
-    def send(self, peer: str, message: MatchmakingMessage) -> None:
+    def send(self, peer: str, message: wire.MatchmakingMessage) -> None:
         """Ask for a message to be sent."""
         self.out.append(Send(peer, message))
 
-    def whereabouts(self, asks: bool = False) -> Whereabouts:
+    def refuse(self, peer: str, join: Join, why: wire.Why, detail: str, round: int = 0, **more: Any) -> None:
+        """Refuse a join that `peer` sent; `more` as in `JoinRefused`."""
+        detail = detail[: wire.MAX_DETAIL_CHARS]
+        self.send(peer, wire.JoinRefused(self.run, join.ticket, why, detail, round, **more))
+
+    def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
         """Where this peer is; `asks` to be told the same."""
-        return Whereabouts(self.run, self.round, asks)
+        return wire.Whereabouts(self.run, self.round, asks)
 
     def join(self, ready: BecameReady, round: int | None = None) -> Join:
         """This peer's signed join of its next round, or of the one with this number."""
-        return Join.create(
-            self.sign,
-            peer=self.peer,
-            spec=self.spec,
-            round=self.round if round is None else round,
-            weight=ready.weight,
-            bandwidth=ready.bandwidth,
-            credential=ready.credential,
-            dialable=ready.dialable,
-            nonce=ready.nonce,
-            state=ready.state,
-        )
+        stated = ready.weight, ready.bandwidth, ready.dialable, ready.nonce, ready.credential, ready.state
+        number = self.round if round is None else round
+        return Join(self.peer, self.spec, number, *stated, signature=b"").signed(self.sign)
+
+    def mismatch(self, request: wire.JoinRequest) -> Objection | None:
+        """Why a request is of another run, spec or version; None if it is of none."""
+        join = request.join
+        if request.version != PROTOCOL_VERSION:
+            older = "asking" if request.version < PROTOCOL_VERSION else "convening"
+            return wire.Why.OTHER_VERSION, (
+                f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: "
+                f"upgrade the {older} peer's equipoise, which is older"
+            )
+        if request.run != self.run:
+            return wire.Why.UNKNOWN_RUN, f"expected the run {self.run!a}"
+        if join.spec != self.spec:
+            return wire.Why.OTHER_SPEC, (
+                f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
+            )
+        return None
+
+    def forgery(self, peer: str, join: Join, now: float) -> Objection | None:
+        """Why a join is not taken for the word of `peer`, on whose channel it came; None if it is."""
+        if now < self._forgers.get(peer, float("-inf")):
+            return wire.Why.NOT_VALID, f"{peer} has sent a join with a false signature"
+        if not self._looked_at.admits(peer, now):
+            return wire.Why.BUSY, "more joins have come than are looked at in a second"
+        if join.peer != peer or not join.genuine(self.verify):
+            self._forgers.pop(peer, None)
+            self._forgers[peer] = now + FORGER_SECONDS
+            if len(self._forgers) > MAX_FORGERS:
+                del self._forgers[next(iter(self._forgers))]
+            return wire.Why.NOT_VALID, f"expected a join signed by {peer}"
+        return None
 
     def check(self, manifest: Manifest, own: Join | None) -> None:
         """Refuse a manifest of this run that this peer must not act on; `own` must be in it, unless it is None.
@@ -95,9 +143,9 @@ class Context:
         """Whether one peer's word is enough for a round of this number."""
         return round <= min(max(self.round, self.believed_round(now) or 0) + LEAP, MAX_ROUND - 1)
 
-    def learn(self, formed: GroupFormed) -> None:
+    def learn(self, formed: wire.GroupFormed) -> None:
         """Take from a checked manifest which peers are beyond its round, and how late they were."""
-        self.lateness.learn(formed.lateness)
+        self.straggler_wait.learn(formed.lateness)
         self.learn_members(formed.manifest)
         planned = set(self.membership.group(self.peer, formed.manifest.round))
         self.membership.miss(planned.intersection(formed.absent))
@@ -105,8 +153,7 @@ class Context:
     def learn_members(self, manifest: Manifest) -> None:
         """Take from a checked manifest that its members are beyond its round."""
         for peer in manifest.peers:
-            self.membership.welcome(peer, manifest.round + 1)
-            self.membership.note_ready(peer, False)
+            self.membership.welcome(peer, manifest.round + 1, ready=False)
 
     def advance(self, manifest: Manifest) -> None:
         """This peer takes part in a round: its next is a later one."""

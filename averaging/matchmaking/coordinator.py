@@ -6,50 +6,39 @@ dies, the peers that asked it notice the silence and ask the next coordinator.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Set
+from typing import NamedTuple
 
 from equipoise.averaging.manifest import Join, Manifest
-from equipoise.averaging.matchmaking.context import Context
+from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.context import Context, Objection
 from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
-from equipoise.averaging.matchmaking.inspection import Inspection
-from equipoise.averaging.matchmaking.lateness import MAX_WAIT
-from equipoise.averaging.matchmaking.messages import (
-    MAX_DETAIL_CHARS,
-    MAX_HOPS,
-    GroupFormed,
-    Invitation,
-    JoinAccepted,
-    JoinRefused,
-    JoinRequest,
-    Why,
-)
+from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
 from equipoise.averaging.matchmaking.topology import rank
 
 MAX_GATHERINGS = 4
-"""Rounds gathered at once: this one, and the next ones of groups that are ahead."""
+"""Most rounds gathered at once: this one, and the next ones of groups that are ahead."""
 
 CLOSED_KEPT = 4
-"""Groups remembered that were closed here, or formed with this peer: to send a manifest again to a member that it has
-not reached, and to tell the late."""
+"""Most groups remembered that were closed here, or formed with this peer. A member that the manifest has not reached
+gets it from this peer, and those who are late are told."""
 
 STRANGERS_SECONDS = 30.0
-"""After a look at the directory that showed none of the strangers for whom it was made, a group does not wait for such
-looks for so long: anybody can sign a join, and one who is in no directory would hold up every round."""
+"""Time for which groups wait for no look at the directory, after a look showed none of the peers it was made for:
+anybody can sign a join, and a peer that is in no directory would hold up every round."""
 
 MAX_NAMED = 3
-"""Peers that a reason names; a line of text is to be read."""
+"""Most peers that a reason names; a line of text is to be read."""
 
 MAX_OWED = 64
-"""Peers remembered that were left over."""
+"""Most peers remembered that were left over."""
 
 
-@dataclass(slots=True)
-class _Closed:
-    formed: GroupFormed
+class _Closed(NamedTuple):
+    formed: wire.GroupFormed
     began: float
     awaited: set[str]
-    reminded: set[str] = field(default_factory=set)
+    reminded: set[str]
 
 
 class Coordinator:
@@ -57,6 +46,7 @@ class Coordinator:
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._membership = context.membership
         self._gatherings: dict[int, GroupBuilder] = {}
         self._closed: dict[int, _Closed] = {}
         self._owed: dict[str, None] = {}
@@ -66,7 +56,6 @@ class Coordinator:
         self._changed_at = float("-inf")
         self._unknown: set[str] = set()
         self._looks_from = float("-inf")
-        self._inspection = Inspection(context)
 
     @property
     def gathering(self) -> bool:
@@ -75,11 +64,8 @@ class Coordinator:
 
     def count(self, round: int, now: float) -> tuple[int, int]:
         """How many joins of a round are parked here, and how many are waited for in all."""
-        gathering = self._gatherings.get(round)
-        if gathering is None:
-            return 0, 0
-        parked = gathering.parked.keys()
-        return len(parked), len(self._outlook(gathering, now).expected | parked)
+        parked, expected = self._sides(round, now)
+        return len(parked), len(expected | parked)
 
     def is_short(self, round: int, now: float) -> bool:
         """Whether the joins of a round that are parked here could not be a group."""
@@ -88,14 +74,14 @@ class Coordinator:
 
     def describe(self, round: int, now: float) -> str:
         """Where the gathering of a round stands, and whom it waits for, one line."""
-        gathering = self._gatherings.get(round)
-        if gathering is None:
+        parked, expected = self._sides(round, now)
+        if not parked:
             return "this peer coordinates"
-        ready, target = self.count(round, now)
-        missing = sorted(self._outlook(gathering, now).expected - gathering.parked.keys())
+        missing = sorted(expected - parked)
         more = f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         waits = f", waits for {', '.join(missing[:MAX_NAMED])}{more}" if missing else ""
-        return f"this peer coordinates: {ready} of {target} are in{waits}; {self._context.lateness.reason}"
+        why = self._context.straggler_wait.reason
+        return f"this peer coordinates: {len(parked)} of {len(expected | parked)} are in{waits}; {why}"
 
     def has_closed(self, round: int) -> bool:
         """Whether a group of this round has been closed here, or formed with this peer."""
@@ -113,35 +99,31 @@ class Coordinator:
     def park_own(self, join: Join, patience: float, now: float) -> None:
         """Park this peer's own join with itself."""
         # It needs no answer; and it is this peer itself that moves it elsewhere.
-        self._gathering(join.round).park(Parked(join, now, patience, MAX_HOPS, answered=True))
+        self._gathering(join.round).park(Parked(join, now, patience, wire.MAX_HOPS, answered=True))
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
         """Forget a peer's joins: it left, or was lost."""
         for gathering in self._gatherings.values():
             gathering.drop(peer, ticket)
 
-    def request(self, peer: str, request: JoinRequest, now: float) -> None:
+    def request(self, peer: str, request: wire.JoinRequest, now: float) -> None:
         """Park a join, or say why not."""
-        refusal = self._objection(peer, request, now)
-        if refusal is not None:
-            self._context.send(peer, refusal)
+        join, objection = request.join, self._objection(peer, request, now)
+        if objection is not None:
+            self._context.refuse(peer, join, *objection, self._context.round)
             return
-        join = request.join
-        self._context.membership.welcome(peer, join.round)
-        self._context.membership.note_ready(peer, True)
+        self._membership.welcome(peer, join.round, ready=True)
         closed = self._closed.get(join.round)
         if closed is not None:
             self._answer_late(peer, join, closed, now)
             return
-        better = self._better(peer, join.round, now) if request.hops < MAX_HOPS else None
-        if better is not None:
-            self._redirect(join, better)
-        elif not self._gathering(join.round).park(Parked(join, now, request.patience, request.hops)):
-            self._refuse(join, Why.BUSY, "more joins are parked here than may be")
+        parked = Parked(join, now, request.patience, request.hops)
+        if not self._redirects_join(parked, now) and not self._gathering(join.round).park(parked):
+            self._context.refuse(join.peer, join, wire.Why.BUSY, "more joins are parked here than may be")
 
     def settle(self, now: float) -> tuple[Manifest, str] | None:
         """Hand on, and close; returns the manifest of the group that this peer is in, if one closed, and why."""
-        membership = self._context.membership
+        membership = self._membership
         looked = membership.seen_at != self._seen_at
         if looked and self._unknown and not any(map(membership.knows, self._unknown)):
             self._looks_from = now + STRANGERS_SECONDS
@@ -160,9 +142,9 @@ class Coordinator:
         self._unknown = {peer for peer in joins if not membership.knows(peer)}
         return own
 
-    def remember(self, formed: GroupFormed, began: float, awaited: Iterable[str] = ()) -> None:
+    def remember(self, formed: wire.GroupFormed, began: float, awaited: Iterable[str] = ()) -> None:
         """Keep a closed group, so that this peer can tell its members even if their coordinator dies first."""
-        self._closed[formed.manifest.round] = _Closed(formed, began, set(awaited))
+        self._closed[formed.manifest.round] = _Closed(formed, began, set(awaited), set())
         while len(self._closed) > CLOSED_KEPT:
             del self._closed[min(self._closed)]
 
@@ -176,22 +158,17 @@ class Coordinator:
     def end_rounds_gone(self) -> None:
         """Tell those who are parked for rounds that are over here."""
         for round in [one for one in self._gatherings if one < self._context.round]:
-            for peer, parked in self._gatherings.pop(round).parked.items():
-                if peer != self._context.peer:
-                    detail = f"round {round} is over here"
-                    self._refuse(parked.join, Why.ROUND_GONE, detail, self._context.round)
+            self._abandon(round, wire.Why.ROUND_GONE, f"round {round} is over here", self._context.round)
 
     def speak(self, now: float) -> bool:
         """Answer the parked, and ask after the missing; returns whether this peer's own join is no group yet."""
         own_waits = False
         for gathering in self._gatherings.values():
             outlook = self._outlook(gathering, now)
-            for peer in self._context.membership.dialable_others(gathering.invite(outlook, now), now):
-                self._context.membership.doubt(peer, now)
-                self._context.membership.ask(peer, now)
-                self._context.send(peer, Invitation(self._context.run, gathering.round))
-            told = gathering.speak(outlook, now)
-            for parked in told:
+            for peer in self._membership.dialable_others(gathering.invite(outlook, now), now):
+                self._membership.ask(peer, now)
+                self._context.send(peer, wire.Invitation(self._context.run, gathering.round))
+            for parked in gathering.speak(outlook, now):
                 if parked.join.peer == self._context.peer:
                     own_waits = gathering.is_short(outlook)
                 else:
@@ -203,24 +180,17 @@ class Coordinator:
         """When something is to be decided or said; infinity if nobody is parked."""
         each = self._gatherings.values()
         due = min((one.deadline(self._outlook(one, now)) for one in each), default=float("inf"))
-        return min(due, self._context.membership.silent_at)
+        return min(due, self._membership.silent_at)
 
-    def _objection(self, peer: str, request: JoinRequest, now: float) -> JoinRefused | None:
-        context, join = self._context, request.join
-        mismatch = self._inspection.mismatch(request)
-        if mismatch is not None:
-            return self._refusal(join, *mismatch)
-        if self._is_gone(join.round):
-            return self._refusal(join, Why.ROUND_GONE, f"round {join.round} is over here", context.round)
-        if not context.within_reach(join.round, now):
-            return self._refusal(
-                join, Why.NOT_VALID, f"round {join.round} is far ahead of {context.round} here"
-            )
-        forgery = self._inspection.forgery(peer, join, now)
-        return None if forgery is None else self._refusal(join, *forgery)
-
-    def _is_gone(self, round: int) -> bool:
-        return round not in self._closed and round < self._context.round
+    def _objection(self, peer: str, request: wire.JoinRequest, now: float) -> Objection | None:
+        round = request.join.round
+        if mismatch := self._context.mismatch(request):
+            return mismatch
+        if round not in self._closed and round < self._context.round:
+            return wire.Why.ROUND_GONE, f"round {round} is over here"
+        if not self._context.within_reach(round, now):
+            return wire.Why.NOT_VALID, f"round {round} is far ahead of {self._context.round} here"
+        return self._context.forgery(peer, request.join, now)
 
     def _answer_late(self, peer: str, join: Join, closed: _Closed, now: float) -> None:
         if join in closed.formed.manifest.members:
@@ -228,14 +198,24 @@ class Coordinator:
             return
         if peer in closed.awaited and now - closed.began <= MAX_WAIT:
             closed.awaited.discard(peer)
-            self._context.lateness.learn(now - closed.began)
-        self._refuse(join, Why.ROUND_GONE, f"the group of round {join.round} has closed", join.round + 1)
+            self._context.straggler_wait.learn(now - closed.began)
+        detail = f"the group of round {join.round} has closed"
+        self._context.refuse(peer, join, wire.Why.ROUND_GONE, detail, join.round + 1)
+
+    def _redirects_join(self, parked: Parked, now: float) -> bool:
+        """Send a join on, unless this peer should have it, or it has been sent on often enough."""
+        join = parked.join
+        better = self._better(join.peer, join.round, now) if parked.hops < wire.MAX_HOPS else None
+        if better is None:
+            return False
+        detail = f"{better} coordinates its group"
+        self._context.refuse(join.peer, join, wire.Why.ELSEWHERE, detail, redirect=better)
+        return True
 
     def _better(self, peer: str, round: int, now: float) -> str | None:
         """Who should have this peer's join instead of this one; None if nobody."""
-        membership = self._context.membership
+        membership, best = self._membership, None
         group = membership.group(self._context.peer, round)
-        best: str | None
         if peer == self._elsewhere:
             # They ask each other: both have the lower ranked one convene.
             best = min(peer, self._context.peer, key=lambda one: rank(str(round), one))
@@ -243,26 +223,25 @@ class Coordinator:
             best = self._elsewhere
         elif membership.knows(peer):
             best = membership.coordinator(peer, round, now)
-        else:
-            best = (
-                membership.coordinator(self._context.peer, round, now)
-                if len(membership.plan(round)) == 1
-                else None
-            )
+        elif len(membership.plan(round)) == 1:
+            best = membership.coordinator(self._context.peer, round, now)
         return None if best == self._context.peer else best
 
     def _hand_on(self, now: float) -> None:
         for gathering in self._gatherings.values():
             for parked in list(gathering.parked.values()):
-                if parked.hops >= MAX_HOPS:
-                    continue
-                better = self._better(parked.join.peer, gathering.round, now)
-                if better is not None:
+                if self._redirects_join(parked, now):
                     gathering.drop(parked.join.peer)
-                    self._redirect(parked.join, better)
+
+    def _sides(self, round: int, now: float) -> tuple[Set[str], Set[str]]:
+        """The peers whose joins of a round are parked here, and those worth waiting for."""
+        gathering = self._gatherings.get(round)
+        if gathering is None:
+            return frozenset(), frozenset()
+        return gathering.parked.keys(), self._outlook(gathering, now).expected
 
     def _outlook(self, gathering: GroupBuilder, now: float) -> Outlook:
-        membership, lateness = self._context.membership, self._context.lateness
+        membership, learnt = self._membership, self._context.straggler_wait
         expected = membership.expected(gathering.round, now)
         if self._elsewhere is not None:
             expected.discard(self._context.peer)
@@ -272,11 +251,11 @@ class Coordinator:
         strangers = self._has_unknown(gathering, now) or (
             first and membership.incomplete(gathering.parked.keys(), now)
         )
-        return Outlook(group, self._owed.keys(), expected, lateness.wait, lateness.reason, strangers)
+        return Outlook(group, self._owed.keys(), expected, learnt.wait, learnt.reason, strangers)
 
     def _has_unknown(self, gathering: GroupBuilder, now: float) -> bool:
         """Whether joins came from peers that the latest look at the directory could not show."""
-        membership = self._context.membership
+        membership = self._membership
         return now >= self._looks_from and any(
             not membership.knows(peer) and parked.arrived >= membership.seen_at
             for peer, parked in gathering.parked.items()
@@ -285,16 +264,16 @@ class Coordinator:
     def _close(self, gathering: GroupBuilder, closing: Closing, now: float) -> tuple[Manifest, str] | None:
         context = self._context
         manifest = Manifest.of(context.peer, closing.members)
-        reason = f"{closing.reason}; coordinated by {context.peer}"[:MAX_DETAIL_CHARS]
+        reason = f"{closing.reason}; coordinated by {context.peer}"[: wire.MAX_DETAIL_CHARS]
         lateness = min(closing.lateness, MAX_WAIT)
-        formed = GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason)
+        formed = wire.GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason)
         for peer in dict.fromkeys((*manifest.peers, *closing.absent)):
             if peer != context.peer:
                 context.send(peer, formed)
         for join in closing.left_over:
             if join.peer != context.peer:
                 detail = f"the group of round {join.round} is full without it"
-                self._refuse(join, Why.FULL, detail, join.round + 1)
+                self._context.refuse(join.peer, join, wire.Why.FULL, detail, join.round + 1)
         self._owe(closing)
         del self._gatherings[gathering.round]
         self.remember(formed, closing.began, closing.absent)
@@ -312,32 +291,20 @@ class Coordinator:
         if round not in self._gatherings:
             empty = [one for one, each in self._gatherings.items() if not each.parked]
             if len(self._gatherings) >= MAX_GATHERINGS:
-                self._abandon(empty[0] if empty else max(self._gatherings))
+                furthest = empty[0] if empty else max(self._gatherings)
+                self._abandon(furthest, wire.Why.BUSY, "more rounds are gathered here than may be")
             self._gatherings[round] = GroupBuilder(round, self._context.group_size, self._context.quorum)
         return self._gatherings[round]
 
-    def _abandon(self, round: int) -> None:
-        for parked in self._gatherings.pop(round).parked.values():
-            if parked.join.peer != self._context.peer:
-                self._refuse(parked.join, Why.BUSY, "more rounds are gathered here than may be")
-
     def _accept(self, gathering: GroupBuilder, join: Join, outlook: Outlook, now: float) -> None:
         wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
-        target = len(outlook.expected | gathering.parked.keys())
-        ready = len(gathering.parked)
+        ready, target = len(gathering.parked), len(outlook.expected | gathering.parked.keys())
         short = gathering.is_short(outlook)
-        self._context.send(
-            join.peer, JoinAccepted(self._context.run, join.ticket, wait, ready, target, short)
-        )
+        accepted = wire.JoinAccepted(self._context.run, join.ticket, wait, ready, target, short)
+        self._context.send(join.peer, accepted)
 
-    def _redirect(self, join: Join, better: str) -> None:
-        detail = f"{better} coordinates its group"
-        self._context.send(join.peer, self._refusal(join, Why.ELSEWHERE, detail, redirect=better))
-
-    def _refuse(self, join: Join, why: Why, detail: str, round: int = 0) -> None:
-        self._context.send(join.peer, self._refusal(join, why, detail, round))
-
-    def _refusal(
-        self, join: Join, why: Why, detail: str, round: int = 0, redirect: str | None = None
-    ) -> JoinRefused:
-        return JoinRefused(self._context.run, join.ticket, why, detail[:MAX_DETAIL_CHARS], round, redirect)
+    def _abandon(self, round: int, why: wire.Why, detail: str, next_round: int = 0) -> None:
+        """Refuse all joins of a round that are parked here, but this peer's own."""
+        for peer, parked in self._gatherings.pop(round).parked.items():
+            if peer != self._context.peer:
+                self._context.refuse(peer, parked.join, why, detail, next_round)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking.messages import MAX_PATIENCE, MatchmakingMessage
@@ -11,15 +12,13 @@ from equipoise.averaging.ports import Candidate
 from equipoise.averaging.state import StateId
 
 
-@dataclass(frozen=True, slots=True)
-class CandidatesSeen:
+class CandidatesSeen(msgspec.Struct, frozen=True):
     """The directory has answered: the peers of the run."""
 
     candidates: Sequence[Candidate]
 
 
-@dataclass(frozen=True, slots=True)
-class BecameReady:
+class BecameReady(msgspec.Struct, frozen=True):
     """This peer has something to average and wants a group.
 
     Attributes:
@@ -41,40 +40,34 @@ class BecameReady:
     state: StateId | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrew:
+class Withdrew(msgspec.Struct, frozen=True):
     """This peer no longer wants a group; any manifest that still comes is ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class MessageReceived:
+class MessageReceived(msgspec.Struct, frozen=True):
     """A message of this run came on a channel whose other end is `peer`."""
 
     peer: str
     message: MatchmakingMessage
 
 
-@dataclass(frozen=True, slots=True)
-class RoundHeard:
+class RoundHeard(msgspec.Struct, frozen=True):
     """`peer` speaks of a round whose manifest has not come here: its coordinator may have died before it told all."""
 
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
-    """A channel to `peer` broke, could not be opened, or a `Send` to it failed, and no newer channel to it is open."""
+class PeerLost(msgspec.Struct, frozen=True):
+    """No channel to `peer` can be opened, or its process is another one: what was sent to it may be lost."""
 
     peer: str
 
 
-@dataclass(frozen=True, slots=True)
-class Woke:
+class Woke(msgspec.Struct, frozen=True):
     """The deadline has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoundEnded:
+class RoundEnded(msgspec.Struct, frozen=True):
     """The round that `Form` began is over, whatever it came to."""
 
     round: int
@@ -83,8 +76,7 @@ class RoundEnded:
 Event = CandidatesSeen | BecameReady | Withdrew | MessageReceived | RoundHeard | PeerLost | Woke | RoundEnded
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     """Send a message, on the channel that is open to `peer` or, if there is none, on a new one.
 
     A peer that cannot be dialled is answered on the channel it came by. Tell `PeerLost` if it cannot be sent.
@@ -94,24 +86,21 @@ class Send:
     message: MatchmakingMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(msgspec.Struct, frozen=True):
     """Begin the round of this manifest, which has been checked and has this peer among its members."""
 
     manifest: Manifest
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Decline:
+class Decline(msgspec.Struct, frozen=True):
     """Tell `peer`, which sent a manifest, that this peer takes no part in its round."""
 
     peer: str
     round_id: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Announce:
+class Announce(msgspec.Struct, frozen=True):
     """Publish this peer's state in the directory."""
 
     ready: bool
@@ -119,8 +108,7 @@ class Announce:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class LookUp:
+class LookUp(msgspec.Struct, frozen=True):
     """Ask the directory, and tell `CandidatesSeen` when it has answered; not again while one is going on."""
 
     reason: str

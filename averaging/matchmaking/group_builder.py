@@ -191,9 +191,6 @@ class GroupBuilder:
             self._opened = None
         return list(self.parked.values())
 
-    def _joins(self) -> list[Join]:
-        return [parked.join for parked in self.parked.values()]
-
     def _out_of_patience(self) -> float:
         spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
         latest = max(one.arrived for one in self.parked.values())
@@ -220,7 +217,7 @@ class GroupBuilder:
         began = min(arrivals) if self._opened is None else self._opened
         return Closing(
             members=members,
-            left_over=[join for join in self._joins() if join.peer not in peers],
+            left_over=[one.join for peer, one in self.parked.items() if peer not in peers],
             absent=sorted(missing),
             # Whoever is still missing is later than this: to learn from those alone who came would shorten the wait
             # from round to round.

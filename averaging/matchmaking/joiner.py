@@ -5,22 +5,13 @@ from __future__ import annotations
 from collections import deque
 
 from equipoise.averaging.manifest import Join, Manifest
+from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.events import BecameReady
 from equipoise.averaging.matchmaking.group_builder import KEEPALIVE, OVERDUE_SECONDS
-from equipoise.averaging.matchmaking.lateness import MAX_WAIT
 from equipoise.averaging.matchmaking.membership import LEAP
-from equipoise.averaging.matchmaking.messages import (
-    MAX_HOPS,
-    MAX_PATIENCE,
-    GroupFormed,
-    JoinAccepted,
-    JoinRefused,
-    JoinRequest,
-    LeaveRequest,
-    Why,
-)
+from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
 
 REPLY_SECONDS = 1.9
 """Bounds the wait for a coordinator's first answer: about as long as a coordinator may be silent later."""
@@ -36,45 +27,52 @@ SHORT_SECONDS = 2.0
 joined another coordinator, because views of the run differ by a look or two."""
 
 ASK_AGAIN_SECONDS = 1.0
-"""With nobody to ask, look again this often."""
+"""Time between two looks for somebody to ask, while there is nobody."""
 
 MISSED_SECONDS = 0.1
 """Seconds before the joiner asks a peer about a round that only that peer has mentioned: the manifest is mostly on its
 way. It must be less than `INVITE_SECONDS`, or members that missed the manifest would form a group of their own."""
 
 MAX_MISSED = 64
-"""Peers that are asked so, each once for one join; as many as a group has members."""
+"""Most peers that are asked so, each once for one join; as many as a group has members."""
 
 JOINS_KEPT = 4
-"""Joins of one ready period, one per round it sought, of which a manifest may still come: links can be slower than the
-directory, which tells of the next round before."""
+"""Most joins of one ready period of which a manifest may still come, one for each round that the peer sought: links can
+be slower than the directory, which tells of the next round before."""
 
 LONELY_SECONDS = 10.0
-"""After this long alone in its planned group a peer looks for company in the whole run. Shorter, and an early bird
-would be missing from its own group."""
+"""Time that a peer waits alone in its planned group before it looks for company in the whole run. If it were shorter,
+an early bird would be missing from its own group."""
 
 
 class Joiner:
     """One peer's search for a group, from ready to formed or withdrawn; then for the next one."""
 
-    _join: Join | None
-    _asked: str | None
-    _asked_at: float
-    _parked: bool
-    _held_since: float
-    _short: bool
-    _retried: bool
-    _alone: bool
-    _anywhere: bool
-    _hops: int
-    _asked_hops: int
-
     def __init__(self, context: Context, convening: Coordinator) -> None:
         self._context = context
+        self._membership = context.membership
         self._coordinator = convening
         self._ready: BecameReady | None = None
         self._since = 0.0
         self._rest()
+
+    def _rest(self) -> None:
+        self._join: Join | None = None
+        self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
+        self._asked: str | None = None
+        self._parked = False
+        self._held_since = float("inf")
+        self._cost: dict[str, float] = {}
+        self._missed: dict[str, float] = {}
+        self._short = True
+        self._alone = False
+        self._anywhere = False
+        self._hops = 0
+        self._asked_hops = 0
+        self._asked_at = float("inf")
+        self._answer_by = float("inf")
+        self.count = 0, 0
+        self.reason = ""
 
     @property
     def ready(self) -> bool:
@@ -94,8 +92,8 @@ class Joiner:
         if not ready.patience >= 0:
             raise ValueError(f"expected a patience of 0 or more seconds, got {ready.patience!r}")
         self._context.join(ready)
-        self._context.membership.dialable = ready.dialable
-        self._context.membership.own_misses = 0
+        self._membership.dialable = ready.dialable
+        self._membership.own_misses = 0
         self._ready, self._since = ready, now
         self._step_down(now)
 
@@ -106,10 +104,10 @@ class Joiner:
         self._ready = None
         self._rest()
 
-    def accepted(self, peer: str, message: JoinAccepted, now: float) -> None:
+    def accepted(self, peer: str, message: wire.JoinAccepted, now: float) -> None:
         """The coordinator has parked the join, or says that it holds it still."""
         if not self._is_answer(peer, message.ticket):
-            self._context.send(peer, LeaveRequest(self._context.run, message.ticket))
+            self._context.send(peer, wire.LeaveRequest(self._context.run, message.ticket))
             return
         if self._parked and message.short:
             self.alone(now)
@@ -132,55 +130,49 @@ class Joiner:
     def invited(self, peer: str, round: int, now: float) -> None:
         """A coordinator waits for this peer: go there from where nobody else is, but not to and fro for ever."""
         same_round = self._join is not None and round == self._join.round == self._context.round
-        membership = self._context.membership
-        known = membership.knows(peer)  # Anybody can say that it coordinates.
+        known = self._membership.knows(peer)  # Anybody can say that it coordinates.
         own = self._asked == self._context.peer
         alone = self._coordinator.is_short(round, now) if own else self._short
-        may_go = known and same_round and peer != self._asked and alone and self._hops < MAX_HOPS
-        if may_go and membership.heeds(peer, now):
+        may_go = known and same_round and peer != self._asked and alone and self._hops < wire.MAX_HOPS
+        if may_go and self._membership.heeds(peer, now):
             self._leave()
             self._hops += 1
             self._ask(peer, now)
 
-    def refused(self, peer: str, message: JoinRefused, now: float) -> None:
+    def refused(self, peer: str, message: wire.JoinRefused, now: float) -> None:
         """The coordinator will not have the join: follow what it says, or turn to the next."""
         if not self._is_answer(peer, message.ticket):
             return
         self._asked = None
         self.reason = f"{peer} refused: {message.detail}"
-        if message.why is Why.ELSEWHERE and message.redirect is not None and self._asked_hops < MAX_HOPS:
-            self._follow(peer, message.redirect, now)
-        elif message.why in (Why.ROUND_GONE, Why.FULL) and self._can_skip_to(message.round, now):
-            self._context.membership.advance(peer, message.round)
+        redirect = message.redirect if message.why is wire.Why.ELSEWHERE else None
+        if redirect is not None and self._asked_hops < wire.MAX_HOPS:
+            self._follow(peer, redirect, now)
+        elif message.why in (wire.Why.ROUND_GONE, wire.Why.FULL) and self._can_skip_to(message.round, now):
+            self._membership.advance(peer, message.round)
             self._context.round = message.round
         else:
-            self._context.membership.lose(peer, now)
+            self._membership.lose(peer, now)
             self._charge(peer, REPLY_SECONDS, now)
 
     def missed(self, peer: str, now: float) -> None:
         """A peer is in a round that is unknown here, perhaps with this one: ask it, unless the news comes."""
-        news = self._ready is not None and self._context.membership.knows(peer)
+        news = self._ready is not None and self._membership.knows(peer)
         if news and peer not in self._missed and len(self._missed) < MAX_MISSED:
             self._missed[peer] = now + MISSED_SECONDS
 
-    def lost(self, peer: str, now: float) -> bool:
-        """The channel to `peer` broke; returns whether it is asked once more rather than given up."""
-        if peer != self._asked:
-            return False
-        first_time, self._asked = not self._retried, None
-        self.reason = f"the channel to {peer} broke"
-        if first_time:
-            self._ask(peer, now)
-            self._retried = True
-        return first_time
+    def lost(self, peer: str) -> None:
+        """The peer cannot be reached: if it was asked, another one is asked next."""
+        if peer == self._asked:
+            self._asked, self.reason = None, f"{peer} cannot be reached"
 
     def give_up(self, peer: str, now: float) -> None:
         """Do not trust this peer with the join, nor soon with another."""
         if peer == self._asked:
             self._leave()
-        self._context.membership.shun(peer, now)
+        self._membership.shun(peer, now)
 
-    def formed(self, message: GroupFormed) -> Manifest | None:
+    def formed(self, message: wire.GroupFormed) -> Manifest | None:
         """The manifest, if it is one that this peer waits for, whoever sent it.
 
         Raises:
@@ -202,7 +194,7 @@ class Joiner:
             self._start_round(self._ready)
         if self._asked is not None and now >= self._answer_by:
             self.reason = f"{self._asked} did not answer in time"
-            self._context.membership.lose(self._asked, now)
+            self._membership.lose(self._asked, now)
             self._charge(self._asked, REPLY_SECONDS, now)
             self._leave()
         for peer in [peer for peer, at in self._missed.items() if now >= at]:
@@ -246,7 +238,7 @@ class Joiner:
             context.round = max(context.round, highest or 0)
 
     def _step_down(self, now: float) -> None:
-        # Who was talked into a round that nobody else is in comes back, but never to one it has had.
+        # A peer that was talked into a round that nobody else is in comes back, but never to one that it has had.
         believed = self._context.believed_round(now)
         if believed is not None and believed <= self._context.round - 2:
             self._context.round = max(self._context.floor, believed)
@@ -263,32 +255,29 @@ class Joiner:
         self._missed.clear()
 
     def _target(self, now: float) -> str | None:
-        membership, context = self._context.membership, self._context
+        membership, asked = self._membership, self._asked
         long_alone = self._alone and now - self._since >= LONELY_SECONDS
         self._anywhere = long_alone and not self._mate_ready(now)
-        asked = self._asked
         was_sent = self._hops > 0 and not self._anywhere
         if asked is not None and was_sent and not membership.suspects(asked, now):
             return asked
-        return membership.coordinator(context.peer, context.round, now, anywhere=self._anywhere)
+        return membership.coordinator(self._context.peer, self._context.round, now, anywhere=self._anywhere)
 
     def _follow(self, peer: str, redirect: str, now: float) -> None:
-        membership = self._context.membership
-        self._hops = min(self._hops + 1, MAX_HOPS)
-        to_itself = redirect == self._context.peer
-        refused = (
-            redirect == peer or membership.suspects(redirect, now) or (to_itself and not membership.dialable)
-        )
-        if refused or membership.shuns(redirect, now):  # One that is shunned may call itself.
-            self._hops, redirect = MAX_HOPS, peer
+        membership = self._membership
+        self._hops = min(self._hops + 1, wire.MAX_HOPS)
+        in_vain = redirect == self._context.peer and not membership.dialable
+        dead_or_shunned = membership.suspects(redirect, now) or membership.shuns(redirect, now)
+        if redirect == peer or in_vain or dead_or_shunned:  # A shunned peer may call itself.
+            self._hops, redirect = wire.MAX_HOPS, peer
         self._ask(redirect, now)
 
     def _mate_ready(self, now: float, but: str | None = None) -> bool:
-        return self._context.membership.mate_ready(self._context.round, now, but)
+        return self._membership.mate_ready(self._context.round, now, but)
 
     def _charge(self, coordinator: str, seconds: float, now: float) -> None:
         """Note what a coordinator has cost: if more than most honest ones, it is not asked first for a while."""
-        membership = self._context.membership
+        membership = self._membership
         limit = REPLY_SECONDS if membership.shuns(coordinator, now) else HOLD_SECONDS
         self._cost[coordinator] = self._cost.get(coordinator, 0.0) + seconds
         if self._cost[coordinator] > limit:
@@ -301,20 +290,18 @@ class Joiner:
     def _ask(self, coordinator: str, now: float) -> None:
         if self._ready is None or self._join is None:
             return
-        self._asked, self._parked, self._retried = coordinator, False, False
+        self._asked, self._asked_at, self._parked = coordinator, now, False
         self._held_since = float("inf")
-        self._asked_at = now
         self.count, self._short = (0, 0), True
-        patience = max(0.0, min(self._since + self._ready.patience - now, MAX_PATIENCE))
+        patience = max(0.0, min(self._since + self._ready.patience - now, wire.MAX_PATIENCE))
         if coordinator == self._context.peer:
             self._coordinator.park_own(self._join, patience, now)
             self._answer_by = float("inf")
             self.reason = "this peer coordinates"  # What there is to say of it, the gathering says.
         else:
-            self._asked_hops = MAX_HOPS if self._anywhere else self._hops
-            self._context.send(
-                coordinator, JoinRequest(self._context.run, self._join, patience, self._asked_hops)
-            )
+            self._asked_hops = wire.MAX_HOPS if self._anywhere else self._hops
+            request = wire.JoinRequest(self._context.run, self._join, patience, self._asked_hops)
+            self._context.send(coordinator, request)
             self._answer_by = now + REPLY_SECONDS
             self.reason = f"{coordinator} is asked"
 
@@ -322,27 +309,8 @@ class Joiner:
         if self._asked == self._context.peer:
             self._coordinator.drop(self._context.peer)
         elif self._asked is not None and self._join is not None:
-            self._context.send(self._asked, LeaveRequest(self._context.run, self._join.ticket))
+            self._context.send(self._asked, wire.LeaveRequest(self._context.run, self._join.ticket))
         self._asked = None
 
     def _is_answer(self, peer: str, ticket: bytes) -> bool:
         return self._join is not None and peer == self._asked and ticket == self._join.ticket
-
-    def _rest(self) -> None:
-        self._join = None
-        self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
-        self._asked = None
-        self._parked = False
-        self._held_since = float("inf")
-        self._cost: dict[str, float] = {}
-        self._missed: dict[str, float] = {}
-        self._short = True
-        self._retried = False
-        self._alone = False
-        self._anywhere = False
-        self._hops = 0
-        self._asked_hops = 0
-        self._asked_at = float("inf")
-        self._answer_by = float("inf")
-        self.count = 0, 0
-        self.reason = ""

@@ -12,37 +12,28 @@ from __future__ import annotations
 
 from equipoise.averaging.manifest import Manifest, ManifestError
 from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.joiner import Joiner
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
-from equipoise.averaging.matchmaking.messages import (
-    GroupFormed,
-    Invitation,
-    JoinAccepted,
-    JoinRefused,
-    JoinRequest,
-    LeaveRequest,
-    Whereabouts,
-)
-from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
+from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.rate_limit import Allowance
 
-LOOK_OFTEN = 1.0
-"""Seconds between looks at the directory while a group is gathered: that is how long views of the run may differ."""
-
-LOOK_SELDOM = 5.0
-"""Seconds between looks otherwise: a warm view is what makes a group form in one message each way."""
+LOOK_OFTEN, LOOK_SELDOM = 1.0, 5.0
+"""Seconds between looks at the directory, while a group is gathered and otherwise. The first is how long views of the
+run may differ; the second keeps the view warm, so that a group forms in one message each way."""
 
 SETTLING_SECONDS = 10.0
-"""A view that has just changed is about to change again: daemons are started together."""
+"""Time after a change of the view in which it is looked at often: daemons are started together."""
 
 LOOK_FOR_STRANGERS = 0.25
 """Seconds between looks while joins have come from peers that the last view did not show: the view is behind."""
 
 NOTICE_SECONDS, MAX_NOTICES = 1.0, 4
-"""Groups of others that are looked at in so long a time, one of each peer: up to 64 signatures each, a twentieth of a
-core in all. A coordinator sends one for each round that went on without a peer; the directory tells the same later."""
+"""Most groups of others that are looked at in so long a time, one of each peer: up to 64 signatures each, a twentieth
+of a core in all. A coordinator sends one for each round that went on without a peer; the directory tells the same
+later."""
 
 ANNOUNCE_PERIOD = 1.0
 """Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
@@ -73,31 +64,19 @@ class Matchmaking(Matchmaker):
         return self._joiner.ready
 
     @property
-    def state(self) -> RunState:
-        """Where the next round stands."""
-        context, membership = self._context, self._context.membership
-        others = membership.count
-        if self._exchanging is not None:
-            return Exchanging(len(self._exchanging.members), self._exchanging.round)
-        if not others:
-            return NoPeers(self._why_nobody())
-        if not self._joiner.ready:
-            return Idle(others)
+    def _gathering(self) -> Gathering:
         ready, target = self._joiner.count
-        if self._joiner.coordinator == context.peer:
-            ready, target = self._coordinator.count(context.round, self._now)
+        if self._joiner.coordinator == self._context.peer:
+            ready, target = self._coordinator.count(self._context.round, self._now)
         return Gathering(max(ready, 1), max(target, ready, 2), self._reason)
 
     def _take(self, event: events.Event, now: float) -> None:
         self._now = now
         match event:
-            case events.CandidatesSeen(candidates):
-                self._context.membership.see(candidates, now)
-                self._context.meet(now)
             case events.BecameReady():
                 self._joiner.begin(event, now)
                 self._exchanging = None
-                if now - self._context.membership.seen_at >= LOOK_OFTEN:
+                if now - self._membership.seen_at >= LOOK_OFTEN:
                     self._look_at = now
             case events.Withdrew():
                 self._joiner.end()
@@ -105,57 +84,40 @@ class Matchmaking(Matchmaker):
                 self._exchanging = None
                 self._reason = "withdrawn"
             case events.MessageReceived(peer, message):
-                self._context.membership.hear(peer, now)
                 self._receive(peer, message, now)
             case events.RoundHeard(peer):
-                self._context.membership.hear(peer, now)
                 self._joiner.missed(peer, now)
             case events.PeerLost(peer):
                 self._coordinator.drop(peer)
-                self._lose(peer, now)
+                self._joiner.lost(peer)
             case events.RoundEnded(round):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
                     self._reason = f"round {round} is over"
-            case events.Woke():
-                pass
-
-    def _lose(self, peer: str, now: float) -> None:
-        """A channel that breaks says little of the peer; one that cannot be opened anew, by a word to it, says more."""
-        context = self._context
-        in_doubt = context.membership.doubt(peer, now)
-        if self._joiner.lost(peer, now):
-            return
-        if in_doubt:
-            context.send(peer, context.whereabouts(asks=True))
-        else:
-            context.membership.lose(peer, now)
 
     def _receive(self, peer: str, message: object, now: float) -> None:
         match message:
-            case JoinRequest():
+            case wire.JoinRequest():
                 self._coordinator.request(peer, message, now)
-            case JoinAccepted():
+            case wire.JoinAccepted():
                 self._joiner.accepted(peer, message, now)
-            case JoinRefused():
+            case wire.JoinRefused():
                 self._joiner.refused(peer, message, now)
-            case LeaveRequest():
+            case wire.LeaveRequest():
                 self._coordinator.drop(peer, message.ticket)
-            case GroupFormed():
+            case wire.GroupFormed():
                 self._take_manifest(peer, message, now)
-            case Invitation():
+            case wire.Invitation():
                 self._context.send(peer, self._context.whereabouts())
                 self._joiner.invited(peer, message.round, now)
-            case Whereabouts():
-                if message.asks:
-                    self._context.send(peer, self._context.whereabouts())
+            case wire.Whereabouts():
                 self._coordinator.remind(peer, message.round)
                 if self._context.within_reach(message.round, now):
-                    self._context.membership.advance(peer, message.round)
+                    self._membership.advance(peer, message.round)
 
-    def _take_manifest(self, peer: str, message: GroupFormed, now: float) -> None:
+    def _take_manifest(self, peer: str, message: wire.GroupFormed, now: float) -> None:
         # This peer accepts a valid group with its own join from any coordinator. Only the cost of checking is bounded.
-        if self._context.membership.shuns(peer, now) and not self._doubtful.admits(peer, now):
+        if self._membership.shuns(peer, now) and not self._doubtful.admits(peer, now):
             return
         try:
             manifest = self._joiner.formed(message)
@@ -170,7 +132,7 @@ class Matchmaking(Matchmaker):
         self._coordinator.remember(message, now)
         self._begin_round(manifest, message.reason)
 
-    def _take_notice(self, peer: str, message: GroupFormed, now: float) -> None:
+    def _take_notice(self, peer: str, message: wire.GroupFormed, now: float) -> None:
         """A group has formed without this peer: it learns who is in the next round now.
 
         Raises:
@@ -178,13 +140,13 @@ class Matchmaking(Matchmaker):
         """
         context, manifest = self._context, message.manifest
         late = manifest.round < context.round or not context.within_reach(manifest.round, now)
-        if late or context.peer in manifest.peers or not context.membership.knows(peer):
+        if late or context.peer in manifest.peers or not self._membership.knows(peer):
             return
         if not self._notices.admits(peer, now):
             return
         context.check(manifest, None)
         context.learn_members(manifest)
-        context.membership.miss({context.peer}.intersection(message.absent))
+        self._membership.miss({context.peer}.intersection(message.absent))
 
     def _begin_round(self, manifest: Manifest, reason: str) -> None:
         self._joiner.end(formed_by=manifest.coordinator)
@@ -207,26 +169,25 @@ class Matchmaking(Matchmaker):
             coordinates = self._joiner.coordinator == self._context.peer
             round = self._context.round
             self._reason = self._coordinator.describe(round, now) if coordinates else self._joiner.reason
-        self._announce(now)
-        self._look(now)
-        self._deadline = min(
+        deadlines = (
+            self._announce(now),
+            self._look(now),
             self._joiner.deadline(),
             self._coordinator.deadline(now),
-            self._look_at,
-            self._announced_at + ANNOUNCE_PERIOD if self._to_announce() else float("inf"),
         )
+        self._deadline = min(deadlines)
 
-    def _to_announce(self) -> bool:
-        return self._announced != (self._joiner.ready, self._context.round)
+    def _announce(self, now: float) -> float:
+        """Announce what has changed, but not too often; returns when to look again."""
+        stands = self._joiner.ready, self._context.round
+        if stands != self._announced and now >= self._announced_at + ANNOUNCE_PERIOD:
+            self._announced, self._announced_at = stands, now
+            self._context.out.append(events.Announce(*stands, self._reason))
+        return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD
 
-    def _announce(self, now: float) -> None:
-        if self._to_announce() and now >= self._announced_at + ANNOUNCE_PERIOD:
-            self._announced = (self._joiner.ready, self._context.round)
-            self._announced_at = now
-            self._context.out.append(events.Announce(*self._announced, self._reason))
-
-    def _look(self, now: float) -> None:
-        membership = self._context.membership
+    def _look(self, now: float) -> float:
+        """Look at the directory if that is due; returns when it is due next."""
+        membership = self._membership
         settling = not membership.count or now - membership.changed_at < SETTLING_SECONDS
         busy = settling or self._joiner.ready or self._coordinator.gathering
         if self._coordinator.has_strangers(now):
@@ -237,11 +198,4 @@ class Matchmaking(Matchmaker):
             self._look_at = now + (LOOK_OFTEN if busy else LOOK_SELDOM)
             self._looked_at = now
             self._context.out.append(events.LookUp(self._reason))
-
-    def _why_nobody(self) -> str:
-        strangers = self._context.membership.strangers
-        if strangers:
-            return f"{strangers} peers of this name have another spec: schema or options of the run differ"
-        if self._context.membership.known:
-            return "no other peer of this run has answered"
-        return "no other peer of this run is known"
+        return self._look_at

@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.events import Action, Event
-from equipoise.averaging.outcome import RunState
+from equipoise.averaging.matchmaking.messages import Whereabouts
+from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, RunState
 
 
 class Matchmaker(ABC):
@@ -18,6 +19,7 @@ class Matchmaker(ABC):
 
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._membership = context.membership
         self._exchanging: Manifest | None = None
         self._deadline = float("-inf")
         self._reason = "the run has just been joined"
@@ -33,9 +35,14 @@ class Matchmaker(ABC):
         """Whether a group is sought for this peer."""
 
     @property
-    @abstractmethod
     def state(self) -> RunState:
         """Where the next round stands."""
+        membership = self._membership
+        if self._exchanging is not None:
+            return Exchanging(len(self._exchanging.members), self._exchanging.round)
+        if not membership.count:
+            return NoPeers(membership.why_nobody)
+        return self._gathering if self.ready else Idle(membership.count)
 
     @property
     def round(self) -> int:
@@ -43,36 +50,40 @@ class Matchmaker(ABC):
         return self._context.round
 
     @property
-    def others(self) -> int:
-        """How many other peers of the run answer."""
-        return self._context.membership.count
-
-    @property
     def reason(self) -> str:
         """Why it stands where it does, one line."""
         return self._reason
 
-    def answers(self, peer: str) -> bool:
-        """Whether another peer has answered this one, and has not been lost since."""
-        return self._context.membership.answers(peer)
-
-    def is_mute(self, peer: str) -> bool:
-        """Whether another peer could not be reached, or did not answer, and has never said anything."""
-        return self._context.membership.is_mute(peer)
-
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """Take in what has happened, and say what to do.
 
         Raises:
             ValueError: The caller's mistake: `BecameReady` while ready, or with a weight or nonce that is not valid.
         """
+        context = self._context
+        match event:
+            case events.CandidatesSeen(candidates):
+                self._membership.see(candidates, now)
+                context.meet(now)
+            case events.MessageReceived(peer, message):
+                self._membership.hear(peer, now)
+                if isinstance(message, Whereabouts) and message.asks:
+                    context.send(peer, context.whereabouts())
+            case events.RoundHeard(peer):
+                self._membership.hear(peer, now)
+            case events.PeerLost(peer):
+                self._membership.lose(peer, now)
         self._take(event, now)
         self._settle(now)
-        actions, self._context.out = self._context.out, []
+        actions, context.out = context.out, []
         return actions
 
+    @property
     @abstractmethod
-    def _take(self, event: Event, now: float) -> None: ...
+    def _gathering(self) -> Gathering: ...
+
+    @abstractmethod
+    def _take(self, event: events.Event, now: float) -> None: ...
 
     @abstractmethod
     def _settle(self, now: float) -> None: ...

@@ -12,59 +12,53 @@ from collections.abc import Iterable, Set
 
 import msgspec
 
-from equipoise.averaging.matchmaking.topology import Groups, plan, rank
+from equipoise.averaging.matchmaking.topology import Groups, plan, rank, ranked
 from equipoise.averaging.ports import Candidate
 
 MAX_PEERS = 4096
-"""Peers of one run that are looked at; a directory that shows more is flooded."""
+"""Most peers of one run that are looked at; a directory that shows more is flooded."""
 
-SUSPECT_SECONDS = 5.0
-"""A peer that could not be reached is left alone this long, or until it is heard from: each attempt may cost the
-seconds that an unanswered one is waited for, but it may only have been busy. Each further failure doubles it."""
-
-MAX_SUSPECT_SECONDS = 60.0
-"""By then the record of a dead peer has expired."""
-
-DOUBT_SECONDS = 10.0
-"""A peer whose channel broke, and again within this time, cannot be reached: opening one to a machine that has gone may
-take a transport most of it."""
+SUSPECT_SECONDS, MAX_SUSPECT_SECONDS = 5.0, 60.0
+"""Shortest and longest time that a peer is left alone which could not be reached, unless it is heard from. Each further
+failure doubles it: an attempt may cost the seconds of an answer that does not come, but the peer may only have been
+busy. After the longest time the record of a dead peer has expired."""
 
 SILENT_SECONDS = 1.7
-"""A peer that was asked whether it is there, and says nothing for so long, has stopped: a live one answers in one round
-trip, whatever its trainer does, or in a second on busy cores. With the moment before it is asked, and a round, it fits
-the 2.5 s in which a group is done without one that stopped."""
+"""Longest time for the answer of a peer that was asked whether it is there: a live one answers in one round trip,
+whatever its trainer does, or in a second on busy cores. With the moment before it is asked, and a round, it fits the
+2.5 s in which a group is done without a peer that stopped."""
 
 WARM_SECONDS = 50.0
-"""Who was heard from so lately has a channel still: a minute idle closes one."""
+"""Longest time since a peer was heard from in which it still has a channel: a minute idle closes one."""
 
 DIAL_SECONDS = 5.0
-"""What anybody else may take besides: a channel to it has to be opened first, which costs a distant peer seconds."""
+"""Time that any other peer gets besides: a channel to it has to be opened first, which costs a distant peer seconds."""
 
 SHUN_SECONDS = 30.0
-"""A coordinator that has cost more time than most honest ones do is not asked first for so long. It is no verdict: one
-whose own trainer is slow looks the same."""
+"""Time for which a coordinator that has cost more time than most honest ones do is not asked first. It is no verdict: a
+coordinator whose own trainer is slow looks the same."""
 
 MAX_ASKED = 16
-"""Peers asked at each look at the directory whether they are there, because only their records are known: forty peers
-that start together have met within two looks, and 4,000 records of nobody cost sixteen words each time."""
+"""Most peers asked at each look at the directory whether they are there, because only their records are known: forty
+peers that start together have met within two looks, and 4,000 records of nobody cost sixteen words each time."""
 
 MAX_SHUNNED = 64
-"""Conveners shunned at once; the one shunned longest ago is given another chance."""
+"""Most coordinators shunned at once; the one shunned longest ago is given another chance."""
 
 MISSES = 2
-"""A peer waited for in vain in this many rounds running is not waited for again until it sends a join: a record in the
-directory costs nothing."""
+"""Rounds running in which a peer is waited for in vain before it is not waited for again until it sends a join: a
+record in the directory costs nothing."""
 
 LEAP = 1000
-"""Rounds that a peer skips at a time, and all that the word of one other can make it skip: more than the directory is
-ever behind fast rounds."""
+"""Most rounds that a peer skips at a time, and all that the word of one other can make it skip: more than the directory
+is ever behind fast rounds."""
 
 MAX_JUMP = 2**40
 """The highest number at which a newcomer begins because others say so. From there numbers grow by rounds, and by
 `LEAP`: none of those that follow, up to `MAX_ROUND`, is the last in any lifetime, whatever others say."""
 
 MAX_PLANS = 8
-"""Plans kept: this round's, the next ones', and some for peers that are behind."""
+"""Most plans kept: this round's, the next ones', and some for peers that are behind."""
 
 
 class _Other(msgspec.Struct):
@@ -76,7 +70,6 @@ class _Other(msgspec.Struct):
     mate: bool = False
     misses: int = 0
     losses: int = 0
-    doubted_at: float = float("-inf")
     suspect_until: float = float("-inf")
     asked_at: float = float("inf")
     heard_at: float = float("-inf")
@@ -104,7 +97,7 @@ class Membership:
         self.peer = peer
         self.dialable = True
         self._client_mode = False
-        self.strangers = 0
+        self._strangers = 0
         self.own_misses = 0
         self.seen_at = float("-inf")
         self.changed_at = float("-inf")
@@ -114,7 +107,6 @@ class Membership:
         self._early: dict[str, float] = {}
         self._shunned: dict[str, _Shun] = {}
         self._plans: dict[int, Groups] = {}
-        self._orders: dict[tuple[int, tuple[str, ...]], list[str]] = {}
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
         """Take over a view of the directory; what is known better from the peers themselves stays."""
@@ -125,10 +117,11 @@ class Membership:
         known, self._others = self._others, {}
         for one in same:
             heard_at = self._early.pop(one.peer, float("-inf"))
-            self._others[one.peer] = _merge(known.get(one.peer), one, heard_at)
-            if one.peer in known and one.round > known[one.peer].round + LEAP:
-                self._forget_plans()
-        self.strangers = len(others) - len(same)
+            other = known.get(one.peer) or _Other(one.ready, one.round, one.dialable, heard_at=heard_at)
+            self._others[one.peer] = other
+            other.ready, other.dialable = one.ready, one.dialable
+            self.advance(one.peer, one.round)
+        self._strangers = len(others) - len(same)
         self.seen_at = now
         if set(met) != set(self.met):
             self._change(now)
@@ -140,9 +133,12 @@ class Membership:
         return answering and answering + sum(self._out_of_reach(one) for one in self._others.values())
 
     @property
-    def known(self) -> int:
-        """How many others the directory tells of."""
-        return len(self._others)
+    def why_nobody(self) -> str:
+        """Why no other peer answers, one line."""
+        if self._strangers:
+            differ = "have another spec: schema or options of the run differ"
+            return f"{self._strangers} peers of this name {differ}"
+        return f"no other peer of this run {'has answered' if self._others else 'is known'}"
 
     @property
     def met(self) -> list[str]:
@@ -160,14 +156,10 @@ class Membership:
 
     def to_ask(self, now: float) -> list[str]:
         """Peers to ask now whether they are there, for they do not answer as far as is known."""
-        unknown = (
-            peer
-            for peer, other in self._others.items()
-            if not other.answers
-            and other.dialable
-            and other.suspect_until <= now
-            and other.asked_at == float("inf")
+        silent = (
+            (peer, other) for peer, other in self._others.items() if other.dialable and not other.answers
         )
+        unknown = (peer for peer, one in silent if one.suspect_until <= now and one.asked_at == float("inf"))
         # Each peer asks others first, and is asked by others: so all have met after half the questions.
         return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
 
@@ -180,14 +172,6 @@ class Membership:
     def knows(self, peer: str) -> bool:
         """Whether the peer is in the run as far as this one can see."""
         return peer == self.peer or peer in self._others
-
-    def doubt(self, peer: str, now: float) -> bool:
-        """Note that the channel with the peer broke; returns whether it is worth trying it with a word."""
-        other = self._others.get(peer)
-        if other is None or not other.dialable or now - other.doubted_at < DOUBT_SECONDS:
-            return False
-        other.doubted_at = now
-        return other.suspect_until <= now
 
     def lose(self, peer: str, now: float) -> None:
         """Note that the peer could not be reached."""
@@ -207,8 +191,7 @@ class Membership:
                 del self._early[next(iter(self._early))]
             return
         first, other.heard_at = not other.met, now
-        other.suspect_until, other.losses, other.doubted_at = float("-inf"), 0, float("-inf")
-        other.asked_at = float("inf")
+        other.suspect_until, other.losses, other.asked_at = float("-inf"), 0, float("inf")
         if first:
             self._change(now)
 
@@ -250,11 +233,13 @@ class Membership:
         may_call, self._shunned[peer].may_call = self._shunned[peer].may_call, False
         return may_call
 
-    def welcome(self, peer: str, round: int) -> None:
-        """Note that the peer takes part, and that its next round is no earlier than `round`."""
-        other = self._others.get(peer)
-        if other is not None:
-            other.misses = 0
+    def welcome(self, peer: str, round: int, ready: bool) -> None:
+        """Note that the peer takes part, and what it shows before its next record does.
+
+        Its next round is no earlier than `round`, and it is `ready` for that, or has found a group for the one before.
+        """
+        if other := self._others.get(peer):
+            other.misses, other.ready = 0, ready
             self.advance(peer, round)
 
     def shared(self, peers: Iterable[str]) -> None:
@@ -268,13 +253,8 @@ class Membership:
         other = self._others.get(peer)
         if other is not None and round > other.round:
             if round > other.round + LEAP:
-                self._forget_plans()
+                self._plans.clear()
             other.round = round
-
-    def note_ready(self, peer: str, ready: bool) -> None:
-        """Note what a peer shows before its next record does: that it wants a group, or has found one."""
-        if peer in self._others:
-            self._others[peer].ready = ready
 
     def miss(self, peers: Iterable[str]) -> None:
         """Note that these were waited for in vain."""
@@ -302,7 +282,7 @@ class Membership:
         come. The dead keep their places until their records expire, as others see them."""
         if round not in self._plans:
             if len(self._plans) >= MAX_PLANS:
-                self._forget_plans()
+                self._plans.clear()
             near = [peer for peer in self.met if abs(self._others[peer].round - round) <= LEAP]
             self._plans[round] = plan([self.peer, *near], round, self._group_size)
         return self._plans[round]
@@ -313,11 +293,8 @@ class Membership:
 
     def expected(self, round: int, now: float) -> set[str]:
         """Members of this peer's planned group that are worth waiting for."""
-        return {
-            peer
-            for peer in self.group(self.peer, round)
-            if self.alive(peer, now) and self._may_come(peer, round)
-        }
+        group = self.group(self.peer, round)
+        return {peer for peer in group if self.alive(peer, now) and self._may_come(peer, round)}
 
     def coordinator(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:
         """Who coordinates the peer's group: the first live, dialable one, in an order that changes from round to round.
@@ -356,8 +333,8 @@ class Membership:
         """The median of the rounds that peers which answer say they are in; None if nobody does.
 
         Peers that this one has shared a round with count alone, where there are any: they have been where it is, and
-        of two of them the one that is behind is believed. A newcomer believes the one that is ahead: who has just
-        restarted, as it has, says 0.
+        of two of them the one that is behind is believed. A newcomer believes the one that is ahead: a peer that has
+        just restarted, as it has, says 0.
         """
         mates = [one.round for one in self._others.values() if one.mate]
         if mates:  # Even silent ones: a moment without them is not the moment to believe strangers.
@@ -367,10 +344,8 @@ class Membership:
 
     def highest_round(self, limit: int, now: float) -> int | None:
         """The highest round up to `limit` that any live peer is in."""
-        return max(
-            (self._others[peer].round for peer in self.others(now) if self._others[peer].round <= limit),
-            default=None,
-        )
+        rounds = (self._others[peer].round for peer in self.others(now))
+        return max((round for round in rounds if round <= limit), default=None)
 
     def left_behind(self, round: int, now: float) -> bool:
         """Whether all live others of this peer's planned group have gone beyond the round."""
@@ -385,15 +360,13 @@ class Membership:
         return self._client_mode and not other.dialable and not other.met
 
     def _able(self, peer: str, now: float) -> bool:
-        dialable = (
-            self.dialable if peer == self.peer else peer in self._others and self._others[peer].dialable
-        )
-        return dialable and self.alive(peer, now)
+        if peer == self.peer:
+            return self.dialable
+        return self.alive(peer, now) and self._others[peer].dialable
 
     def _first(self, round: int, pool: tuple[str, ...], now: float, barred: str | None = None) -> str | None:
-        order = self._order(round, pool)
         shunned = None
-        for one in order:
+        for one in ranked(str(round), pool):
             if one != barred and self._able(one, now):
                 if not self.shuns(one, now):
                     return one
@@ -406,30 +379,7 @@ class Membership:
         other = self._others[peer]
         return other.misses < MISSES and other.round <= round
 
-    def _order(self, round: int, pool: tuple[str, ...]) -> list[str]:
-        key = (round, pool)
-        if key not in self._orders:
-            if len(self._orders) >= MAX_PLANS:
-                self._orders.clear()
-            self._orders[key] = sorted(pool, key=lambda one: rank(str(round), one))
-        return self._orders[key]
-
     def _change(self, now: float) -> None:
-        """Those who were met are others than before."""
-        self._forget_plans()
-        self.changed_at = now
-
-    def _forget_plans(self) -> None:
+        """The peers that were met are others than before."""
         self._plans.clear()
-        self._orders.clear()
-
-
-def _merge(known: _Other | None, seen: Candidate, heard_at: float) -> _Other:
-    if known is None:
-        return _Other(seen.ready, seen.round, seen.dialable, heard_at=heard_at)
-    return msgspec.structs.replace(
-        known,
-        ready=seen.ready,
-        round=max(seen.round, known.round),
-        dialable=seen.dialable,
-    )
+        self.changed_at = now

