@@ -75,7 +75,6 @@ class Fetch:
     def __init__(self, request: Request, now: float, timeout: float) -> None:
         self.ended = False
         self._request = request
-        self._timeout = timeout
         self._began, self._expires = now, now + timeout
         after, circle = request.after, request.circle
         self._missed = UpdateQuery(after, circle, request.patient, request.proved) if after else None
@@ -204,7 +203,7 @@ class Fetch:
         if self._withdrawn:
             return self._fail(self._withdrawn, now)
         if now >= self._expires:
-            return self._fail(f"not within {self._timeout:g} s: {self.standing}", now)
+            return self._fail(f"not within {self._expires - self._began:g} s: {self.standing}", now)
         actions: list[FetchAction] = []
         if self._agreement is not None and self._sources is not None and not self._sources.donors:
             self._agreement = None

@@ -46,8 +46,7 @@ class UpdateQuery(Answers):
         self._after = after
         self._circle = circle
         self._patient = patient
-        self._proofs: dict[str, tuple[Offer, Commit]] = {}
-        self._offered: set[str] = set()
+        self._offered: dict[str, tuple[Offer, Commit] | None] = {}
         self._doubted: set[Offer] = set()
 
     def hear(self, peer: str, answer: Answer, now: float) -> None:
@@ -56,15 +55,14 @@ class UpdateQuery(Answers):
         if peer not in self.peers or not any(offer.state == self._after for offer in answer.offers):
             return
         if len(self._offered) >= MAX_PROOFS:
-            self._offered &= self.peers.keys()
-            self._proofs = {one: proof for one, proof in self._proofs.items() if one in self.peers}
-        self._offered.add(peer)
+            self._offered = {one: given for one, given in self._offered.items() if one in self.peers}
+        self._offered.setdefault(peer, None)
         if answer.proof is not None and (offer := self._offer_in(answer)) is not None:
-            self._proofs[peer] = (offer, answer.proof)
+            self._offered[peer] = (offer, answer.proof)
 
     def proofs(self, offer: Offer) -> tuple[Commit, ...]:
         """What was given to prove it, each once."""
-        return tuple({proof: None for one, proof in self._proofs.values() if one == offer})
+        return tuple({given[1]: None for given in self._offered.values() if given and given[0] == offer})
 
     def doubt(self, offer: Offer) -> None:
         """None of those who offered it has given anything of it when it was asked for it."""
@@ -83,7 +81,7 @@ class UpdateQuery(Answers):
     @property
     def unheard(self) -> int:
         """How many have not answered, or have offered a mean: the right one, perhaps."""
-        return len((self.peers.keys() - self._answers.keys()) | self._offered)
+        return len((self.peers.keys() - self._answers.keys()) | self._offered.keys())
 
     def agreement(self, now: float) -> Agreement | None:
         """What to try next; None if that is not clear yet, or nobody keeps it."""

@@ -94,8 +94,7 @@ class Serving:
         Returns:
             How many of them will be sent.
         """
-        line = self._lines.setdefault(peer, _Line())
-        return sum(map(line.add, bodies))
+        return sum(map(self._lines.setdefault(peer, _Line()).add, bodies))
 
     def sent(self, peer: str, busy: bool, now: float) -> None:
         """A body has left for `peer`; `busy` says whether a round exchanges here."""
@@ -147,11 +146,8 @@ class Serving:
             return float("inf")
         times = [at + self._stuck for line in self._lines.values() for _, at in line.sending]
         if self._busy:
-            times += [
-                now + LOOK_SECONDS,
-                self._resumes_at,
-                *(line.resumes_at for line in self._lines.values()),
-            ]
+            times += [now + LOOK_SECONDS, self._resumes_at]
+            times += [line.resumes_at for line in self._lines.values()]
         return min((time for time in times if time > now), default=float("inf"))
 
 

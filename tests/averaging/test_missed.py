@@ -320,7 +320,7 @@ def test_what_those_give_who_come_and_go_is_bounded() -> None:
         missed.see(("a", f"x{number}"), 0.0)
         missed.hear("a", mean_answer(9, offer_of(7), proof_of(0, 1)), 0.1)
         missed.hear(f"x{number}", mean_answer(9, offer_of(7), proof_of(number % 64, 63)), 0.1)
-        assert len(missed._proofs) <= MAX_PROOFS
+        assert len(missed._offered) <= MAX_PROOFS
         assert proof_of(0, 1) in missed.proofs(offer_of(7))
 
 
