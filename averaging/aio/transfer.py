@@ -286,7 +286,7 @@ class Transfer:
 
     @property
     def values(self) -> int:
-        """Of a mean of this run, padding included."""
+        """How many values a mean of this run has, padding included."""
         return self._spec.layout.size
 
     @property
@@ -366,13 +366,13 @@ class Transfer:
             self._tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
-        """A round of this run exchanges values here; `over` is called when it has ended."""
+        """A round of this run exchanges values here; the router calls `over` when it has ended."""
         self._circle = self._circle.begun(manifest, self._sessions.peer)
         if manifest.before is not None:
             self._tell(events.RoundBegan(manifest.before))
 
     def over(self, outcome: object) -> None:
-        """It has ended."""
+        """The round of this run has ended."""
         self._tell(events.RoundOver())
 
     async def recover(
@@ -553,7 +553,7 @@ class Transfer:
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
 
     def _proved(self, answer: Answer) -> Answer:
-        """With all votes for the mean that it offers that are known by now."""
+        """Put all votes to it that are known by now for the mean that it offers."""
         image = answer.offers[0].image if answer.offers else None
         prove = next((one.prove for one in self._means.values() if one.mean == image), None)
         return answer if prove is None else msgspec.structs.replace(answer, proof=prove())
@@ -571,7 +571,7 @@ class Transfer:
         return TRANSFER_FRAME + encode(message), body
 
     def _sent(self, peer: str) -> None:
-        """Takes its turn after a body: that one has left."""
+        """Takes its turn in the queue right after a body: so the body has left."""
         self._loop.call_soon(self._tell, events.BodySent(peer, self._busy()))
 
     def _leave(self, peer: str) -> None:

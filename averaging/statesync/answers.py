@@ -1,4 +1,4 @@
-"""What the peers of a run have answered to one question, and whose answers are still to come."""
+"""What the peers of a run have answered to one question, and which peers have still to answer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Answers:
             self._silent.discard(peer)
 
     def forget(self, peer: str) -> None:
-        """What it had answered holds no longer, and it is not waited for: it cannot be reached, or will not answer."""
+        """Drop what `peer` had answered, and do not wait for it: it cannot be reached, or will not answer."""
         self._answers.pop(peer, None)
         self._silent.add(peer)
 
@@ -76,7 +76,7 @@ class Answers:
         return peer in self._answers and offer in self._answers[peer].offers
 
     def deadline(self, now: float) -> float:
-        """When it may come to another result without an answer."""
+        """When time alone may change the result."""
         waits = [since for peer, since in self.peers.items() if peer not in self._answers]
         times = [since + seconds for since in waits for seconds in (ANSWER_SECONDS, LONE_SECONDS)]
         return min((time for time in times if time > now), default=float("inf"))

@@ -175,6 +175,8 @@ class Fetch:
                 self._sources = ChunkScheduler(self._image.chunks, self._sources.donors)
 
     def _lose(self, peer: str, reason: str) -> None:
+        if not self._digests_known and self._sources is not None and self._sources.expects(peer, 0):
+            self._slow.add(peer)  # It broke off rather than give the digests.
         self._poll.forget(peer)
         self._leave_out(peer, reason)
 

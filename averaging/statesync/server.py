@@ -252,7 +252,7 @@ class Server:
         return [epoch for epoch in ask.wanted if self._awaits(ask, epoch)]
 
     def _awaits(self, ask: Ask, epoch: int) -> bool:
-        """Whether the trainer may still take a snapshot of `epoch`, and that is of use to who asks."""
+        """Whether the trainer may still take a snapshot of `epoch`, and that is of use to the newcomer."""
         held = any(one.state.epoch == epoch for one in self._shelf.offers)
         return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
 

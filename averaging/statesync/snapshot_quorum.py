@@ -1,12 +1,13 @@
 """Which image a newcomer takes, and which epoch it asks its donors for: decided from their answers alone.
 
-An image is taken if most of those who hold a state offer it, which the only peer there is does; and, after some
-patience, if two do, no others deny it, and most have come as far. One liar among three changes nothing, and of two who
-differ neither is right.
+A newcomer takes an image if most of the peers that hold a state offer it; where there is one peer, that one is most.
+After some patience it also takes an image that two offer, if no others deny it and most have come as far. One liar
+among three changes nothing, and of two who differ neither is believed.
 
-Donors that stand in different epochs take different snapshots. So all are asked for one that none of them has reached:
-the next after the one where most stand. Where steps are so fast that it is over when the wish arrives, the margin
-doubles; where they are so slow that it would be long in coming, donors are asked for the present one too.
+Donors that stand in different epochs take different snapshots. So the newcomer asks all for one that none of them has
+reached: the next after the epoch where most stand. Where steps are so fast that this epoch is over when the wish
+arrives, the margin doubles. Where steps are so slow that it would be long in coming, donors are asked for the present
+epoch too.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ PATIENCE_SECONDS = 5.0
 
 STUCK_SECONDS = 30.0
 """Longest time that a peer whose epoch does not change has a say while another is ahead by `STUCK_EPOCHS`: its trainer
-hangs. (Whose daemon has died is not in the directory any more by then.) But only while no more are stuck than
-are ahead: where most stand still, steps take longer than that."""
+hangs. (A peer whose daemon has died is not in the directory any more by then.) That holds only while no more are stuck
+than are ahead: where most stand still, steps take longer."""
 
 STUCK_EPOCHS = 2
 """Fewest epochs that a peer which has no say is behind: one that steps slowly is behind a liar by one at once."""

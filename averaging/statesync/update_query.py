@@ -1,10 +1,9 @@
-"""Which mean one that missed it takes: decided from what the peers answer, and in no more time than that takes.
+"""Which mean a peer takes that missed one: decided from what the others answer, and in no more time than that takes.
 
-Whoever holds the state after is asked for what led there. How many offer it proves nothing, for the votes that come
-with a mean do (`quorum_proof`), so that one honest donor is enough. What most offer is tried first, of those by whom
-one knows the state, so that strangers who make something up do not cost their betters the time; what nobody gives,
-though some offer it, comes last. That changes as answers come: a peer at which that very round goes on answers when it
-has ended.
+The peer asks whoever holds the state after for what led there. How many offer a mean proves nothing; the votes that
+come with it do (`quorum_proof`), so one honest donor is enough. The peer tries first what most offer of those by whom
+it knows its state: strangers who make something up do not cost it the time. What nobody gives, though some offer it,
+comes last. That changes as answers come: a peer at which that very round goes on answers when the round has ended.
 """
 
 from __future__ import annotations

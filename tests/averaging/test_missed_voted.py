@@ -462,6 +462,18 @@ def test_nor_does_one_by_whom_the_state_is_known(given: int) -> None:
     assert fetching.take() == [Check((PROOF,))]
 
 
+def test_nor_do_two_of_which_one_breaks_off_when_it_is_asked_and_the_other_gives_nothing() -> None:
+    fetching = Fetching(*"xya", circle="xya")
+    for liar in "xy":
+        fetching.hear(liar, FORGED, proof=LYING)
+    assert fetching.take() == [Allocate(FORGED.image)]
+    fetching.tell(PeerLost("x", "reset"), 0.1)
+    fetching.hear("x", FORGED, proof=LYING, now=0.2)
+    fetching.hear("a", GENUINE, proof=PROOF, now=0.3)
+    assert fetching.wait(0.3) < 0.2 + STALL_SECONDS
+    assert fetching.take() == [Allocate(GENUINE.image)]
+
+
 def test_what_is_being_downloaded_is_not_given_up_for_what_strangers_offer() -> None:
     fetching = Fetching(*"axyz", circle="a")
     fetching.hear("a", GENUINE, proof=PROOF)
