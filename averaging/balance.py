@@ -15,7 +15,7 @@ differ by a third now and then; unequal shares for equal members cost more than 
 
 
 def settle(bandwidths: Sequence[float]) -> list[float]:
-    """What members say of their bandwidths, in bytes per second, without the noise; who says 0 counts as the median."""
+    """What members say of their bandwidths, in bytes per second, without the noise; 0 counts as the median."""
     known = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
     usual = statistics.median_low(known) if known else MIN_BANDWIDTH
     return [

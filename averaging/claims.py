@@ -65,7 +65,7 @@ class Claims:
             contributors: PeerID -> weight in the round.
 
         Returns:
-            Who had claimed and did not give where the round fell short of its target, one line; empty if it did not.
+            If the round fell short of its target, the peers that had claimed and did not give, one line; else empty.
         """
         self._given.update(contributors)
         if len(promised.counted) < self._group_size:  # Else it may have contributed in another group.

@@ -22,7 +22,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     While a member can reach anyone it asks for the mean until its timeout, and those that finished answer for some
     seconds, so this befalls only members that reach no majority for a whole stall, or for the rest of the round. It
     cannot be ruled out: whatever is agreed, the last message may be the one that is lost (the two generals; Gray,
-    "Notes on Data Base Operating Systems", 1978). Who cannot bear it takes the group's state after a failed round.
+    "Notes on Data Base Operating Systems", 1978). A peer that cannot bear it takes the group's state after a failed
+    round.
 
     Attributes:
         ok: Whether the tensors now hold the exact weighted mean over `contributors`; if not they are untouched.

@@ -99,7 +99,7 @@ class Transport(Protocol):
 class DirectTransport(Transport, Protocol):
     """Channels that are the peers' own, fast, and only with peers that were admitted.
 
-    Admitted are members of this peer's groups, and who takes its state or gives it. They are admitted to the
+    Admitted are members of this peer's groups, and peers that take its state or give it. They are admitted to the
     daemon, not to one round, and may be for hours: whether a frame comes from a member of the round that it names
     is checked with each.
     """

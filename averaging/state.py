@@ -40,8 +40,8 @@ class StateId(msgspec.Struct, frozen=True, array_like=True):
 def group_state(states: Iterable[StateId]) -> StateId | None:
     """The state that most of these are, heads counted; of several the one of the higher epoch, then larger lineage.
 
-    One that was trained comes before any that was not: newcomers, who begin at epoch 0, outvote nobody, however many
-    they are. All who are given the same states choose alike, in whatever order they come. None if there are none.
+    A state that was trained comes before any that was not: newcomers begin at epoch 0, and outvote nobody, however many
+    they are. All peers choose alike among the same states, in whatever order they come. None if there are none.
     """
     counts = Counter(states)
     return max(

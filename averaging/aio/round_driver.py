@@ -13,29 +13,10 @@ import torch
 
 from equipoise.averaging.aio.round_buffers import RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.endpoint import Endpoint
-from equipoise.averaging.allreduce.events import (
-    Action,
-    Close,
-    ContributionReceived,
-    Event,
-    Fail,
-    Finish,
-    Group,
-    MeanReceived,
-    MessageReceived,
-    PartReduced,
-    PeerLost,
-    Reduce,
-    Release,
-    Send,
-    SendContribution,
-    SendMean,
-    Withdrew,
-    Woke,
-)
 from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
 from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import Manifest
@@ -83,14 +64,14 @@ class Task:
     keys: Keys
 
 
-def group_of(spec: RunSpec, manifest: Manifest) -> Group:
+def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     """The round as every member derives it from the manifest alone."""
     members = manifest.members
     dialable = [join.dialable for join in members]
     fractions = balance(settle([join.bandwidth for join in members]), dialable)
     leaders = [index for index, join in enumerate(members) if join.dialable]
     convening = [index for index in leaders if members[index].peer == manifest.coordinator]
-    return Group(
+    return events.Group(
         round_id=manifest.id,
         names=tuple(join.peer[-SHORT_NAME_CHARS:] for join in members),
         weights=tuple(join.weight for join in members),
@@ -103,7 +84,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> Group:
 
 
 def weights_of(
-    group: Group, peers: Sequence[str], contributors: int
+    group: events.Group, peers: Sequence[str], contributors: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """What each contributor counted, and the claims of those that counted as less than they claim; by PeerID."""
     counted = group.counted(contributors)
@@ -169,7 +150,7 @@ class RoundDriver:
 
     def withdraw(self, reason: str) -> None:
         """Leave the round; the outcome says why."""
-        self._perform(self._endpoint.handle(Withdrew(reason), self._loop.time()))
+        self._perform(self._endpoint.handle(events.Withdrew(reason), self._loop.time()))
 
     def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
         """Where the body of a frame goes: memory of its own, for whether it is wanted is seen when it is here.
@@ -198,11 +179,11 @@ class RoundDriver:
             case wire.Heartbeat():
                 pass
             case _:
-                self._tell(MessageReceived(member, self._vote_signatures.check(member, message)))
+                self._tell(events.MessageReceived(member, self._vote_signatures.check(member, message)))
 
     def lost(self, peer: str, reason: str, gone: bool = False) -> None:
         """No channel to a member can be opened; `gone` says that its session is over, and what was sent to it lost."""
-        self._tell(PeerLost(self._members[peer], reason, gone))
+        self._tell(events.PeerLost(self._members[peer], reason, gone))
 
     @property
     def number(self) -> int:
@@ -229,7 +210,7 @@ class RoundDriver:
         except CodecError as error:
             self._spoilt(member, error)
         else:
-            self._tell(ContributionReceived(member, part))
+            self._tell(events.ContributionReceived(member, part))
 
     def _on_mean(self, member: int, part: int, contributors: int, body: memoryview) -> None:
         if not self._machine.wants_mean(member, part, contributors) or self._sessions.is_scratch(body):
@@ -239,10 +220,10 @@ class RoundDriver:
         except CodecError as error:
             self._spoilt(member, error)
         else:
-            self._tell(MeanReceived(member, part, contributors, digest))
+            self._tell(events.MeanReceived(member, part, contributors, digest))
 
     def _spoilt(self, member: int, error: CodecError) -> None:
-        self._tell(PeerLost(member, f"sent values that do not decode: {error}"))
+        self._tell(events.PeerLost(member, f"sent values that do not decode: {error}"))
 
     def _wake(self) -> None:
         self._wakes_at = math.inf
@@ -250,10 +231,10 @@ class RoundDriver:
             self._heard_bytes[peer] = received = self._sessions.received(peer)
             self._endpoint.received(self._members[peer], max(received - before, 0))
             self._endpoint.allow(self._members[peer], self._sessions.rtt(peer))
-        self._tell(Woke())
+        self._tell(events.Woke())
         self._schedule()
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: events.Event) -> None:
         try:
             self._perform(self._endpoint.handle(event, self._loop.time()))
         except CodecError as error:
@@ -261,25 +242,25 @@ class RoundDriver:
 
     # ---- from the machine to the world ----
 
-    def _perform(self, actions: list[Action]) -> None:
+    def _perform(self, actions: list[events.Action]) -> None:
         looked = self._machine.looked  # before it is told of what it asks for
         for action in actions:
             match action:
-                case Send(to, message):
+                case events.Send(to, message):
                     self._post(to, message)
-                case SendContribution(to, part):
+                case events.SendContribution(to, part):
                     self._sessions.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
-                case SendMean(to, part, contributors):
+                case events.SendMean(to, part, contributors):
                     self._sessions.post_bulk(
                         self._peers[to], self.id, partial(self._make_mean, part, contributors)
                     )
-                case Reduce(part, contributors):
-                    self._tell(PartReduced(part, contributors, self._store.reduce(part, contributors)))
-                case Finish() | Fail():
+                case events.Reduce(part, contributors):
+                    self._tell(events.PartReduced(part, contributors, self._store.reduce(part, contributors)))
+                case events.Finish() | events.Fail():
                     self._conclude(action)
-                case Release():
+                case events.Release():
                     self._store.release()
-                case Close():
+                case events.Close():
                     self.close()
         if looked:
             self._mark_phase()
@@ -317,12 +298,14 @@ class RoundDriver:
         self._sent += len(header) + len(payload)
         return header, payload
 
-    def _conclude(self, end: Finish | Fail) -> None:
+    def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
         if not self.outcome.done():
-            self.outcome.set_result(self._finished(end) if isinstance(end, Finish) else self._failed(end))
+            self.outcome.set_result(
+                self._finished(end) if isinstance(end, events.Finish) else self._failed(end)
+            )
 
-    def _finished(self, end: Finish) -> Outcome:
+    def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
         mean = EncodedMean(self._task.manifest, end.decision.contributors, self._store.means())
         self._keep(mean, partial(self._vote_signatures.proof, end.decision, end.digest))
@@ -335,7 +318,7 @@ class RoundDriver:
             apart=self._apart(counted),
         )
 
-    def _failed(self, end: Fail) -> Outcome:
+    def _failed(self, end: events.Fail) -> Outcome:
         return msgspec.structs.replace(self._outcome(False, end.reason), in_doubt=end.in_doubt)
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:

@@ -94,8 +94,6 @@ class Pairing(Matchmaker):
                     self._reason = f"exchange {round} is over"
 
     def _begin(self, event: events.BecameReady, now: float) -> None:
-        if self._wants is not None:
-            raise ValueError("expected BecameReady while not ready, this peer seeks a partner already")
         self._own = self._context.join(event)
         self._wants, self._exchanging = event, None
         self._asks_at, self._listens = now, LISTEN_SECONDS

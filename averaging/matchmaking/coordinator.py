@@ -156,7 +156,7 @@ class Coordinator:
             self._context.send(peer, closed.formed)
 
     def end_rounds_gone(self) -> None:
-        """Tell those who are parked for rounds that are over here."""
+        """Refuse the joins of rounds that are over here."""
         for round in [one for one in self._gatherings if one < self._context.round]:
             self._abandon(round, wire.Why.ROUND_GONE, f"round {round} is over here", self._context.round)
 
@@ -213,7 +213,7 @@ class Coordinator:
         return True
 
     def _better(self, peer: str, round: int, now: float) -> str | None:
-        """Who should have this peer's join instead of this one; None if nobody."""
+        """The peer that should have the join of `peer`; None if this one should keep it."""
         membership, best = self._membership, None
         group = membership.group(self._context.peer, round)
         if peer == self._elsewhere:

@@ -9,7 +9,7 @@ import msgspec
 from equipoise.averaging.manifest import Join, shortfall
 
 KEEPALIVE = 0.2
-"""Seconds between words to those who are parked, 100 bytes each: they must know that the coordinator lives. With the
+"""Seconds between words to the parked peers, 100 bytes each: they must know that the coordinator lives. With the
 time that they wait for an overdue word, it is how long a coordinator that stops can hold them; of the two this is the
 cheaper to keep small, for the other is how long a busy one may pause."""
 
@@ -66,8 +66,8 @@ class Outlook(msgspec.Struct, frozen=True):
 
     Attributes:
         group: The planned group, whose members come before guests.
-        owed: Peers that were left over before, who come first: without that, a guest could be left over for ever.
-        expected: Those of it worth waiting for.
+        owed: Peers that were left over before, and come first: without that, a guest could be left over for ever.
+        expected: Members of the planned group that are worth waiting for.
         wait: Seconds to wait beyond the first.
         why_wait: Why it is that long.
         strangers: Whether to wait for peers that are not in the plan yet, though all in it have joined.
@@ -138,14 +138,14 @@ class GroupBuilder:
         return min(speak, max(close, self._closes_from))
 
     def is_short(self, outlook: Outlook) -> bool:
-        """Whether those who are parked could not be a group."""
+        """Whether the parked joins could not be a group."""
         return bool(shortfall(self._choose(outlook), self._quorum))
 
     def catch_up(self, now: float) -> None:
         """See whether this peer itself has stood still: that was nobody else's lateness.
 
-        What others sent meanwhile is still to be handled. To close at once would leave out who was in time, or would
-        have members that have left for good reason.
+        What others sent meanwhile is still to be handled. To close at once would leave out peers that were in time, and
+        would take in peers that have left for good reason.
         """
         held_up = now - (self._told_at + KEEPALIVE)
         if not self.parked or self._opened is None or held_up < GRACE:
@@ -159,21 +159,29 @@ class GroupBuilder:
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
         """Close now, with a reason, or not yet."""
         members = self._choose(outlook)
+        missing = outlook.expected - self.parked.keys()
         if shortfall(members, self._quorum) or now < self._closes_from:
             return None
-        missing = outlook.expected - self.parked.keys()
         if not missing and len(members) == self._group_size:
-            return self._close(members, missing, now, "it is full")
-        if not missing and not outlook.strangers:
-            return self._close(members, missing, now, "all that are expected are in")
-        if self._opened is not None and now >= self._opened + outlook.wait:
-            return self._close(members, missing, now, f"waited {outlook.why_wait}")
-        if now >= self._out_of_patience():
-            return self._close(members, missing, now, "half of them have spent half their time")
-        return None
+            reason = "it is full"
+        elif not missing and not outlook.strangers:
+            reason = "all that are expected are in"
+        elif self._opened is not None and now >= self._opened + outlook.wait:
+            reason = f"waited {outlook.why_wait}"
+        elif now >= self._out_of_patience():
+            reason = "half of them have spent half their time"
+        else:
+            return None
+        peers = {join.peer for join in members}
+        left_over = [one.join for peer, one in self.parked.items() if peer not in peers]
+        arrivals = [self.parked[peer].arrived for peer in peers]
+        began = min(arrivals) if self._opened is None else self._opened
+        # A missing peer is later than this: to learn only from those that came would shorten the wait every time.
+        lateness = max(0.0, (now if missing else max(arrivals)) - began)
+        return Closing(members, left_over, sorted(missing), lateness, began, reason)
 
     def invite(self, outlook: Outlook, now: float) -> Set[str]:
-        """Whom to ask now whether they are there: those who are missing."""
+        """The missing peers, if it is time to ask them whether they are there."""
         if not self.parked or now < self._invite_at:
             return frozenset()
         self._invite_at = now + INVITE_AGAIN_SECONDS if self.is_short(outlook) else float("inf")
@@ -194,7 +202,7 @@ class GroupBuilder:
     def _out_of_patience(self) -> float:
         spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
         latest = max(one.arrived for one in self.parked.values())
-        # Those who come within a moment of the last still count, however long the others have waited before.
+        # A join within a moment of the last one still counts, however long the others have waited before.
         return max(spent[(len(spent) - 1) // 2], latest + GRACE)
 
     def _choose(self, outlook: Outlook) -> list[Join]:
@@ -210,18 +218,3 @@ class GroupBuilder:
         contributors = [join for join in joins if join.weight > 0]
         first = dict.fromkeys([*dialable[:1], *contributors[:2], *joins])
         return list(first)[: self._group_size]
-
-    def _close(self, members: list[Join], missing: Set[str], now: float, reason: str) -> Closing:
-        peers = {join.peer for join in members}
-        arrivals = [self.parked[peer].arrived for peer in peers]
-        began = min(arrivals) if self._opened is None else self._opened
-        return Closing(
-            members=members,
-            left_over=[one.join for peer, one in self.parked.items() if peer not in peers],
-            absent=sorted(missing),
-            # Whoever is still missing is later than this: to learn from those alone who came would shorten the wait
-            # from round to round.
-            lateness=max(0.0, (now if missing else max(arrivals)) - began),
-            began=began,
-            reason=reason,
-        )

@@ -83,22 +83,21 @@ class Joiner:
         """Start to seek.
 
         Raises:
-            ValueError: It seeks already, or the weight or the nonce is not valid.
+            ValueError: The weight, the nonce or the patience is not valid.
         """
-        if self._ready is not None:
-            raise ValueError(
-                "expected Withdrew or Form before another BecameReady: this peer is ready already"
-            )
         if not ready.patience >= 0:
             raise ValueError(f"expected a patience of 0 or more seconds, got {ready.patience!r}")
         self._context.join(ready)
         self._membership.dialable = ready.dialable
         self._membership.own_misses = 0
         self._ready, self._since = ready, now
-        self._step_down(now)
+        believed = self._context.believed_round(now)
+        if believed is not None and believed <= self._context.round - 2:
+            # A peer that was talked into a round that nobody else is in comes back, but never to one that it has had.
+            self._context.round = max(self._context.floor, believed)
 
     def end(self, formed_by: str | None = None) -> None:
-        """Stop: a group has formed, or none is wanted. Whoever else holds the join is told to forget it."""
+        """Stop: a group has formed, or none is wanted. Any other peer that holds the join is told to forget it."""
         if formed_by is None or formed_by != self._asked:
             self._leave()
         self._ready = None
@@ -173,7 +172,7 @@ class Joiner:
         self._membership.shun(peer, now)
 
     def formed(self, message: wire.GroupFormed) -> Manifest | None:
-        """The manifest, if it is one that this peer waits for, whoever sent it.
+        """The manifest, if it has a join of this peer that still counts; any peer may have sent it.
 
         Raises:
             ManifestError: It has this peer's join, and is not valid.
@@ -186,7 +185,7 @@ class Joiner:
         return manifest
 
     def settle(self, now: float) -> None:
-        """Ask whom this peer's view of the run says, unless it was sent elsewhere by one that knew better."""
+        """Ask the coordinator by this peer's view of the run, unless a peer that knew better has sent it elsewhere."""
         if self._ready is None:
             return
         self._keep_up(now)
@@ -215,7 +214,7 @@ class Joiner:
 
     @property
     def coordinator(self) -> str | None:
-        """Who has this peer's join, or was asked to take it."""
+        """The peer that has this peer's join, or was asked to take it."""
         return self._asked
 
     @property
@@ -236,12 +235,6 @@ class Joiner:
         elif self._alone:
             highest = context.membership.highest_round(context.round + LEAP, now)
             context.round = max(context.round, highest or 0)
-
-    def _step_down(self, now: float) -> None:
-        # A peer that was talked into a round that nobody else is in comes back, but never to one that it has had.
-        believed = self._context.believed_round(now)
-        if believed is not None and believed <= self._context.round - 2:
-            self._context.round = max(self._context.floor, believed)
 
     def _can_skip_to(self, round: int, now: float) -> bool:
         return round > self._context.round and self._context.within_reach(round, now)
@@ -282,7 +275,7 @@ class Joiner:
         self._cost[coordinator] = self._cost.get(coordinator, 0.0) + seconds
         if self._cost[coordinator] > limit:
             self.reason = f"{coordinator} has formed no group in {limit:.0f} s"
-            # One that said that no group could be may wait for its own trainer, and says so when that has come.
+            # A coordinator that said that no group could be may wait for its own trainer, and calls when that has come.
             membership.shun(coordinator, now, excused=self._short)
             self._hops = 0
             del self._cost[coordinator]

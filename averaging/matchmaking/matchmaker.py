@@ -62,6 +62,8 @@ class Matchmaker(ABC):
         """
         context = self._context
         match event:
+            case events.BecameReady() if self.ready:
+                raise ValueError("expected BecameReady while not ready, this peer is ready already")
             case events.CandidatesSeen(candidates):
                 self._membership.see(candidates, now)
                 context.meet(now)

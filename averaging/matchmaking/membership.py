@@ -164,8 +164,7 @@ class Membership:
         return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
 
     def incomplete(self, joined: Set[str], now: float) -> bool:
-        """Whether peers but those that have `joined` may soon be met: their record or their word is there, and they
-        are not lost."""
+        """Whether peers that have not `joined` may soon be met: their record or word is here, and they are not lost."""
         only_records = (other for other in self._others.values() if not self._is_met(other))
         return not self._early.keys() <= joined or any(other.suspect_until <= now for other in only_records)
 
@@ -203,7 +202,7 @@ class Membership:
             other.asked_at = min(other.asked_at, now + dial)
 
     def lose_silent(self, now: float) -> None:
-        """Lose those who were asked and have said nothing for too long."""
+        """Lose the peers that were asked and have said nothing for too long."""
         for peer, other in self._others.items():
             if now >= other.asked_at + SILENT_SECONDS:
                 other.asked_at = float("inf")
@@ -211,7 +210,7 @@ class Membership:
 
     @property
     def silent_at(self) -> float:
-        """When someone who was asked will have been silent for too long; infinity if nobody was."""
+        """When a peer that was asked will have been silent for too long; infinity if none was."""
         return min((one.asked_at for one in self._others.values()), default=float("inf")) + SILENT_SECONDS
 
     def shun(self, peer: str, now: float, *, excused: bool = False) -> None:
@@ -227,7 +226,7 @@ class Membership:
         return peer in self._shunned and now < self._shunned[peer].until
 
     def heeds(self, peer: str, now: float) -> bool:
-        """Whether to go to the peer when it calls; that uses up the one call of a shunned."""
+        """Whether to go to the peer when it calls; that uses up the one call of a shunned peer."""
         if not self.shuns(peer, now):
             return True
         may_call, self._shunned[peer].may_call = self._shunned[peer].may_call, False
@@ -278,8 +277,10 @@ class Membership:
         return [peer for peer in self._others if self.alive(peer, now)]
 
     def plan(self, round: int) -> Groups:
-        """All groups of the round, of the peers that were met and are not further than `LEAP` from it: those cannot
-        come. The dead keep their places until their records expire, as others see them."""
+        """All groups of the round, of the peers that were met. Those further than `LEAP` from it are left out.
+
+        They cannot come. The dead keep their places until their records expire, as others see them.
+        """
         if round not in self._plans:
             if len(self._plans) >= MAX_PLANS:
                 self._plans.clear()
@@ -306,8 +307,8 @@ class Membership:
             anywhere: Take the first of the whole run, where those meet whose own group did not come about.
 
         Returns:
-            A PeerID, maybe this peer's or `peer` itself; None if nobody that is alive can be dialled. One that is
-            shunned only if there is nobody else.
+            A PeerID, maybe this peer's or `peer` itself; a shunned peer's only if there is no other; None if no live
+            peer can be dialled.
         """
         group = self.group(peer, round)
         everyone = tuple(one for each in self.plan(round) for one in each)
@@ -316,7 +317,7 @@ class Membership:
             coordinator = self._first(round, group, now)
             if coordinator is not None:
                 return coordinator
-        # Without a live mate, or one that can be dialled, it is rather a guest of another group, which may have room.
+        # A peer without a live mate that can be dialled is rather a guest of another group, which may have room.
         guest = self._first(round, everyone, now, barred=None if anywhere else peer)
         return guest or self._first(round, group, now)
 

@@ -89,7 +89,7 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
         wait: Seconds until the group closes, or until I say more.
         ready: How many are in.
         target: How many I wait for.
-        short: Those who are in could not be a group: too few, or nobody that the others can dial.
+        short: The joins that are in could not be a group: too few, or none of a peer that the others can dial.
     """
 
     run: RunName

@@ -31,7 +31,7 @@ ASK_AGAIN_SECONDS, MAX_QUESTIONS = 10.0, 3
 """Time between two questions to a peer that has not answered, and most questions: it may have been away."""
 
 MAX_ANSWERS, ANSWERS_SECONDS = 32, 1.0
-"""Most answers that a peer gives in so long a time, to whoever asks: each may take 10 KB."""
+"""Most answers that a peer gives in so long a time, all askers together: each may take 10 KB."""
 
 
 class _Stranger(msgspec.Struct):
@@ -51,7 +51,7 @@ class _Stranger(msgspec.Struct):
 
 
 class SpecDiff:
-    """One peer's view of those who have another spec of its run. Times are the seconds of one monotonic clock."""
+    """One peer's view of the peers that have another spec of its run. Times are the seconds of one monotonic clock."""
 
     def __init__(self, spec: RunSpec, peer: str, now: float) -> None:
         self._spec = spec
@@ -71,7 +71,7 @@ class SpecDiff:
 
     @property
     def settled(self) -> bool:
-        """Whether all who can be asked have answered, or not answered in time."""
+        """Whether all peers that can be asked have answered, or not answered in time."""
         return not any(one.awaited for one in self._strangers.values())
 
     @property
@@ -95,12 +95,12 @@ class SpecDiff:
     def objection(self) -> str:
         """Why this peer should rather not take part with its spec; empty if it may.
 
-        It should not where the live peers that agree on something else are more than those that agree with it, itself
-        counted; of one against one the later should not. So the first is never turned away by those who come with a
-        mistake, nor the many by one that is hostile; and the dead, who do not answer, have no say.
+        It should not if more live peers agree on something else than agree with it, itself counted. Of one against one
+        the later should not. So peers that come with a mistake never turn away the first, nor does a hostile peer turn
+        away the many. The dead do not answer, and have no say.
 
-        How long it has been there a peer can but claim. Of one alone it counts only if this peer has seen it there at
-        its first look, before anybody knew of this peer: a name is his who was first, which nobody can become later.
+        How long it has been there a peer can but claim. The claim of one peer alone counts only if this peer has seen
+        it there at its first look, before anybody knew of this peer: nobody can become the first one later.
         """
         live = [one for one in self._strangers.values() if one.there_since is not None]
         for spec, count in Counter(one.spec for one in live).most_common():

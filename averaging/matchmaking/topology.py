@@ -7,7 +7,7 @@ will do, and the next round's row takes one peer from each group in turn. With M
 lines of the full grid, axis by axis; with any other number the sizes stay even, no group is smaller than need be, and
 each new group draws evenly from all old ones.
 
-Everyone who knows the same peers computes the same groups, with no message about it.
+All that know the same peers compute the same groups, with no message about it.
 """
 
 from __future__ import annotations
