@@ -31,6 +31,7 @@ from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Tr
 from equipoise.averaging.session import messages as wire
 from equipoise.averaging.session.fair_queue import Bulk, Frame
 from equipoise.averaging.session.machine import Session, SessionFault
+from equipoise.averaging.timing import DIRECT_SECONDS
 
 MAX_QUEUED_CONTROL = 4096
 """Most control frames that wait for one peer. A healthy peer has a handful; one that does not read is given up."""
@@ -55,10 +56,6 @@ FAREWELL_SECONDS = 5.0
 
 HELLO_SECONDS = 10.0
 """Longest time that a channel is kept whose other end says no hello."""
-
-DIRECT_SECONDS = 1.0
-"""Longest time that frames wait for a direct channel that is being opened: half of what makes a silent member look
-dead."""
 
 MAX_REASON_CHARACTERS = 200
 """Most characters of the reason why a frame was refused, for it may quote the frame."""

@@ -26,8 +26,9 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
     Woke,
 )
-from equipoise.averaging.allreduce.failure_detector import HEARTBEAT_SECONDS, FailureDetector
+from equipoise.averaging.allreduce.failure_detector import FailureDetector
 from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.timing import HEARTBEAT_SECONDS
 
 SILENT = "silent: no sign of life"
 

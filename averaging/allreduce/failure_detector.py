@@ -1,7 +1,7 @@
 """Which members can be reached, which have fallen silent, and which are slow.
 
 Heartbeats come at a fixed pace, so what a link does to them shows in the gaps between signs of life. A member is taken
-for dead after `SILENCE_SECONDS`, or after `GAPS` times the longest gap that it has been heard after, if that is more: a
+for dead after `timing.silence`, or after `GAPS` times the longest gap that it has been heard after, if that is more: a
 link or a machine that lets signs of life through in bursts is not taken for dead at the end of each burst (the idea of
 the phi accrual detector, Hayashibara et al. 2004, with the largest gap in place of a distribution, which a round is too
 short to learn).
@@ -22,25 +22,12 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
+from equipoise.averaging import timing
 from equipoise.averaging.allreduce.events import Group
-
-HEARTBEAT_SECONDS = 0.25
-"""Time between two signs of life. Eight in a row must be missing before a member is taken for dead."""
-
-SILENCE_SECONDS = 2.0
-"""Longest silence of a living member, if nothing is known of its link. With eight daemons on two busy cores, healthy
-ones pause for up to 1 s."""
+from equipoise.averaging.timing import HEARTBEAT_SECONDS, MAX_SILENCE_SECONDS, STALL_SECONDS
 
 GAPS = 2
 """Silence that is allowed to a member, in longest gaps between its signs of life so far."""
-
-ROUND_TRIPS = 4
-"""Round-trip times by which a member may be silent for longer: what opens a channel takes that many, and where one is
-long, packets are held up for longer too."""
-
-MAX_SILENCE_SECONDS = 6.0
-"""Longest silence of a living member, whatever its gaps and its round-trip time: no member stretches by pauses of its
-own how long its death goes unnoticed."""
 
 MIN_BYTES_PER_SECOND = 16_000
 """Least rate of a member that delivers: at this rate even a part of 64 Ki values in int8 takes 4 s."""
@@ -52,9 +39,6 @@ GRACE_STALLS = 2
 """Stalls that a slow member has beyond that: it may have begun later, or have been paused, while the others needed
 next to no time."""
 
-STALL_SECONDS = 2.0
-"""Longest time without progress: then a step is tried another way. Pauses of healthy processes stay below 1 s."""
-
 
 class FailureDetector:
     """Tells apart the members that are heard and those that are not.
@@ -64,13 +48,11 @@ class FailureDetector:
     Args:
         members: Whom to watch.
         now: Monotonic seconds.
-        silence: Seconds of silence that are always allowed.
     """
 
-    def __init__(self, members: Iterable[int], now: float, silence: float = SILENCE_SECONDS) -> None:
-        self._silence = silence
+    def __init__(self, members: Iterable[int], now: float) -> None:
         self._heard = dict.fromkeys(members, now)
-        self._allowed = dict.fromkeys(self._heard, silence)
+        self._allowed = dict.fromkeys(self._heard, timing.SILENCE_SECONDS)
         self._silent: set[int] = set()
         self._checked = now
 
@@ -83,7 +65,9 @@ class FailureDetector:
     def heard(self, member: int, now: float) -> bool:
         """A sign of life; returns whether the member had been taken for dead."""
         gap = now - self._heard[member]
-        if GAPS * gap > self._allowed[member] and now - self._checked <= self._silence / 2:  # else we paused
+        if (
+            GAPS * gap > self._allowed[member] and now - self._checked <= timing.SILENCE_SECONDS / 2
+        ):  # else we paused
             self._allowed[member] = max(self._allowed[member], min(GAPS * gap, MAX_SILENCE_SECONDS))
         self._heard[member] = now
         if member not in self._silent:
@@ -93,8 +77,7 @@ class FailureDetector:
 
     def allow(self, member: int, rtt: float) -> None:
         """Allow a member with this round-trip time, in seconds, a longer silence."""
-        longer = min(self._silence + ROUND_TRIPS * rtt, MAX_SILENCE_SECONDS)
-        self._allowed[member] = max(self._allowed[member], longer)
+        self._allowed[member] = max(self._allowed[member], timing.silence(rtt))
 
     def received(self, member: int, count: int, now: float) -> bool:
         """Bytes came since the last heartbeat's time: a sign of life if they are no trickle; returns as `heard`.
@@ -114,7 +97,7 @@ class FailureDetector:
         """
         gap = now - self._checked
         self._checked = now
-        if gap > self._silence / 2:
+        if gap > timing.SILENCE_SECONDS / 2:
             # Nor longer: who was heard since we go on counts from then.
             self._heard = {member: min(at + gap, now) for member, at in self._heard.items()}
         fallen = [

@@ -11,9 +11,7 @@ from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
-
-WAITING_SECONDS = 1.0
-"""Time between two `Waiting`s of a member: two within a stall, so that one may be late."""
+from equipoise.averaging.timing import WAITING_SECONDS
 
 PLENTY = 1 << 40
 """Bytes that a `Waiting` is worth: a member that waits for one that delivers is itself not stalled."""

@@ -52,7 +52,7 @@ from equipoise.averaging.allreduce.events import (
     Withdrew,
     Woke,
 )
-from equipoise.averaging.allreduce.failure_detector import STALL_SECONDS, Attendance, Awaited
+from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
 from equipoise.averaging.allreduce.follower import (
     PLENTY,
     Fetching,
@@ -66,9 +66,7 @@ from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_mov
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
-
-LINGER_SECONDS = 5.0
-"""How long a member answers those who have not learnt the outcome, once all that live hold the mean."""
+from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS
 
 MAX_NOTES = 64
 """Most lines kept on what went wrong in a round."""

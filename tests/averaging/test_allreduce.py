@@ -15,9 +15,9 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
     Withdrew,
 )
-from equipoise.averaging.allreduce.failure_detector import STALL_SECONDS
-from equipoise.averaging.allreduce.machine import LINGER_SECONDS, MAX_NOTES
+from equipoise.averaging.allreduce.machine import MAX_NOTES
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS
 from fakes.one_member import (
     ALL,
     DIGEST,

@@ -8,8 +8,8 @@ from equipoise.averaging.allreduce.failure_detector import (
     GRACE_STALLS,
     MIN_BYTES_PER_SECOND,
     SLOWNESS,
-    STALL_SECONDS,
 )
+from equipoise.averaging.timing import STALL_SECONDS
 from fakes.one_member import ALL, TIMEOUT, A, B, C, Table, recipients, sent
 
 ENOUGH = int(MIN_BYTES_PER_SECOND * STALL_SECONDS)

@@ -2,15 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.allreduce.failure_detector import (
-    GAPS,
-    HEARTBEAT_SECONDS,
-    MAX_SILENCE_SECONDS,
-    MIN_BYTES_PER_SECOND,
-    ROUND_TRIPS,
-    SILENCE_SECONDS,
-    FailureDetector,
-)
+from equipoise.averaging.allreduce.failure_detector import GAPS, MIN_BYTES_PER_SECOND, FailureDetector
+from equipoise.averaging.timing import HEARTBEAT_SECONDS, MAX_SILENCE_SECONDS, ROUND_TRIPS, SILENCE_SECONDS
 
 
 def silent_after(liveness: FailureDetector, start: float, until: float) -> list[tuple[float, int]]:

@@ -1,0 +1,29 @@
+"""The order of the spans, and the table of them that people read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from equipoise.averaging import timing
+
+ARCHITECTURE = Path(__file__).resolve().parents[2] / "ARCHITECTURE.md"
+
+
+def test_the_budget_in_the_architecture_is_what_the_module_says() -> None:
+    rows = [f"| {what} | {seconds:g} s | {why} |" for what, seconds, why in timing.budget()]
+    assert (
+        "\n".join(["| what | takes at most | follows from |", "|---|---|---|", *rows])
+        in ARCHITECTURE.read_text()
+    )
+
+
+def test_a_longer_link_has_longer_spans_within_bounds() -> None:
+    assert timing.silence(0.0) == timing.SILENCE_SECONDS
+    assert timing.SILENCE_SECONDS < timing.silence(0.1) < timing.silence(0.5) < timing.MAX_SILENCE_SECONDS
+    assert timing.silence(60.0) == timing.MAX_SILENCE_SECONDS
+
+
+def test_whoever_waits_is_told_before_it_gives_up() -> None:
+    assert timing.WAITING_SECONDS < timing.STALL_SECONDS <= timing.SILENCE_SECONDS
+    assert timing.HEARTBEAT_SECONDS < timing.DIRECT_SECONDS < timing.SILENCE_SECONDS
+    assert timing.LINGER_SECONDS > 2 * timing.STALL_SECONDS
