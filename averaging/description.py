@@ -49,7 +49,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         values: Values of all tensors, without padding.
         tensors: How many tensors it has.
         place: Place of the first tensor that differs; None if none does, as far as there are marks.
-        note: Name, dtype and shape of the tensor at that place; empty if there is none.
+        note: Name, dtype and shape of the tensor at that place; empty if the run has no tensor there.
     """
 
     version: Number

@@ -1,4 +1,4 @@
-"""How long the members of a round wait for each other: all spans follow from a few, so that their order always holds.
+"""The spans for which members of a round wait for each other. All follow from a few, so that their order holds.
 
 The table in ARCHITECTURE.md is what `budget` returns.
 """

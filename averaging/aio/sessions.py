@@ -129,13 +129,8 @@ class Sessions:
 
     @property
     def credential(self) -> bytes:
-        """What others need to open direct channels with this daemon; empty if it has none."""
+        """The credential by which other peers open direct channels with this daemon; empty without direct channels."""
         return b"" if self._direct is None else self._direct.credential
-
-    def connected(self, peer: str) -> bool:
-        """Whether a channel to `peer` is open."""
-        channels = self._peers.get(peer)
-        return channels is not None and bool(channels.channels)
 
     def received(self, peer: str) -> int:
         """Bytes that have come from `peer` in its session, those of a frame that is not complete included."""
@@ -464,7 +459,7 @@ class Sessions:
     # ---- losses ----
 
     def _broke(self, channels: PeerChannels, channel: Channel, reason: str) -> None:
-        """One channel to a peer is of no more use; nothing happens if that is known."""
+        """Drop one channel to a peer, and dial again if it was the last; do nothing if it was dropped before."""
         peer = channel.peer
         if channel not in channels.channels:
             return

@@ -1,4 +1,4 @@
-"""What every driver needs: a set of tasks of which none is forgotten, and one timer that is set again and again."""
+"""A set of tasks and a timer, as every driver needs them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 class TaskSet:
-    """Tasks of one owner, which its drivers name in the log: none is forgotten while it runs, or fails unseen."""
+    """The tasks of one owner, which the log names. The set holds a task while it runs, and logs a failure."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner

@@ -44,7 +44,7 @@ MAX_DONORS = 64
 and a word a second; a directory that is flooded with names must not have all of them dialled."""
 
 LOOK_SECONDS = 0.5
-"""Time between two reads of the directory's cache during a download: who has come, and who has gone."""
+"""Time between two looks of a download into the directory. A look shows which peers have come or left."""
 
 KEPT_BYTES = 256 * 1024 * 1024
 """Most bytes of all means that a daemon keeps, but for the last of each run, which is kept whatever its size: two of
@@ -55,7 +55,7 @@ ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE = 0.5, 64, 4
 that catches up asks for one mean after another. A question that is dropped comes again a second later."""
 
 Room = Callable[[int], Awaitable[memoryview]]
-"""Makes room for an image: a writable view of just so many bytes. Raises ValueError where there is none."""
+"""Makes room for an image, given its bytes. It returns a writable view of that size, or raises ValueError."""
 
 Examine = Callable[[memoryview, Sequence[Commit]], str]
 """Finds out, in a thread, whether the image of a mean is the group's, by what was given to prove it; returns why not,

@@ -110,7 +110,7 @@ class FailureDetector:
 
 
 class Patience:
-    """How long one member waits for the others in the present step of the round.
+    """The time that one member gives the others in the present step of the round.
 
     Args:
         stall: Seconds without progress that count as a stall.
@@ -169,7 +169,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Awaited:
-    """Whose delivery the next step waits for.
+    """The members whose delivery the next step waits for.
 
     Attributes:
         members: Bitmask of those who have not delivered yet.
@@ -183,7 +183,7 @@ class Awaited:
 
 
 class Attendance:
-    """Who can be reached, who is waited for, and how long it has been since the last progress.
+    """The members that can be reached or are waited for, and the time since the last progress.
 
     Args:
         group: The round.

@@ -1,4 +1,4 @@
-"""What every member does in a ballot: wait, say whom it waits for, report, and fetch parts that do not come."""
+"""Every member's work in a ballot: it waits, says for which members, reports, and fetches parts that do not come."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Waits:
 
 
 class Fetching:
-    """What this member has asked others for, and what it may still serve them.
+    """The parts that this member has asked others for, and the parts that it may still serve them.
 
     Args:
         me: This member's index; different members start with different sources.
@@ -73,7 +73,7 @@ class Fetching:
         self._served: Counter[int] = Counter()
 
     def due(self, paxos: Paxos, part_table: PartTable, attendance: Attendance, reachable: int) -> Send | None:
-        """What to ask now, of one of the members in the bitmask `reachable`."""
+        """Return the next question to one of the members in the bitmask `reachable`, if one is due."""
         decision = paxos.decision
         if decision is None or part_table.is_whole(decision):
             return None
@@ -111,7 +111,7 @@ class Fetching:
         self._turn += 1
 
     def start_again(self) -> None:
-        """What came is of no use: the next source is due, and nobody asked before is expected to answer any more."""
+        """Drop the answers of all sources so far: the parts that came are of no use, and the next source is due."""
         self.ask_another()
         self._anew = True
         self._expected = {}
@@ -127,7 +127,7 @@ class Fetching:
 
 
 def awaited(paxos: Paxos, part_table: PartTable) -> Awaited:
-    """Whose contribution, mean, vote, report or decision this member waits for."""
+    """Return the members whose contribution, mean, vote, report or decision this member waits for."""
     me, group, ballot, decision = 1 << paxos.me, paxos.group, paxos.ballot, paxos.decision
     if decision is not None and not part_table.is_whole(decision):
         missing = part_table.missing_of(group.everyone, decision)

@@ -105,7 +105,7 @@ class Session(Generic[F]):
     def greet(self, hello: Hello) -> bool:
         """Take in the other end's hello; return whether the session goes on.
 
-        Where it does not, the caller begins another session, and the frames that this one still keeps are lost.
+        If the session is over, the caller begins another one. The frames that this session still keeps are lost.
 
         Raises:
             SessionFault: It acknowledges frames that were never sent.
@@ -138,7 +138,8 @@ class Session(Generic[F]):
     def again(self) -> tuple[int, F | None] | None:
         """Return the next frame to be written again, with its number; a frame that nobody wants is None.
 
-        Returns None if there is none. Also an unwanted frame is written, without content, for its number must come.
+        It returns None once every frame has been written. The caller writes an unwanted frame without content, because
+        the receiver waits for its number.
         """
         if not self.behind:
             return None
@@ -170,7 +171,7 @@ class Session(Generic[F]):
         return number == 0
 
     def forget(self, flow: bytes) -> None:
-        """Keep the bulk of a flow no longer, and what its makers hold on to."""
+        """Drop the bulk of a flow, and with it what its makers hold on to."""
         for sent in self._sent:
             if sent.bulk and sent.flow == flow:
                 sent.make = None

@@ -1,4 +1,4 @@
-"""What the frames of a session look like: a hello on each channel, then frames in envelopes, at last a farewell."""
+"""The frames of a session: a hello on each channel, then frames in envelopes, at last a farewell."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def decode_hello(header: bytes) -> Hello:
     """Parse the header of a hello.
 
     Raises:
-        SessionFault: It is none.
+        SessionFault: The header is not that of a hello.
     """
     if header[:1] != HELLO or len(header) != _HELLO.size:
         raise SessionFault(
@@ -50,7 +50,7 @@ def decode_envelope(header: bytes) -> tuple[bytes, int, int]:
     """Parse the envelope of a frame: its kind, its number, and what it acknowledges.
 
     Raises:
-        SessionFault: It is none.
+        SessionFault: The header begins with no envelope.
     """
     if len(header) < ENVELOPE_BYTES or header[:1] not in (FRAME, FAREWELL):
         raise SessionFault(f"expected a frame of a session, got {header[:1]!r} in {len(header)} bytes")

@@ -1,4 +1,4 @@
-"""What goes to one peer: beats, what is written again, control frames, then bulk."""
+"""The frames that wait for one peer: beats go first, then frames that are written again, control frames, bulk."""
 
 from __future__ import annotations
 

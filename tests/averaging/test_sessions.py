@@ -371,7 +371,7 @@ async def test_an_idle_channel_is_closed_and_nobody_calls_that_a_loss(
     monkeypatch.setattr(module, "IDLE_SECONDS", 0.0)
     for _ in range(2):
         pair.sessions["a"]._sweep()
-    assert pair.sessions["a"].connected("b"), "a round goes on"
+    assert pair.sessions["a"]._peers["b"].channels, "a round goes on"
     pair.sessions["a"].leave(ROUND)
     if writer := pair.sessions["a"]._peers["b"].writer:
         await writer

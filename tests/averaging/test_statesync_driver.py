@@ -94,7 +94,7 @@ async def test_a_channel_that_breaks_beside_another_bars_no_donor(cluster: Clust
     memory = Memory()
     fetching = asyncio.create_task(newcomer.fetch(7, 4 * LIMIT, 20.0, memory.room))
     sessions = cluster.routers["new"]._sessions
-    await until(lambda: memory.image and sessions.connected("a"))
+    await until(lambda: memory.image and sessions._peers["a"].channels)
     link = sessions._peers["a"]
     (first,) = link.channels
     second = await sessions._transport.open("a")
