@@ -2,9 +2,9 @@
 
 from equipoise.compression.buffers import Values, unwrapped
 from equipoise.compression.choice import kernels
+from equipoise.compression.chunks import first_non_finite
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
-from equipoise.compression.finite import first_non_finite
 from equipoise.compression.spec import parse_codec
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,16 +27,21 @@ def unwrapped(values: torch.Tensor) -> Values:
     return values.detach().numpy() if values.is_cpu else values.detach()
 
 
-def plain(values: Values) -> TypeGuard[NDArray[np.float32]]:
-    """Say whether compiled kernels can work on `values` as they are."""
-    return type(values) is np.ndarray and values.dtype is _F32 and values.ndim == 1 and values.flags.carray
+def plain(values: Values) -> NDArray[np.float32] | None:
+    """Return `values` as an array if compiled kernels can work on them as they are."""
+    if isinstance(values, torch.Tensor):
+        if not values.is_cpu or values.dtype != torch.float32:
+            return None
+        values = values.detach().numpy()
+    return values if values.dtype is _F32 and values.ndim == 1 and values.flags.carray else None
 
 
 def raw(buffer: Buffer) -> NDArray[np.uint8] | None:
     """Return `buffer` as an array if compiled kernels can work on it as it is."""
-    if type(buffer) is memoryview and buffer.c_contiguous and not buffer.readonly and buffer.nbytes:
-        return np.frombuffer(buffer, np.uint8)
-    return None
+    if isinstance(buffer, torch.Tensor | bytes):
+        return None
+    view = memoryview(buffer)
+    return np.frombuffer(view, np.uint8) if view.c_contiguous and not view.readonly and view.nbytes else None
 
 
 class _Alias:

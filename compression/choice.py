@@ -1,4 +1,4 @@
-"""Which kernels this process computes with, and why."""
+"""The choice of the kernels with which this process computes, and its reason."""
 
 from __future__ import annotations
 
@@ -9,36 +9,32 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from equipoise.compression.blockwise import OWN_ADDRESS, Kernels, payload_size
+from equipoise.compression import blockwise
+from equipoise.compression.blockwise import OWN_ADDRESS, ArrayKernels
 from equipoise.compression.errors import CodecError
-from equipoise.compression.torch_kernels import TorchKernels
 
 ENVIRONMENT = "EQUIPOISE_KERNELS"
-"""Set to one of NAMES, it decides."""
+"""Name of the variable that decides if it is set to one of NAMES."""
 
 NAMES = ("torch", "numba")
 
-_TORCH = TorchKernels()
 _PROBE_BLOCK = 32
 _PROBE_WEIGHTS = (0.3, 0.7)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernels for tensors on a CPU.
+    """The kernels for values on a CPU.
 
     Attributes:
-        int8: The arithmetic of the int8 codec.
+        name: One of NAMES.
+        arrays: Compiled kernels of the int8 codec; None where torch computes.
         reason: Why these, in a few words, for logs and `status`.
     """
 
-    int8: Kernels
+    name: str
+    arrays: ArrayKernels | None
     reason: str
-
-    @property
-    def name(self) -> str:
-        """One of NAMES."""
-        return self.int8.name
 
 
 @functools.cache
@@ -55,67 +51,49 @@ def kernels() -> Choice:
     if wanted not in (None, "", *NAMES):
         raise CodecError(f"{ENVIRONMENT}={wanted!r} is not known; expected {' or '.join(NAMES)}, or unset")
     if wanted == "torch":
-        return Choice(_TORCH, f"{ENVIRONMENT}=torch")
+        return Choice("torch", None, f"{ENVIRONMENT}=torch")
     origin = f"{ENVIRONMENT}=numba" if wanted else "numba is installed"
     try:
         compiled = _numba()
     except ModuleNotFoundError as error:
         hint = "pip install 'equipoise[fast]' for kernels that are 2-3 times as fast"
-        return Choice(_TORCH, f"{error.name} is not installed; {hint}")
+        return Choice("torch", None, f"{error.name} is not installed; {hint}")
     # What can go wrong in a compiler, its binary dependencies and its cache is not for us to enumerate; all of it
     # leaves the other kernels, and its reason is shown.
     except Exception as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
-        return Choice(_TORCH, f"numba failed: {text}")
-    if not _agree(compiled, _TORCH):
-        return Choice(_TORCH, "numba's bytes differ from torch's on this machine")
-    return Choice(compiled, origin)
+        return Choice("torch", None, f"numba failed: {text}")
+    if not _agree(compiled):
+        return Choice("torch", None, "numba's bytes differ from torch's on this machine")
+    return Choice("numba", compiled, origin)
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """Return the int8 kernels for tensors on `device`."""
-    return kernels().int8 if device.type == "cpu" else _TORCH
+def _numba() -> ArrayKernels:
+    from equipoise.compression.numba_kernels import KERNELS
+
+    return KERNELS
 
 
-def _numba() -> Kernels:
-    from equipoise.compression.numba_kernels import NumbaKernels
-
-    return NumbaKernels()
-
-
-def _agree(one: Kernels, other: Kernels) -> bool:
-    """Compare bytes on values of many magnitudes; a fused operation in either changes some of them."""
+def _agree(compiled: ArrayKernels) -> bool:
+    """Compare bytes with torch's on values of many magnitudes; a fused operation in either changes some of them."""
     count = 64 * _PROBE_BLOCK + 5
     exponents = torch.arange(count, dtype=torch.float32).div_(_PROBE_BLOCK).floor_().mul_(4).sub_(140)
     values = torch.linspace(-1.9, 1.7, count).mul_(torch.exp2(exponents.clamp_(max=127)))
-    results = [_run(kernels, values) for kernels in (one, other)]
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*results, strict=True))
-
-
-def _run(kernels: Kernels, values: torch.Tensor) -> list[torch.Tensor]:
-    payload = torch.empty(payload_size(values.numel(), _PROBE_BLOCK), dtype=torch.uint8)
-    kernels.quantise(values, payload, _PROBE_BLOCK)
-    decoded, total = torch.empty_like(values), values * 0.3
-    kernels.dequantise(payload, decoded, _PROBE_BLOCK)
-    kernels.accumulate(payload, 0.7, total, _PROBE_BLOCK)
-    return [payload, decoded, total, *_reduce(kernels, payload, values.flip(0))]
-
-
-def _reduce(kernels: Kernels, payload: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
-    mean, out = torch.empty_like(payload), torch.zeros_like(own)
-    if kernels.arrays is not None:
-        kernels.arrays.reduce(
-            np.array([kernels.arrays.address(payload.numpy()), OWN_ADDRESS], np.int64),
-            np.array(_PROBE_WEIGHTS),
-            own.numpy(),
-            mean.numpy(),
-            out.numpy(),
-            _PROBE_BLOCK,
-        )
-        return [mean, out]
-    kernels.quantise(own, mean, _PROBE_BLOCK)
+    own, decoded, total = values.flip(0), torch.empty_like(values), torch.zeros_like(values)
+    payload, mean = (
+        torch.empty(blockwise.payload_size(count, _PROBE_BLOCK), dtype=torch.uint8) for _ in range(2)
+    )
+    blockwise.quantise(values, payload, _PROBE_BLOCK)
+    blockwise.dequantise(payload, decoded, _PROBE_BLOCK)
+    blockwise.quantise(own, mean, _PROBE_BLOCK)
     for each, weight in zip((payload, mean), _PROBE_WEIGHTS, strict=True):
-        kernels.accumulate(each, weight, out, _PROBE_BLOCK)
-    kernels.quantise(out, mean, _PROBE_BLOCK)
-    kernels.dequantise(mean, out, _PROBE_BLOCK)
-    return [mean, out]
+        blockwise.accumulate(each, weight, total, _PROBE_BLOCK)
+    blockwise.quantise(total, mean, _PROBE_BLOCK)
+    blockwise.dequantise(mean, total, _PROBE_BLOCK)
+    expected = [each.numpy() for each in (payload, decoded, mean, total)]
+    first, second, third, fourth = found = [np.zeros_like(each) for each in expected]
+    compiled.encode(values.numpy(), first, _PROBE_BLOCK)
+    compiled.decode(first, second, _PROBE_BLOCK)
+    addresses = np.array([compiled.address(first), OWN_ADDRESS], np.int64)
+    compiled.reduce(addresses, np.array(_PROBE_WEIGHTS), own.numpy(), third, fourth, _PROBE_BLOCK)
+    return all(one.tobytes() == other.tobytes() for one, other in zip(found, expected, strict=True))

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from equipoise.compression.buffers import Buffer, Values, plain, readable, writable
+from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
-from equipoise.compression.finite import F32_MAX
 
 if sys.byteorder != "little":
     raise ImportError("equipoise.compression: payloads are little-endian and this machine is not")
@@ -234,7 +234,7 @@ def _present(own: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
 
 def _vector(values: Values) -> torch.Tensor:
     if isinstance(values, np.ndarray):
-        if not plain(values):
+        if plain(values) is None:
             raise CodecError(
                 f"expected a contiguous, writable float32 array of one dimension, got {values.dtype} "
                 f"{list(values.shape)}{'' if values.flags.writeable else ', read-only'}"

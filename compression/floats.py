@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from equipoise.compression.chunks import scratch, spans
+from equipoise.compression.chunks import extremes, first_non_finite, locate, scratch, spans, within
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
-from equipoise.compression.finite import extremes, first_non_finite, locate, within
 
 
 class _Format(NamedTuple):

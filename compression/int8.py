@@ -7,19 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from equipoise.compression.blockwise import (
-    MAX_SCALE,
-    MIN_SCALE,
-    OWN_ADDRESS,
-    ArrayKernels,
-    payload_size,
-    planes,
-)
+from equipoise.compression import blockwise
+from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE, OWN_ADDRESS, payload_size, planes
 from equipoise.compression.buffers import Buffer, Values, plain, raw
-from equipoise.compression.choice import kernels, kernels_for
+from equipoise.compression.choice import kernels
+from equipoise.compression.chunks import first_non_finite, locate
 from equipoise.compression.codec import UNCLAMPED, Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
-from equipoise.compression.finite import first_non_finite, locate
 
 MIN_BLOCK = 32
 """In smaller blocks the scales would be more than an eighth of the codes, for an error that hardly falls."""
@@ -57,21 +51,21 @@ class Int8Codec(Codec):
 
     def encode(self, values: Values, out: Buffer) -> EncodeReport:
         """Encode `values` into `out`; see `Codec.encode`."""
-        short, payload = kernels().int8.arrays, raw(out)
-        if short and payload is not None and plain(values) and short.encode(values, payload, self.block):
+        short, array, payload = kernels().arrays, plain(values), raw(out)
+        if short and array is not None and payload is not None and short.encode(array, payload, self.block):
             return UNCLAMPED
         return super().encode(values, out)
 
     def decode(self, payload: Buffer, out: Values) -> None:
         """Decode `payload` into `out`; see `Codec.decode`."""
-        short, source = kernels().int8.arrays, raw(payload)
-        if short and source is not None and plain(out) and short.decode(source, out, self.block):
+        short, source, array = kernels().arrays, raw(payload), plain(out)
+        if short and source is not None and array is not None and short.decode(source, array, self.block):
             return
         super().decode(payload, out)
 
     def check(self, payload: Buffer, count: int) -> None:
         """Verify that `payload` is `count` encoded values; see `Codec.check`."""
-        short, source = kernels().int8.arrays, raw(payload)
+        short, source = kernels().arrays, raw(payload)
         if short and source is not None and short.sound(source, count, self.block):
             return
         super().check(payload, count)
@@ -85,27 +79,27 @@ class Int8Codec(Codec):
         out: Values,
     ) -> EncodeReport:
         """Encode the weighted sum into `mean`, decode that into `out`; see `Codec.reduce`."""
-        short = kernels().int8.arrays
-        if (
-            short
-            and len(payloads) == len(weights)
-            and self._reduce_shortly(short, payloads, weights, own, mean, out)
-        ):
+        if self._reduce_shortly(payloads, weights, own, mean, out):
             return UNCLAMPED
         return super().reduce(payloads, weights, own, mean, out)
 
     def _reduce_shortly(
         self,
-        short: ArrayKernels,
         payloads: Sequence[Buffer | None],
         weights: Sequence[float],
         own: Values | None,
         mean: Buffer,
         out: Values,
     ) -> bool:
-        values = _NO_VALUES if own is None else own
-        target = raw(mean)
-        if target is None or not plain(out) or not plain(values):
+        short, target, array = kernels().arrays, raw(mean), plain(out)
+        values = _NO_VALUES if own is None else plain(own)
+        if (
+            short is None
+            or target is None
+            or array is None
+            or values is None
+            or len(payloads) != len(weights)
+        ):
             return False
         addresses, alive = [], []  # The arrays must live as long as their addresses are in use.
         for payload, weight in zip(payloads, weights, strict=True):
@@ -117,12 +111,11 @@ class Int8Codec(Codec):
                 return False
             alive.append(source)
             addresses.append(short.address(source))
-        return short.reduce(
-            np.array(addresses, np.int64), np.array(weights, np.float64), values, target, out, self.block
-        )
+        shares = np.array(weights, np.float64)
+        return short.reduce(np.array(addresses, np.int64), shares, values, target, array, self.block)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
-        if not kernels_for(values.device).quantise(values, out, self.block):
+        if not blockwise.quantise(values, out, self.block):
             index = first_non_finite(values)
             if index is None:
                 raise CodecError(f"{self.spec}: the values changed while they were encoded")
@@ -130,13 +123,13 @@ class Int8Codec(Codec):
         return UNCLAMPED
 
     def _decode(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        kernels_for(out.device).dequantise(payload, out, self.block)
+        blockwise.dequantise(payload, out, self.block)
 
     def _accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor) -> None:
-        kernels_for(into.device).accumulate(payload, weight, into, self.block)
+        blockwise.accumulate(payload, weight, into, self.block)
 
     def _check(self, payload: torch.Tensor, count: int) -> None:
-        if kernels_for(payload.device).sound(payload, count, self.block):
+        if blockwise.sound(payload, count, self.block):
             return
         scales, codes = planes(payload, count, self.block)
         # As written by an encoder; NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.

@@ -12,7 +12,6 @@ from typing import Any
 
 import numba
 import numpy as np
-import torch
 from numba.extending import intrinsic
 
 from equipoise.compression.blockwise import (
@@ -177,17 +176,6 @@ def _encode(values, payload, block):  # type: ignore[no-untyped-def]
     return True
 
 
-@numba.njit(numba.void(_U8, _F32, numba.int64), **_compiled)
-def _dequantise(payload, out, block):  # type: ignore[no-untyped-def]
-    split = _blocks(out.size, block) * SCALE_BYTES
-    scales = payload[:split].view(np.float32)
-    from_out, from_codes = out.ctypes.data, payload.ctypes.data + split
-    for b in range(scales.size):
-        start = b * block
-        count = min(block, out.size - start)
-        _spread(_codes(from_codes, start, count), _floats(from_out, start, count), scales[b])
-
-
 @numba.njit(numba.boolean(_U8, numba.int64, numba.int64), **_compiled)
 def _sound(payload, count, block):  # type: ignore[no-untyped-def]
     if not _fits(payload, count, block):
@@ -209,19 +197,14 @@ def _decode(payload, out, block):  # type: ignore[no-untyped-def]
     # Two passes, of which the second finds in the second-level cache what the first has read.
     if not _sound(payload, out.size, block):
         return False
-    _dequantise(payload, out, block)
-    return True
-
-
-@numba.njit(numba.void(_U8, numba.float32, _F32, numba.int64), **_compiled)
-def _accumulate(payload, weight, into, block):  # type: ignore[no-untyped-def]
-    split = _blocks(into.size, block) * SCALE_BYTES
+    split = _blocks(out.size, block) * SCALE_BYTES
     scales = payload[:split].view(np.float32)
-    from_into, from_codes = into.ctypes.data, payload.ctypes.data + split
+    from_out, from_codes = out.ctypes.data, payload.ctypes.data + split
     for b in range(scales.size):
         start = b * block
-        count = min(block, into.size - start)
-        _add_codes(_codes(from_codes, start, count), scales[b], weight, _floats(from_into, start, count))
+        count = min(block, out.size - start)
+        _spread(_codes(from_codes, start, count), _floats(from_out, start, count), scales[b])
+    return True
 
 
 @numba.njit(numba.boolean(_I64, _F64, _F32, _U8, _F32, numba.int64), **_compiled)
@@ -274,24 +257,4 @@ def _reduce(addresses, weights, own, payload, out, block):  # type: ignore[no-un
     return True
 
 
-class NumbaKernels:
-    """See `blockwise.Kernels`; for tensors on a CPU."""
-
-    name = "numba"
-    arrays = ArrayKernels(encode=_encode, decode=_decode, sound=_sound, reduce=_reduce, address=_address)
-
-    def quantise(self, values: torch.Tensor, payload: torch.Tensor, block: int) -> bool:
-        """Fill `payload`; False, with its content undefined, if a value is not finite."""
-        return bool(_encode(values.numpy(), payload.numpy(), block))
-
-    def dequantise(self, payload: torch.Tensor, out: torch.Tensor, block: int) -> None:
-        """Fill `out` with the decoded values."""
-        _dequantise(payload.numpy(), out.numpy(), block)
-
-    def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
-        """Add f32(f32(weight) * decoded) to `into`."""
-        _accumulate(payload.numpy(), np.float32(weight), into.numpy(), block)
-
-    def sound(self, payload: torch.Tensor, count: int, block: int) -> bool:
-        """Whether an encoder could have written this."""
-        return bool(_sound(payload.numpy(), count, block))
+KERNELS = ArrayKernels(encode=_encode, decode=_decode, sound=_sound, reduce=_reduce, address=_address)

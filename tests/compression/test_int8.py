@@ -11,22 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from equipoise.compression import CodecError, parse_codec
-from equipoise.compression.blockwise import MAX_SCALE, MIN_ABSMAX, MIN_SCALE, Kernels, payload_size
+from equipoise.compression import CodecError, blockwise, parse_codec
+from equipoise.compression.blockwise import MAX_SCALE, MIN_ABSMAX, MIN_SCALE, ArrayKernels, payload_size
 from equipoise.compression.chunks import CHUNK_VALUES
 from equipoise.compression.int8 import Int8Codec
-from equipoise.compression.torch_kernels import TorchKernels
 from oracles import codecs as oracle
 
 F32_MAX = torch.finfo(torch.float32).max
 finite = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
-def numba_kernels() -> Kernels:
+def numba_kernels() -> ArrayKernels:
     pytest.importorskip("numba")
-    from equipoise.compression.numba_kernels import NumbaKernels
+    from equipoise.compression.numba_kernels import KERNELS
 
-    return NumbaKernels()
+    return KERNELS
 
 
 def encode(values: torch.Tensor, block: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
@@ -49,10 +48,6 @@ def roundtrip(values: torch.Tensor, block: int = 256) -> torch.Tensor:
 
 def nrmse(values: torch.Tensor, block: int = 256) -> float:
     return float((roundtrip(values, block) - values).double().norm() / values.double().norm())
-
-
-def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.numpy().tobytes() == other.numpy().tobytes()
 
 
 @given(st_numpy.arrays(np.float32, st.integers(1, 200), elements=finite), st.sampled_from([32, 64, 128]))
@@ -80,19 +75,19 @@ def test_kernels_agree_on_anything(values: np.ndarray) -> None:
 
 
 def compare_kernels(values: torch.Tensor, block: int) -> None:
-    results = []
-    for each in (TorchKernels(), numba_kernels()):
-        payload = torch.empty(payload_size(values.numel(), block), dtype=torch.uint8)
-        ok = each.quantise(values, payload, block)
-        assert ok == bool(values.isfinite().all())
-        if not ok:
-            continue
-        decoded, total = torch.empty_like(values), values.flip(0) * 0.25
-        each.dequantise(payload, decoded, block)
-        each.accumulate(payload, 0.3, total, block)
-        results.append((payload, decoded, total))
-    for one, other in zip(*results, strict=True):
-        assert same_bytes(one, other)
+    size, compiled = payload_size(values.numel(), block), numba_kernels()
+    payload, same = torch.zeros(size, dtype=torch.uint8), np.zeros(size, np.uint8)
+    ok = blockwise.quantise(values, payload, block)
+    assert ok == compiled.encode(values.numpy(), same, block) == bool(values.isfinite().all())
+    if not ok:
+        return
+    assert payload.numpy().tobytes() == same.tobytes()
+    assert blockwise.sound(payload, values.numel(), block)
+    assert compiled.sound(same, values.numel(), block)
+    decoded, alike = torch.empty_like(values), np.empty_like(values.numpy())
+    blockwise.dequantise(payload, decoded, block)
+    assert compiled.decode(same, alike, block)
+    assert decoded.numpy().tobytes() == alike.tobytes()
 
 
 def test_half_steps_round_to_even() -> None:

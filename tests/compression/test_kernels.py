@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from equipoise.compression import CodecError, kernels, parse_codec
-from equipoise.compression.blockwise import Kernels
-from equipoise.compression.torch_kernels import TorchKernels
+from equipoise.compression.blockwise import ArrayKernels
 
 MODULE = "equipoise.compression.numba_kernels"
 
@@ -36,7 +38,7 @@ def test_the_environment_decides(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.importorskip("numba")
     monkeypatch.setenv("EQUIPOISE_KERNELS", name)
     assert (kernels().name, kernels().reason) == (name, f"EQUIPOISE_KERNELS={name}")
-    assert kernels().int8.name == name
+    assert (kernels().arrays is None) == (name == "torch")
 
 
 def test_an_unknown_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +57,7 @@ def test_torch_where_numba_is_missing(wanted: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_torch_where_numba_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> Kernels:
+    def fail() -> ArrayKernels:
         raise RuntimeError("no locator available\nfor the cache")
 
     monkeypatch.setattr("equipoise.compression.choice._numba", fail)
@@ -63,15 +65,27 @@ def test_torch_where_numba_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Fused(TorchKernels):
-        name = "numba"
+    pytest.importorskip("numba")
+    from equipoise.compression.numba_kernels import KERNELS
 
-        def accumulate(self, payload: torch.Tensor, weight: float, into: torch.Tensor, block: int) -> None:
-            decoded = torch.empty_like(into)
-            self.dequantise(payload, decoded, block)
-            into.copy_((into.double() + weight * decoded.double()).float())
+    def fused(
+        addresses: np.ndarray,
+        weights: np.ndarray,
+        own: np.ndarray,
+        payload: np.ndarray,
+        out: np.ndarray,
+        block: int,
+    ) -> bool:
+        first = np.array((ctypes.c_uint8 * payload.size).from_address(int(addresses[0])))
+        one, other = np.empty_like(own), np.empty_like(own)
+        KERNELS.decode(first, one, block)
+        KERNELS.encode(own, payload, block)
+        KERNELS.decode(payload, other, block)
+        one, share = one * np.float32(weights[0]), float(np.float32(weights[1]))
+        out[:] = one.astype(np.float64) + share * other.astype(np.float64)
+        return KERNELS.encode(out, payload, block) and KERNELS.decode(payload, out, block)
 
-    monkeypatch.setattr("equipoise.compression.choice._numba", Fused)
+    monkeypatch.setattr("equipoise.compression.choice._numba", lambda: replace(KERNELS, reduce=fused))
     assert (kernels().name, kernels().reason) == (
         "torch",
         "numba's bytes differ from torch's on this machine",
