@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from msgspec import field, structs
 
-from equipoise.averaging.outcome import Outcome
-from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
+from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
 from equipoise.peer.errors import DaemonLost, EquipoiseError

@@ -17,12 +17,11 @@ import msgspec
 import torch
 
 from equipoise.averaging.options import Terms
-from equipoise.averaging.outcome import NoPeers, Outcome, RunState
+from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
-from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun
 from equipoise.peer.errors import Refused

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from equipoise.averaging.balance import balance
+from equipoise.averaging.partition import balance
 
 RIVALS = ("gloo", "hivemind")
 MAX_REASONS = 6

@@ -38,7 +38,7 @@ from bench_report import Row, summary, table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from e2e.netns import Network, available
-from equipoise.averaging.balance import balance
+from equipoise.averaging.partition import balance
 
 PEER = Path(__file__).with_name("bench_peer.py")
 DEFAULT_SYSTEMS = ("ours/int8/tls", "ours/int8/aead", "gloo", "hivemind/fp16")

@@ -15,12 +15,12 @@ from equipoise.averaging.aio.round_buffers import RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.endpoint import Endpoint
+from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
-from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.session.fair_queue import Frame
 from equipoise.averaging.spec import RunSpec

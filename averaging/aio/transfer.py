@@ -21,7 +21,7 @@ from equipoise.averaging.aio.tasks import Alarm, TaskSet
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.session.fair_queue import Frame
@@ -31,7 +31,6 @@ from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, Image, ImageId, is_chunk
 from equipoise.averaging.statesync.client import Fetch, Request
 from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Chunk, Digests, TransferMessage, encode
-from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.averaging.statesync.quorum_proof import Circle, Prove
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.update import EncodedMean, MeanError

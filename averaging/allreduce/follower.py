@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Group, Send
 from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
-from equipoise.averaging.allreduce.paxos import Paxos
+from equipoise.averaging.allreduce.paxos import Paxos, members_of
 from equipoise.averaging.timing import WAITING_SECONDS
 
 PLENTY = 1 << 40

@@ -31,7 +31,6 @@ leader goes on without the owners that did not report; from 3 on, members open b
 from __future__ import annotations
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import Vote, is_majority, members_of
 from equipoise.averaging.allreduce.events import (
     Action,
     BytesReceived,
@@ -65,7 +64,7 @@ from equipoise.averaging.allreduce.follower import (
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
-from equipoise.averaging.allreduce.paxos import Paxos
+from equipoise.averaging.allreduce.paxos import Paxos, Vote, is_majority, members_of
 from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS
 
 MAX_NOTES = 64

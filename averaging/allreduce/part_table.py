@@ -6,9 +6,9 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 
-from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.events import Action, Group, Reduce, SendContribution, SendMean
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.partition import assign
 
 NO_MEAN = (0, b"")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import msgspec
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER, Vote, members_of
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.paxos import MAX_VOTES_PER_MEMBER, Vote, members_of
 from equipoise.averaging.manifest import Sign, Verify
 
 DOMAIN = b"equipoise vote 1\0"

@@ -13,10 +13,18 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.averaging.description import Description, Marks
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
 from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
-from equipoise.averaging.spec import MAX_GROUP_SIZE, MAX_NAME_CHARS, PROTOCOL_VERSION
+from equipoise.averaging.options import Number, RunOptions, Word
+from equipoise.averaging.spec import (
+    MARK_BYTES,
+    MAX_GROUP_SIZE,
+    MAX_MARKS,
+    MAX_NAME_CHARS,
+    MAX_TERM_VALUE_CHARS,
+    MAX_TERMS,
+    PROTOCOL_VERSION,
+)
 
 MAX_DETAIL_CHARS = 200
 MAX_HOPS = 3
@@ -30,6 +38,9 @@ MAX_COUNT = 1_000_000
 MAX_PRESENCE = 1e9
 """Most seconds that a peer may say that it has been there: thirty years."""
 
+MAX_NOTE_CHARS = 160
+"""Longest description of a tensor, its name and shape: a line of a terminal."""
+
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS, pattern=r"\A[ -~]*\Z")]
 """Printable ASCII: it ends up in logs and terminals."""
@@ -37,6 +48,9 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Hops = Annotated[int, msgspec.Meta(ge=0, le=MAX_HOPS)]
 Patience = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PATIENCE)]
 Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT)]
+Value = Annotated[str, msgspec.Meta(max_length=MAX_TERM_VALUE_CHARS, pattern=r"\A[ -~]*\Z")]
+Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS, pattern=r"\A[ -~]*\Z")]
+Marks = Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
 Presence = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PRESENCE)]
 
 
@@ -180,6 +194,28 @@ class SpecQuestion(msgspec.Struct, frozen=True, tag=True):
     run: RunName
     spec: SpecHash
     marks: Marks
+
+
+class Description(msgspec.Struct, frozen=True, array_like=True):
+    """A spec in brief.
+
+    Attributes:
+        version: Protocol version.
+        options: As in the spec.
+        terms: As in the spec.
+        values: Values of all tensors, without padding.
+        tensors: How many tensors it has.
+        place: Place of the first tensor that differs; None if none does, as far as there are marks.
+        note: Name, dtype and shape of the tensor at that place; empty if the run has no tensor there.
+    """
+
+    version: Number
+    options: RunOptions
+    terms: Annotated[tuple[tuple[Word, Value], ...], msgspec.Meta(max_length=MAX_TERMS)]
+    values: Number
+    tensors: Number
+    place: Number | None
+    note: Note
 
 
 class SpecAnswer(msgspec.Struct, frozen=True, tag=True):

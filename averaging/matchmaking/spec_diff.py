@@ -1,8 +1,10 @@
-"""Comparing specs: the machine that finds out how peers differ that take part in a run of the same name.
+"""Differences of specs: the machine that finds out how peers differ that take part in a run of the same name.
 
-Peers of one name and different specs see each other's hashes in the directory. Each asks some of the others what their
-spec is, and can then tell its user which thing is not the same. Answers are weather: a peer that does not answer is
-dead, of an older version, or unwilling, and counts for nothing.
+Peers of one name and different specs see each other's hashes in the directory. A hash says that something differs, not
+what. So each peer asks some of the others, with four bytes of each of its tensors. The answer names the first tensor
+that differs, all options and all terms. Answers are weather: a peer that does not answer is dead, of an older version,
+or unwilling, and counts for nothing. Descriptions come from strangers: they are bounded and printable, and each is
+believed no further than a line of text goes.
 """
 
 from __future__ import annotations
@@ -13,13 +15,19 @@ from collections.abc import Sequence
 
 import msgspec
 
-from equipoise.averaging.description import describe, differences
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
-from equipoise.averaging.matchmaking.messages import MAX_PRESENCE, SpecAnswer, SpecQuestion
+from equipoise.averaging.matchmaking.messages import (
+    MAX_NOTE_CHARS,
+    MAX_PRESENCE,
+    Description,
+    SpecAnswer,
+    SpecQuestion,
+)
 from equipoise.averaging.matchmaking.topology import rank
+from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.rate_limit import Allowance
-from equipoise.averaging.spec import RunSpec
+from equipoise.averaging.spec import MARK_BYTES, PROTOCOL_VERSION, RunSpec
 
 MAX_STRANGERS = 16
 """Most peers of other specs that are asked: one would do for the line, the others tell how many live peers think so."""
@@ -32,6 +40,15 @@ ASK_AGAIN_SECONDS, MAX_QUESTIONS = 10.0, 3
 
 MAX_ANSWERS, ANSWERS_SECONDS = 32, 1.0
 """Most answers that a peer gives in so long a time, all askers together: each may take 10 KB."""
+
+MAX_SHOWN = 60
+"""Most characters of a value that a line shows: the optimizer's options are one value, and one of them differs."""
+
+LEAD = 16
+"""Characters shown before the place where two long values begin to differ."""
+
+MAX_DIFFERENCES = 3
+"""Most differences that a line names; a user who mixed up two scripts need not read all of them."""
 
 
 class _Stranger(msgspec.Struct):
@@ -178,3 +195,78 @@ class SpecDiff:
 
 def _may_be_asked(one: _Stranger) -> bool:
     return one.reachable and not one.awaited and one.asked < MAX_QUESTIONS
+
+
+def describe(spec: RunSpec, others: bytes) -> Description:
+    """Describe a spec to a peer whose tensors have these marks."""
+    own, schema = spec.marks, spec.schema
+    starts = range(0, max(len(own), len(others)), MARK_BYTES)
+    differ = (at for at in starts if own[at : at + MARK_BYTES] != others[at : at + MARK_BYTES])
+    place = next((at // MARK_BYTES for at in differ), None)
+    note = _note(spec, place)
+    return Description(
+        PROTOCOL_VERSION, spec.options, spec.terms, schema.size, len(schema.tensors), place, note
+    )
+
+
+def differences(here: RunSpec, there: Description) -> str:
+    """How two specs differ, one line; empty if they do not, as far as is told."""
+    if there.version != PROTOCOL_VERSION:
+        older = "here" if there.version > PROTOCOL_VERSION else "there"
+        return (
+            f"protocol version: here {PROTOCOL_VERSION}, there {there.version}; "
+            f"the equipoise {older} is older: upgrade it with pip install --upgrade equipoise"
+        )
+    own, others = dict(here.terms), dict(there.terms)
+    found = [_model(here, there)] + [
+        _differs(name, own.get(name, "nothing"), others.get(name, "nothing"))
+        for name in sorted({**own, **others})
+    ]
+    for name in sorted(RunOptions.__struct_fields__):
+        ours, theirs = (str(getattr(one.options, name)) for one in (here, there))
+        found.append(_differs(name.replace("_", " "), ours, theirs))
+    found = [each for each in found if each]
+    more = len(found) - MAX_DIFFERENCES
+    return "; ".join(found[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _model(here: RunSpec, there: Description) -> str:
+    ours = _size(here.schema.size, len(here.schema.tensors))
+    theirs = _size(there.values, there.tensors)
+    if there.place is None:
+        return "" if ours == theirs else f"model: here {ours}, there {theirs}"
+    tensors = f"{_note(here, there.place) or 'missing'} here, {there.note or 'missing'} there"
+    return f"model: tensor {there.place} is {tensors} (here {ours}, there {theirs})"
+
+
+def _size(values: int, tensors: int) -> str:
+    return f"{values} values in {tensors} tensor{'' if tensors == 1 else 's'}"
+
+
+def _differs(name: str, here: str, there: str) -> str:
+    if here == there:
+        return ""
+    same = next(
+        (at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there))
+    )
+    return f"{name}: here {_around(here, same)}, there {_around(there, same)}"
+
+
+def _around(text: str, place: int) -> str:
+    """A long text cut to the part around `place`."""
+    if len(text) <= MAX_SHOWN:
+        return text
+    start = max(min(place - LEAD, len(text) - MAX_SHOWN), 0)
+    before, after = "..." if start else "", "..." if start + MAX_SHOWN < len(text) else ""
+    return f"{before}{text[start : start + MAX_SHOWN]}{after}"
+
+
+def _note(spec: RunSpec, place: int | None) -> str:
+    if place is None or place >= len(spec.schema.tensors):
+        return ""
+    tensor = spec.schema.tensors[place]
+    kind = " buffer" if tensor.buffer else ""
+    shape = f"{tensor.dtype} {list(tensor.shape)}"[: MAX_NOTE_CHARS // 2 - len(kind)] + kind
+    name = ascii(tensor.name)
+    room = MAX_NOTE_CHARS - len(shape) - 1
+    return f"{name if len(name) <= room else name[: room - 3] + '...'} {shape}"

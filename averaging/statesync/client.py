@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.answers import Agreement
@@ -23,7 +24,6 @@ from equipoise.averaging.statesync.chunk_scheduler import STALL_SECONDS, ChunkSc
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.events import FetchAction, FetchEvent, Finish
 from equipoise.averaging.statesync.messages import Bulk, Chunk, Offer
-from equipoise.averaging.statesync.outcome import FetchOutcome
 from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.statesync.update_query import UpdateQuery
 

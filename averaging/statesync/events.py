@@ -9,10 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from equipoise.averaging.allreduce.messages import Commit
+from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.messages import Bulk, ToDonor, ToNewcomer, TransferMessage
-from equipoise.averaging.statesync.outcome import FetchOutcome
 
 
 class PeerLost(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import Vote, is_majority, members_of
+from equipoise.averaging.allreduce.paxos import Vote, is_majority, members_of
 from equipoise.averaging.allreduce.vote_signatures import signers
 from equipoise.averaging.manifest import Manifest, Verify
 from equipoise.averaging.state import StateId

@@ -18,10 +18,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar, get_args
 import msgspec
 
 from equipoise.averaging.options import RunOptions, Terms
-from equipoise.averaging.outcome import Outcome, RunState
+from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome, RunState
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.peer.errors import ControlError
 from equipoise.peer.status import PeerRow, Status
 

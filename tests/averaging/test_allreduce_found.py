@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER
 from equipoise.averaging.allreduce.events import (
     Close,
     Fail,
@@ -17,7 +16,7 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
 )
 from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.allreduce.paxos import MAX_BALLOT_LEAP
+from equipoise.averaging.allreduce.paxos import MAX_BALLOT_LEAP, MAX_VOTES_PER_MEMBER
 from fakes.one_member import (
     ALL,
     DIGEST,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.averaging.aio.round_driver import group_of
-from equipoise.averaging.balance import balance, settle
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.options import RunOptions
+from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from oracles.averaging import best_butterfly_seconds, butterfly_seconds

@@ -10,14 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.description import (
-    MAX_DIFFERENCES,
-    MAX_NOTE_CHARS,
-    Description,
-    describe,
-    differences,
-)
-from equipoise.averaging.matchmaking.messages import SpecQuestion
+from equipoise.averaging.matchmaking.messages import MAX_NOTE_CHARS, Description, SpecQuestion
+from equipoise.averaging.matchmaking.spec_diff import MAX_DIFFERENCES, describe, differences
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.schema import MAX_NAME_CHARS, Schema

@@ -15,7 +15,6 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import LONE_SECONDS
-from equipoise.averaging.statesync.cache import KEPT_MEANS, Kept
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.events import (
     AskReceived,
@@ -29,7 +28,7 @@ from equipoise.averaging.statesync.events import (
     Send,
 )
 from equipoise.averaging.statesync.messages import Answer, Ask, Offer
-from equipoise.averaging.statesync.server import Server
+from equipoise.averaging.statesync.server import KEPT_MEANS, Kept, Server
 from equipoise.averaging.statesync.update import EncodedMean, MeanError
 from equipoise.averaging.statesync.update_query import MAX_PROOFS, UpdateQuery
 from fakes.cluster import Cluster

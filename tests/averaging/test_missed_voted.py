@@ -16,7 +16,7 @@ from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.aio.update_verification import Wanted
 from equipoise.averaging.allreduce.messages import Commit, Held, RoundMessage
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import ANSWER_SECONDS
 from equipoise.averaging.statesync.chunk_scheduler import STALL_SECONDS
@@ -39,7 +39,6 @@ from equipoise.averaging.statesync.events import (
     Woke,
 )
 from equipoise.averaging.statesync.messages import Answer, Ask, AskChunks, AskDigests, Offer
-from equipoise.averaging.statesync.outcome import FetchOutcome
 from equipoise.averaging.statesync.quorum_proof import Circle, Prove, voters
 from equipoise.averaging.statesync.update import EncodedMean, MeanError, read_head
 from fakes.cluster import SPEC, Cluster

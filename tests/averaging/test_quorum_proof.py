@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import Vote
 from equipoise.averaging.allreduce.messages import Commit, Decision
+from equipoise.averaging.allreduce.paxos import Vote
 from equipoise.averaging.allreduce.vote_signatures import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.state import StateId

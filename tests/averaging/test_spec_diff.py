@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from equipoise.averaging.description import describe
 from equipoise.averaging.matchmaking.events import CandidatesSeen, MessageReceived, PeerLost, Send, Woke
 from equipoise.averaging.matchmaking.messages import SpecAnswer, SpecQuestion
 from equipoise.averaging.matchmaking.spec_diff import (
@@ -18,6 +17,7 @@ from equipoise.averaging.matchmaking.spec_diff import (
     MAX_QUESTIONS,
     MAX_STRANGERS,
     SpecDiff,
+    describe,
 )
 from equipoise.averaging.spec import RunSpec
 from fakes.specs import spec

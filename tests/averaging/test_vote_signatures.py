@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import MAX_VOTES_PER_MEMBER, Vote
 from equipoise.averaging.allreduce.messages import Decision
+from equipoise.averaging.allreduce.paxos import MAX_VOTES_PER_MEMBER, Vote
 from equipoise.averaging.allreduce.vote_signatures import MAX_BAD_SIGNATURES, Keys, VoteSignatures, signers
 
 A, B, C, D = range(4)

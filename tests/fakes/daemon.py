@@ -13,11 +13,19 @@ from typing import Any, NamedTuple
 import torch
 
 from equipoise.averaging.aio.transfer import Room
-from equipoise.averaging.description import describe, differences
-from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Outcome, RunState
+from equipoise.averaging.matchmaking.spec_diff import describe, differences
+from equipoise.averaging.outcome import (
+    Exchanging,
+    FetchOutcome,
+    Gathering,
+    Idle,
+    MeanOutcome,
+    NoPeers,
+    Outcome,
+    RunState,
+)
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.outcome import FetchOutcome, MeanOutcome
 from equipoise.averaging.weights import cap_of, counted_weights
 from equipoise.dht.state import ReachStatus, SwarmStatus
 from equipoise.peer.config import Config

@@ -8,8 +8,8 @@ import torch
 
 from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.allreduce.ballot import Vote
 from equipoise.averaging.allreduce.messages import Commit, Decision
+from equipoise.averaging.allreduce.paxos import Vote
 from equipoise.averaging.allreduce.vote_signatures import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.outcome import Outcome

@@ -20,7 +20,7 @@ import torch
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers, Outcome, RunState
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.cache import KEPT_MEANS
+from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.weights import CAPPED, cap_of, counted_weights
 from equipoise.compression import parse_codec
 from equipoise.peer.control.messages import AgreeRun, JoinRun, LeaveRun, ReportAccumulated

@@ -13,9 +13,9 @@ from functools import partial
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.ballot import members_of
 from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.machine import AllReduce
+from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
 from simulator.arithmetic import encode, exact_mean, mean
 from simulator.core import Violation

@@ -14,13 +14,12 @@ import msgspec
 from blake3 import blake3
 
 from equipoise.averaging.allreduce.messages import Commit, Decision
+from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import events, messages
-from equipoise.averaging.statesync.cache import KEPT_MEANS
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.client import Fetch, Request
-from equipoise.averaging.statesync.outcome import FetchOutcome
-from equipoise.averaging.statesync.server import Server
+from equipoise.averaging.statesync.server import KEPT_MEANS, Server
 from simulator.core import Driver
 from simulator.network import Network, Weather
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.allreduce.ballot import (
+from equipoise.averaging.allreduce.messages import Decision, Promise
+from equipoise.averaging.allreduce.paxos import (
     MAX_VOTES_PER_MEMBER,
     Tally,
     Vote,
@@ -17,7 +18,6 @@ from equipoise.averaging.allreduce.ballot import (
     members_of,
     next_ballot,
 )
-from equipoise.averaging.allreduce.messages import Decision, Promise
 
 ONE, OTHER = Decision(0b011, 0b111), Decision(0b110, 0b110)
 
