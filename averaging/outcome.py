@@ -1,4 +1,4 @@
-"""Results as values: `Outcome` of a round, those of downloads, and `RunState`, which says where the next round stands."""
+"""Results of rounds and of downloads as values; `RunState` says where the next round stands."""
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ body (bulk values). Peers are named by their PeerID in base58, a `str`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 MAX_HEADER_BYTES = 128 * 1024
 """A header carries one control message; the largest is a manifest of 64 signed joins, about 80 KB."""
@@ -31,6 +33,23 @@ class FrameRefused(Exception):
 
     Frames of a round that it does not know, or that the sender is no member of, are not refused but passed over.
     """
+
+
+def parser(kind: Any, name: str) -> Callable[[Buffer], Any]:
+    """Return what parses and checks the messages of one kind that other peers send; `name` is for people.
+
+    It raises `FrameRefused` for bytes that are no such message, or that hold a value out of its bounds.
+    """
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def parse(data: Buffer) -> Any:
+        try:
+            return decode(data)
+        # msgspec lets the last two through: deep nesting in a field that it skips, bytes of a text that are none.
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise FrameRefused(f"expected {name}, got {len(data)} bytes that are none: {error}") from error
+
+    return parse
 
 
 class Channel(Protocol):

@@ -1,4 +1,4 @@
-"""The spans for which members of a round wait for each other. All follow from a few, so that their order holds.
+"""The spans for which peers wait for each other, in a round and before it. All follow from a few: their order holds.
 
 The table in ARCHITECTURE.md is what `budget` returns.
 """
@@ -33,6 +33,38 @@ LINGER_SECONDS = 2.5 * STALL_SECONDS
 """Longest time that a member answers those who have not learnt the outcome, once all that live hold the mean. It is
 longer than two stalls: one that was cut off asks after the first, and again after the second."""
 
+KEEPALIVE = SILENCE_SECONDS / 10
+"""Seconds between words of a coordinator to the peers parked with it, 100 bytes each. With `OVERDUE_SECONDS` it bounds
+how long a coordinator that stops can hold them; of the two this is the cheaper to keep small."""
+
+OVERDUE_SECONDS = SILENCE_SECONDS - KEEPALIVE
+"""Longest silence of a coordinator beyond its promised word: busy cores have held up a live one for a second. Words, a
+silence and a round fit the 2.5 s in which a group is done without a coordinator that stopped."""
+
+REPLY_SECONDS = SILENCE_SECONDS - KEEPALIVE / 2
+"""Longest time for a coordinator's first answer: about as long as it may be silent later."""
+
+INVITE_SECONDS = KEEPALIVE
+"""Time after which a coordinator asks missing peers whether they are there: it finds out the dead then."""
+
+SILENT_SECONDS = SILENCE_SECONDS - 1.5 * KEEPALIVE
+"""Longest time for the answer of a peer that was asked whether it is there: a live peer answers in one round trip,
+whatever its trainer does, or in a second on busy cores. With `INVITE_SECONDS` and a round it fits the 2.5 s too."""
+
+MISSED_SECONDS = INVITE_SECONDS / 2
+"""Time before a peer asks another about a round that only that one has mentioned: the manifest is mostly on its way. An
+invitation comes later, or members that missed the manifest would form a group of their own."""
+
+GRACE = HEARTBEAT_SECONDS
+"""Seconds that a group stays open for peers close behind: after the latest join if its members are short of time, and
+after a pause of the coordinator itself, so that it reads what peers sent meanwhile."""
+
+RENEW_SECONDS = 1.5 * SILENCE_SECONDS
+"""Longest time between two asks of a download: they find new donors, and tell the old ones to hold the image."""
+
+ASKER_SECONDS = 5 * RENEW_SECONDS
+"""Longest silence of a newcomer before its donor forgets it."""
+
 
 def silence(rtt: float) -> float:
     """Return the longest silence of a living member with a round-trip time; both in seconds."""
@@ -40,8 +72,22 @@ def silence(rtt: float) -> float:
 
 
 def budget() -> list[tuple[str, float, str]]:
-    """Return what may take how many seconds in a round, and what that follows from."""
+    """Return the steps of matchmaking and of a round, the most seconds of each, and what those follow from."""
     return [
+        ("between two words of a coordinator to a parked peer", KEEPALIVE, "a tenth of a silence"),
+        (
+            "an overdue word of a coordinator, else it has stopped",
+            OVERDUE_SECONDS,
+            "a silence less a word's time",
+        ),
+        ("a coordinator's first answer", REPLY_SECONDS, "a silence less half a word's time"),
+        ("a missing peer is asked whether it is there", INVITE_SECONDS, "a word's time"),
+        (
+            "such a peer answers, or is taken for dead",
+            SILENT_SECONDS,
+            "a silence less one and a half words' time",
+        ),
+        ("a manifest that others speak of is asked for", MISSED_SECONDS, "half the time of an invitation"),
         ("between two signs of life", HEARTBEAT_SECONDS, "given"),
         ("a direct channel opens, else libp2p carries the frames", DIRECT_SECONDS, "half a silence"),
         ("between two words that a member waits for another that delivers", WAITING_SECONDS, "half a stall"),

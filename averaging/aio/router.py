@@ -7,8 +7,6 @@ import functools
 import logging
 from collections import OrderedDict
 
-import msgspec
-
 from equipoise.averaging.aio.leftovers import Leftovers
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, RoundDriver, Task
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver, Surroundings
@@ -16,7 +14,7 @@ from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
-from equipoise.averaging.matchmaking.messages import JoinRequest, MessageError, refuse_unknown_run
+from equipoise.averaging.matchmaking.messages import JoinRequest, refuse_unknown_run
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfer_messages
@@ -164,10 +162,7 @@ class Router:
             run.lost(peer)
 
     def _matchmaking(self, peer: str, data: bytes) -> None:
-        try:
-            message = matchmaking_messages.decode(data)
-        except MessageError as error:
-            raise FrameRefused(str(error)) from error
+        message = matchmaking_messages.decode(data)
         run = self._runs.get(message.run)
         if run is not None:
             run.receive(peer, message)
@@ -250,12 +245,7 @@ class Router:
 
 
 def _message(header: bytes) -> wire.RoundMessage:
-    try:
-        return wire.decode(memoryview(header)[HEADER_PREFIX_BYTES:])
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise FrameRefused(
-            f"expected a message of a round, got {len(header)} bytes that are none: {error}"
-        ) from error
+    return wire.decode(memoryview(header)[HEADER_PREFIX_BYTES:])
 
 
 _bulk_message = functools.lru_cache(MAX_COMING)(_message)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import msgspec
 
+from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.spec import MAX_PARTS
 
 MAX_BALLOT = 2**40
@@ -164,26 +165,9 @@ RoundMessage = (
     | Mean
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RoundMessage)
-
-
-encode: Callable[[RoundMessage], bytes] = _encoder.encode
-"""The message as msgpack."""
-
-
-def decode(data: bytes | memoryview) -> RoundMessage:
-    """Parse a message.
-
-    Raises:
-        msgspec.ValidationError, msgspec.DecodeError: It is not one.
-    """
-    try:
-        message: RoundMessage = _decoder.decode(data)
-    except (RecursionError, UnicodeDecodeError) as error:
-        # msgspec lets these through: deep nesting in a field that it skips, bytes of a text that are none.
-        raise msgspec.DecodeError(str(error)) from error
-    return message
+encode: Callable[[RoundMessage], bytes] = msgspec.msgpack.Encoder().encode
+decode: Callable[[Buffer], RoundMessage] = parser(RoundMessage, "a message of a round")
+"""Parse and check a message that a peer sent; see `ports.parser`."""
 
 
 def to_bits(parts: set[int] | frozenset[int] | list[int]) -> bytes:

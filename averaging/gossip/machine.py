@@ -23,8 +23,9 @@ from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context, Objection
 from equipoise.averaging.matchmaking.matchmaker import Matchmaker
-from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, SILENT_SECONDS
+from equipoise.averaging.matchmaking.membership import DIAL_SECONDS
 from equipoise.averaging.outcome import Gathering
+from equipoise.averaging.timing import SILENT_SECONDS
 
 PAIR = 2
 

@@ -7,26 +7,11 @@ from collections.abc import Set
 import msgspec
 
 from equipoise.averaging.manifest import Join, shortfall
-
-KEEPALIVE = 0.2
-"""Seconds between words to the parked peers, 100 bytes each: they must know that the coordinator lives. With the
-time that they wait for an overdue word, it is how long a coordinator that stops can hold them; of the two this is the
-cheaper to keep small, for the other is how long a busy one may pause."""
-
-OVERDUE_SECONDS = 1.8
-"""Silence beyond the promised word after which a coordinator has stopped: busy cores have held up a live one for a
-second. Both and a round must fit the 2.5 s in which a group is done without one that stopped."""
-
-INVITE_SECONDS = 0.2
-"""Seconds after which a coordinator asks missing peers whether they are there: the dead are found out then."""
+from equipoise.averaging.timing import GRACE, INVITE_SECONDS, KEEPALIVE, OVERDUE_SECONDS
 
 INVITE_AGAIN_SECONDS = 5.0
 """Seconds between further questions to missing peers, while no group is possible: those peers may be ready and parked
 alone with another coordinator."""
-
-GRACE = 0.25
-"""Seconds that a group stays open for peers close behind: after the latest join if its members are short of time, and
-after a pause of the coordinator itself, so that it reads what peers sent meanwhile."""
 
 MAX_SHIFT = OVERDUE_SECONDS
 """Bounds the seconds of its own pauses that a coordinator adds to one group's wait: on a machine that is always late

@@ -9,12 +9,9 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.events import BecameReady
-from equipoise.averaging.matchmaking.group_builder import KEEPALIVE, OVERDUE_SECONDS
 from equipoise.averaging.matchmaking.membership import LEAP
 from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
-
-REPLY_SECONDS = 1.9
-"""Bounds the wait for a coordinator's first answer: about as long as a coordinator may be silent later."""
+from equipoise.averaging.timing import KEEPALIVE, MISSED_SECONDS, OVERDUE_SECONDS, REPLY_SECONDS
 
 HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
 """Budget of one coordinator within a search, in seconds, before the joiner asks other coordinators first. An honest
@@ -28,10 +25,6 @@ joined another coordinator, because views of the run differ by a look or two."""
 
 ASK_AGAIN_SECONDS = 1.0
 """Time between two looks for somebody to ask, while there is nobody."""
-
-MISSED_SECONDS = 0.1
-"""Seconds before the joiner asks a peer about a round that only that peer has mentioned: the manifest is mostly on its
-way. It must be less than `INVITE_SECONDS`, or members that missed the manifest would form a group of their own."""
 
 MAX_MISSED = 64
 """Most peers that are asked so, each once for one join; as many as a group has members."""

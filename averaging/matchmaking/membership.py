@@ -14,6 +14,7 @@ import msgspec
 
 from equipoise.averaging.matchmaking.topology import Groups, plan, rank, ranked
 from equipoise.averaging.ports import Candidate
+from equipoise.averaging.timing import SILENT_SECONDS
 
 MAX_PEERS = 4096
 """Most peers of one run that are looked at; a directory that shows more is flooded."""
@@ -22,11 +23,6 @@ SUSPECT_SECONDS, MAX_SUSPECT_SECONDS = 5.0, 60.0
 """Shortest and longest time that a peer is left alone which could not be reached, unless it is heard from. Each further
 failure doubles it: an attempt may cost the seconds of an answer that does not come, but the peer may only have been
 busy. After the longest time the record of a dead peer has expired."""
-
-SILENT_SECONDS = 1.7
-"""Longest time for the answer of a peer that was asked whether it is there: a live one answers in one round trip,
-whatever its trainer does, or in a second on busy cores. With the moment before it is asked, and a round, it fits the
-2.5 s in which a group is done without a peer that stopped."""
 
 WARM_SECONDS = 50.0
 """Longest time since a peer was heard from in which it still has a channel: a minute idle closes one."""

@@ -8,6 +8,7 @@ record is known are asked theirs. Peers whose specs differ ask each other what t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import Annotated
 
@@ -16,6 +17,7 @@ import msgspec
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
 from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
 from equipoise.averaging.options import Number, RunOptions, Word
+from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.spec import (
     MARK_BYTES,
     MAX_GROUP_SIZE,
@@ -52,10 +54,6 @@ Value = Annotated[str, msgspec.Meta(max_length=MAX_TERM_VALUE_CHARS, pattern=r"\
 Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS, pattern=r"\A[ -~]*\Z")]
 Marks = Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
 Presence = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PRESENCE)]
-
-
-class MessageError(ValueError):
-    """These bytes are no matchmaking message; the message says why."""
 
 
 class Why(StrEnum):
@@ -246,28 +244,9 @@ MatchmakingMessage = (
     | SpecAnswer
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(MatchmakingMessage)
-
-
-def encode(message: MatchmakingMessage) -> bytes:
-    """The message as msgpack."""
-    return _encoder.encode(message)
-
-
-def decode(data: bytes | bytearray | memoryview) -> MatchmakingMessage:
-    """Parse and check a message that a peer sent.
-
-    Raises:
-        MessageError: It is none, or a value is out of its bounds.
-    """
-    try:
-        message: MatchmakingMessage = _decoder.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MessageError(
-            f"expected a matchmaking message, got {len(data)} bytes that are none: {error}"
-        ) from error
-    return message
+encode: Callable[[MatchmakingMessage], bytes] = msgspec.msgpack.Encoder().encode
+decode: Callable[[Buffer], MatchmakingMessage] = parser(MatchmakingMessage, "a matchmaking message")
+"""Parse and check a message that a peer sent; see `ports.parser`."""
 
 
 def refuse_unknown_run(request: JoinRequest) -> JoinRefused:

@@ -28,12 +28,13 @@ from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import MARK_BYTES, PROTOCOL_VERSION, RunSpec
+from equipoise.averaging.timing import SILENCE_SECONDS
 
 MAX_STRANGERS = 16
 """Most peers of other specs that are asked: one would do for the line, the others tell how many live peers think so."""
 
-ANSWER_SECONDS = 2.0
-"""Longest time that a peer waits for an answer, as elsewhere in matchmaking."""
+ANSWER_SECONDS = SILENCE_SECONDS
+"""Longest time that a peer waits for an answer."""
 
 ASK_AGAIN_SECONDS, MAX_QUESTIONS = 10.0, 3
 """Time between two questions to a peer that has not answered, and most questions: it may have been away."""

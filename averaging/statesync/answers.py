@@ -10,7 +10,7 @@ from equipoise.averaging.statesync.messages import Answer, Offer
 ANSWER_SECONDS = 1.0
 """Longest time that an answer is waited for; most peers answer within a round trip."""
 
-LONE_SECONDS = 3.0
+LONE_SECONDS = 3 * ANSWER_SECONDS
 """Longest time that the others are waited for where only one has answered: a channel may have to be opened first."""
 
 

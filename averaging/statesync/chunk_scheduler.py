@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
+from equipoise.averaging.timing import STALL_SECONDS
+
 FIRST_WINDOW = 2
 """Most chunks that a donor is asked for at once before it has delivered any: one is sent while it reads the next."""
 
@@ -19,9 +21,6 @@ and more would only queue there."""
 QUICK_SECONDS, LONG_SECONDS = 0.25, 1.0
 """Times of a chunk: one that takes less widens its donor's window, one that takes more halves it, for a slow donor must
 not hold many."""
-
-STALL_SECONDS = 2.0
-"""Longest time in which no chunk comes from a donor that was asked for some: then the others are asked for those."""
 
 MAX_REST_SECONDS = 8.0
 """Longest time that a donor which stalls again and again is left in peace, before it is asked for one chunk."""

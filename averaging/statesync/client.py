@@ -20,18 +20,16 @@ from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.answers import Agreement
-from equipoise.averaging.statesync.chunk_scheduler import STALL_SECONDS, ChunkScheduler
+from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.events import FetchAction, FetchEvent, Finish
 from equipoise.averaging.statesync.messages import Bulk, Chunk, Offer
 from equipoise.averaging.statesync.snapshot_quorum import SnapshotQuorum
 from equipoise.averaging.statesync.update_query import UpdateQuery
+from equipoise.averaging.timing import RENEW_SECONDS, STALL_SECONDS
 
 ASK_AGAIN_SECONDS = 1.0
 """Longest time between two asks while nothing is agreed: donors' epochs are that fresh."""
-
-RENEW_SECONDS = 3.0
-"""Longest time between two asks during a download: they find new donors, and tell the old ones to hold the image."""
 
 MAX_NOTES = 4
 """Most mishaps that the reason of the end names: those that came last."""

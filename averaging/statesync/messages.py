@@ -9,6 +9,7 @@ beside the image and not in it: each donor knows of others, and the image must b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -16,7 +17,7 @@ import msgspec
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import SpecHash, Ticket
 from equipoise.averaging.matchmaking.messages import Detail, RunName
-from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync.chunks import MAX_CHUNKS, Digest, ImageId
 
@@ -142,23 +143,6 @@ Bulk = Digests | Chunk
 
 TransferMessage = ToDonor | ToNewcomer
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[TransferMessage] = msgspec.msgpack.Decoder(TransferMessage)
-
-
-def encode(message: TransferMessage) -> bytes:
-    """The message as msgpack."""
-    return _encoder.encode(message)
-
-
-def decode(data: bytes | bytearray | memoryview) -> TransferMessage:
-    """Parse and check a message that a peer sent.
-
-    Raises:
-        FrameRefused: It is none, or a value is out of its bounds.
-    """
-    try:
-        return _decoder.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        problem = f"expected a message of a transfer, got {len(data)} bytes that are none: {error}"
-        raise FrameRefused(problem) from error
+encode: Callable[[TransferMessage], bytes] = msgspec.msgpack.Encoder().encode
+decode: Callable[[Buffer], TransferMessage] = parser(TransferMessage, "a message of a transfer")
+"""Parse and check a message that a peer sent; see `ports.parser`."""

@@ -18,6 +18,7 @@ from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Gone, Offer
 from equipoise.averaging.statesync.upload_queue import MAX_SERVINGS, Quota, Serving
+from equipoise.averaging.timing import ASKER_SECONDS
 
 KEPT_MEANS = 8
 """Most means that a donor keeps. A peer that is further behind takes a snapshot instead: eight means in int8 have as
@@ -25,9 +26,6 @@ many bytes as the image of a state with Adam's two moments."""
 
 MAX_ASKERS = 64
 """Most newcomers that are served at once: as many as a group has members."""
-
-ASKER_SECONDS = 15.0
-"""Longest silence of a newcomer, which says something every three seconds, before its donor forgets it."""
 
 HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 8.0
 """Longest time that an image is held for those who download it: a quarter of a link of 4 Mbit/s is enough for it. Two

@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from equipoise.averaging.allreduce.part_table import mean_digest
 from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.ports import FrameRefused, parser
 
 MAX_MANIFEST_BYTES = 256 * 1024
 """Most bytes of a manifest: 64 joins of a credential of 1 KiB, a signature of half of that, and some hundred bytes."""
@@ -28,7 +29,7 @@ MASK_BYTES = 8
 
 _LENGTH = struct.Struct(">I")
 
-_manifest = msgspec.msgpack.Decoder(Manifest)
+_manifest = parser(Manifest, "a manifest")
 
 
 class MeanError(ValueError):
@@ -82,9 +83,9 @@ def read_head(image: memoryview) -> tuple[Manifest, int, memoryview]:
     if length > MAX_MANIFEST_BYTES or begins + MASK_BYTES > len(image):
         raise MeanError(f"expected a manifest and a mean, got a length of {length} in {len(image)} bytes")
     try:
-        manifest = _manifest.decode(image[_LENGTH.size : begins])
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise MeanError(f"expected a manifest, got {length} bytes that are none: {error}") from error
+        manifest: Manifest = _manifest(image[_LENGTH.size : begins])
+    except FrameRefused as error:
+        raise MeanError(str(error)) from error
     contributors = int.from_bytes(image[begins : begins + MASK_BYTES], "little")
     members = manifest.members
     if not contributors or contributors >> len(members):

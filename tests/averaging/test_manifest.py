@@ -25,8 +25,8 @@ from equipoise.averaging.manifest import (
     ManifestError,
     shortfall,
 )
-from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, MessageError, decode, encode
-from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES
+from equipoise.averaging.matchmaking.messages import GroupFormed, JoinRequest, decode, encode
+from equipoise.averaging.ports import MAX_CREDENTIAL_BYTES, MAX_HEADER_BYTES, FrameRefused
 from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from simulator.matchmaking import SPEC, signer, verify
@@ -169,7 +169,7 @@ def test_no_join_is_signed_or_parsed_with_an_absurd_weight(weight: float) -> Non
     with pytest.raises(ValueError, match="weight"):
         join("a", weight=weight)
     forged = msgspec.structs.replace(join("a"), weight=weight)
-    with pytest.raises(MessageError):
+    with pytest.raises(FrameRefused):
         decode(encode(JoinRequest("run", forged)))
 
 
@@ -191,7 +191,7 @@ def test_no_join_is_signed_or_parsed_with_an_absurd_weight(weight: float) -> Non
 )
 def test_no_join_is_parsed_out_of_bounds(change: dict[str, Any]) -> None:
     forged = msgspec.structs.replace(join("a"), **change)
-    with pytest.raises(MessageError):
+    with pytest.raises(FrameRefused):
         decode(encode(JoinRequest("run", forged)))
 
 
@@ -199,7 +199,7 @@ def test_no_join_is_parsed_out_of_bounds(change: dict[str, Any]) -> None:
 def test_bytes_are_a_message_or_refused(data: bytes) -> None:
     try:
         decode(data)
-    except MessageError:
+    except FrameRefused:
         return
 
 
@@ -210,7 +210,7 @@ def test_a_message_with_a_byte_changed_is_parsed_or_refused(data: st.DataObject)
     value = data.draw(st.integers(0, 255))
     try:
         received = decode(good[:at] + bytes([value]) + good[at + 1 :])
-    except MessageError:
+    except FrameRefused:
         return
     assert isinstance(received, GroupFormed)
     if received.manifest != manifest(join("a"), join("b")):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.messages import Decision, RoundMessage, decode, encode, from_bits, to_bits
-from equipoise.averaging.ports import MAX_HEADER_BYTES
+from equipoise.averaging.ports import MAX_HEADER_BYTES, FrameRefused
 from equipoise.averaging.spec import MAX_PARTS
 
 members = st.integers(0, 2**64 - 1)
@@ -49,7 +49,7 @@ EXAMPLES: list[RoundMessage] = [
 def refused(data: bytes) -> bool:
     try:
         decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError):
+    except FrameRefused:
         return True
     return False
 

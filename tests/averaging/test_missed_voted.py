@@ -19,7 +19,6 @@ from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from equipoise.averaging.outcome import FetchOutcome, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import ANSWER_SECONDS
-from equipoise.averaging.statesync.chunk_scheduler import STALL_SECONDS
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES
 from equipoise.averaging.statesync.client import Fetch, Request
 from equipoise.averaging.statesync.events import (
@@ -41,6 +40,7 @@ from equipoise.averaging.statesync.events import (
 from equipoise.averaging.statesync.messages import Answer, Ask, AskChunks, AskDigests, Offer
 from equipoise.averaging.statesync.quorum_proof import Circle, Prove, voters
 from equipoise.averaging.statesync.update import EncodedMean, MeanError, read_head
+from equipoise.averaging.timing import STALL_SECONDS
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity
 from fakes.missed import kept_by, mean_of, recovered, round_of, rounds

@@ -15,7 +15,7 @@ from equipoise.averaging.allreduce.messages import MAX_BALLOT, Commit, Decision
 from equipoise.averaging.ports import MAX_HEADER_BYTES, FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import answers, messages, snapshot_quorum
-from equipoise.averaging.statesync.chunk_scheduler import STALL_SECONDS, ChunkScheduler
+from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, MAX_IMAGE_BYTES, ImageId, digests_of, is_chunk
 from equipoise.averaging.statesync.client import Fetch, Request
 from equipoise.averaging.statesync.events import (
@@ -41,6 +41,7 @@ from equipoise.averaging.statesync.messages import (
     Offer,
     Refusal,
 )
+from equipoise.averaging.timing import STALL_SECONDS
 from fakes.transfer import RUN, SPEC, TICKET, answer, ask, chunk_came, digests_came, offer_of
 
 # ---- messages ----

@@ -33,6 +33,7 @@ from equipoise.averaging.statesync.messages import (
 )
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.upload_queue import Serving
+from equipoise.averaging.timing import ASKER_SECONDS
 from fakes.transfer import RUN, TICKET, answer, ask, offer_of
 
 # ---- donors ----
@@ -113,7 +114,7 @@ def test_two_who_never_finish_do_not_keep_both_places() -> None:
     assert giver.machine.wanted is None
     until = giver.now + donors.HOLD_SECONDS + donors.HOLD_SECONDS_PER_CHUNK * offer_of(1).image.chunks
     while giver.now < until:
-        giver.now += donors.ASKER_SECONDS / 2
+        giver.now += ASKER_SECONDS / 2
         for peer in ("slow", "slower"):
             giver.ask(ask(0), peer)
     giver.ask(ask(7, wanted=(7,)))
@@ -126,7 +127,7 @@ def test_who_is_silent_is_forgotten_and_what_was_held_for_it_goes() -> None:
     giver.ask(ask(0))
     giver.ask(AskDigests(RUN, TICKET, offer_of(1).image.digest))
     giver.offer(offer_of(2))
-    giver.now += donors.ASKER_SECONDS
+    giver.now += ASKER_SECONDS
     assert giver.tell(Woke()) == [Release(offer_of(1).image)]
     assert not giver.machine.serves("new")
 
@@ -137,7 +138,7 @@ def test_nothing_waits_for_whom_is_forgotten() -> None:
     for index in range(5):
         giver.ask(ask(0), f"new{index}")
         giver.ask(AskChunks(RUN, TICKET, offer_of(1, chunks=9).image.digest, tuple(range(9))), f"new{index}")
-    giver.now += donors.ASKER_SECONDS
+    giver.now += ASKER_SECONDS
     assert giver.tell(Woke()) == []
     assert giver.machine.standing == ""
     assert giver.machine.deadline == float("inf")

@@ -27,3 +27,9 @@ def test_whoever_waits_is_told_before_it_gives_up() -> None:
     assert timing.WAITING_SECONDS < timing.STALL_SECONDS <= timing.SILENCE_SECONDS
     assert timing.HEARTBEAT_SECONDS < timing.DIRECT_SECONDS < timing.SILENCE_SECONDS
     assert timing.LINGER_SECONDS > 2 * timing.STALL_SECONDS
+
+
+def test_a_stopped_peer_is_found_out_while_its_group_gathers() -> None:
+    assert timing.MISSED_SECONDS < timing.INVITE_SECONDS <= timing.KEEPALIVE < timing.GRACE
+    assert timing.KEEPALIVE + timing.OVERDUE_SECONDS < 2.5
+    assert timing.INVITE_SECONDS + timing.SILENT_SECONDS < timing.REPLY_SECONDS + timing.KEEPALIVE < 2.5

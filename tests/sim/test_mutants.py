@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from equipoise.averaging.allreduce import ballot, paxos
 from equipoise.averaging.allreduce import messages as wire
+from equipoise.averaging.allreduce import paxos
 from equipoise.averaging.allreduce.failure_detector import Attendance
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Inheritance, Paxos, Tally, Vote
@@ -30,7 +30,7 @@ def inherits_nothing(patch: pytest.MonkeyPatch) -> None:
 
 def what_is_inherited_never_binds(patch: pytest.MonkeyPatch) -> None:
     """Nobody need fetch from the late what a majority may hold."""
-    plain = ballot.inherited
+    plain = paxos.inherited
     patch.setattr(paxos, "inherited", lambda *args: plain(*args)._replace(binding=False))
     patch.setattr(Attendance, "late", property(lambda self: -1, lambda self, late: None), raising=False)
 
@@ -40,7 +40,7 @@ def promises_hide_what_is_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_vote_is_enough(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ballot, "is_majority", lambda mask, size: mask != 0)
+    patch.setattr(paxos, "is_majority", lambda mask, size: mask != 0)
 
 
 def promises_do_not_bind(patch: pytest.MonkeyPatch) -> None:
@@ -100,8 +100,7 @@ def test_a_member_that_is_cut_off_finds_means_that_are_dropped_too_soon(
 
 
 def half_is_a_majority(patch: pytest.MonkeyPatch) -> None:
-    for module in (paxos, ballot):
-        patch.setattr(module, "is_majority", lambda mask, size: 2 * mask.bit_count() >= size)
+    patch.setattr(paxos, "is_majority", lambda mask, size: 2 * mask.bit_count() >= size)
 
 
 def owners_reduce_what_they_have(patch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,9 @@ from random import Random
 import pytest
 
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES
-from equipoise.averaging.statesync.server import ASKER_SECONDS, KEPT_MEANS
+from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.statesync.upload_queue import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
+from equipoise.averaging.timing import ASKER_SECONDS
 from simulator.statesync import MEAN, Result, Scenario, Trouble, World, image_of, state_of
 
 FINE = Trouble()
