@@ -1,1 +1,1 @@
-"""What to average, with whom, and how: machines and mathematics. Drivers are in `aio`."""
+"""Machines and mathematics of averaging; the drivers are in `aio`."""

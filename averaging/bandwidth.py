@@ -1,4 +1,4 @@
-"""What this peer can send, learnt from what it has sent.
+"""The bandwidth of this peer, learnt from its sending.
 
 A member's share follows from its bandwidth (`balance`), so the estimate must be steady: the shares of equal members
 should be equal. It is the upper quartile of the rates over windows in which something waited to be sent all the time

@@ -1,4 +1,4 @@
-"""What other peers say they have accumulated towards the next round, as far as it counts.
+"""The weights that other peers claim to have accumulated towards the next round, as far as they count.
 
 A record is anybody's word: one that claims 1e12 samples would have every peer meet with what it has. So a claim counts
 up to twice what its peer contributed last, which a manifest says, signed; of a peer that has contributed nothing yet,
@@ -54,7 +54,7 @@ class Claims:
 
     @property
     def promised(self) -> Promised:
-        """What counted when it was last asked for; to be taken when a round is begun."""
+        """The claims that counted when they were last asked for; to be taken when a round is begun."""
         return Promised(dict(self._counted), dict(self._given), self._target)
 
     def settle(self, promised: Promised, contributors: Mapping[str, float]) -> str:
@@ -84,7 +84,7 @@ class Claims:
 
 
 class Promised(msgspec.Struct, frozen=True):
-    """What was counted on when a round was begun.
+    """The claims that counted when a round was begun.
 
     Attributes:
         counted: PeerID -> what of its claim counted.
@@ -97,5 +97,5 @@ class Promised(msgspec.Struct, frozen=True):
     target: float
 
     def of(self, peer: str) -> float:
-        """What was counted on from a peer: its claim, or as much as before, by which shares are dealt."""
+        """The weight expected of a peer: its claim, or as much as before, by which shares are dealt."""
         return max(self.counted.get(peer, 0.0), self.given.get(peer, 0.0))

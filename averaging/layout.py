@@ -1,4 +1,4 @@
-"""Where the tensors of a run lie in its flat fp32 vector `[D]`, and which codec carries which part of it.
+"""The places of a run's tensors in its flat fp32 vector `[D]`, and the codec that carries each part of it.
 
 The vector has two regions. In the first each tensor begins at a multiple of the codec's granule, so no block of the
 codec holds values of two tensors: beside weights of N(0, 1) a bias of 1e-3 would decode to exactly 0. The values
@@ -38,7 +38,7 @@ EXACT = parse_codec("fp32")
 
 
 class Place(NamedTuple):
-    """Where one tensor lies.
+    """The place of one tensor.
 
     Attributes:
         tensor: The tensor.

@@ -1,4 +1,4 @@
-"""Who averages with whom in one round: joins that members sign of themselves, and the manifest made of them.
+"""The group of one round: joins that members sign of themselves, and the manifest made of them.
 
 A coordinator puts signed joins together; it can leave a member out, but it cannot speak for one. The hash of the
 manifest is the round's id, so members who were shown different manifests find out before they exchange a value.
@@ -66,7 +66,7 @@ class ManifestError(ValueError):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """What one member states of itself for one round, signed by its identity key.
+    """The statement of one member of itself for one round, signed by its identity key.
 
     Attributes:
         peer: Its PeerID.
@@ -123,7 +123,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.sha256(self.content).digest()[:TICKET_BYTES]
 
     def genuine(self, verify: Verify) -> bool:
-        """Whether the peer it names signed it."""
+        """True if the peer it names signed it."""
         return verify(self.peer, self.content, self.signature)
 
 
@@ -134,7 +134,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         version: Protocol version.
         spec: Hash of the RunSpec in hex.
         round: The round's number.
-        coordinator: PeerID of who put it together; not always a member.
+        coordinator: PeerID of the peer that put it together; not always a member.
         members: Their joins, sorted by PeerID.
     """
 
@@ -204,7 +204,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
                 raise ManifestError(f"expected a join signed by {join.peer}, the signature is not its own")
 
     def _misfit(self, spec: str, group_size: int) -> str:
-        """What is wrong with its form, one line; empty if nothing."""
+        """The first fault of its form, one line; empty if there is none."""
         if self.version != PROTOCOL_VERSION:
             return f"expected protocol version {PROTOCOL_VERSION}, got {self.version}"
         if self.spec != spec:
@@ -220,7 +220,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shortfall(joins: Sequence[Join], quorum: int = 2) -> str:
-    """What these joins lack to make a group whose round can succeed; empty if nothing."""
+    """Return what these joins lack to make a group whose round can succeed; empty if nothing."""
     contributors = sum(join.weight > 0 for join in joins)
     if contributors < quorum:
         are = "is" if contributors == 1 else "are"

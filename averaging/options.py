@@ -1,4 +1,4 @@
-"""`RunOptions`: what a user chooses of how a run averages. Clients send them, so this imports no torch."""
+"""`RunOptions`: a user's choices for a run. Clients send them, so this imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Word = Annotated[str, msgspec.Meta(max_length=MAX_TERM_CHARS, pattern=r"\A[ -~]*
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run averages. The types bound what another process may send; `checked` says what is valid.
+    """A user's options of a run. The types bound what another process may send; `spec.checked` says what is valid.
 
     Attributes:
         strategy: Who meets whom: a strategy spec in canonical form, as `allreduce:quorum=2`.

@@ -13,7 +13,7 @@ SHOWN_CHARS = 8
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What one round came to, for this member.
+    """The result of one round, for this member.
 
     Not ok says that this member's tensors are as they were. It does not say that the others failed too: a member that
     was cut off, or stopped, after its contribution was whole may be among the contributors of a mean that the others
@@ -66,7 +66,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     in_doubt: bool = False
 
     def __bool__(self) -> bool:
-        """Whether it is ok."""
+        """True if it is ok."""
         return self.ok
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.contributors[peer]:g}{claimed}"
 
     def counted(self, peer: str) -> bool:
-        """Whether `peer`'s contribution is in the mean."""
+        """True if `peer`'s contribution is in the mean."""
         return self.ok and peer in self.contributors
 
     @property
@@ -98,7 +98,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What a download came to.
+    """The result of a download.
 
     Attributes:
         ok: Whether the memory now holds the image, every byte of it proved.
@@ -122,10 +122,10 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What it came to to look for a mean that was missed.
+    """The result of a search for a mean that was missed.
 
     Attributes:
-        round: What the round came to, as those see it who did not miss it; not ok if its mean is not to be had.
+        round: The round's outcome, as its members see it; not ok if its mean is not to be had.
         sources: PeerID -> bytes that came from it.
         behind: If not ok: how many peers are not as far as this one.
         unheard: If not ok: how many have not said whether they have it: a round may still be going on there.

@@ -33,7 +33,7 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def settle(bandwidths: Sequence[float]) -> list[float]:
-    """What members say of their bandwidths, in bytes per second, without the noise; 0 counts as the median."""
+    """Return the members' bandwidths, in bytes per second, without the noise; 0 counts as the median."""
     known = [bandwidth for bandwidth in bandwidths if bandwidth > 0]
     usual = statistics.median_low(known) if known else MIN_BANDWIDTH
     return [
@@ -116,7 +116,7 @@ def partition(
 
 
 def assign(parts: Sequence[Part], owners: int) -> tuple[int, ...]:
-    """Who reduces each part when only the members in the bitmask `owners` do.
+    """Return the owner of each part when only the members in the bitmask `owners` reduce.
 
     Parts of absent owners are dealt out to the present ones in turn.
 

@@ -1,4 +1,4 @@
-"""What `averaging` asks of the world: a transport of frames and a directory of peers.
+"""The needs of `averaging`: a transport of frames, and a directory of peers.
 
 Both are structural Protocols. `equipoise.dht` implements them over libp2p, tests in memory;
 `equipoise.peer` wires them in. A frame is a small header (a msgpack control message) and an optional
@@ -102,7 +102,7 @@ class Transport(Protocol):
 
     @property
     def dialable(self) -> bool:
-        """Whether others can open channels to this peer (False in client mode)."""
+        """True if others can open channels to this peer (False in client mode)."""
 
     async def open(self, peer: str) -> Channel:
         """Open a channel to `peer`, bounded by the transport's own timeout.
@@ -125,7 +125,7 @@ class DirectTransport(Transport, Protocol):
 
     @property
     def credential(self) -> bytes:
-        """What others need to reach and recognise this peer, signed; at most `MAX_CREDENTIAL_BYTES`."""
+        """The signed bytes by which others reach and recognise this peer; at most `MAX_CREDENTIAL_BYTES`."""
 
     def admit(self, peer: str, credential: bytes) -> None:
         """Accept channels from `peer`, and open them to it, from now on.
@@ -138,11 +138,11 @@ class DirectTransport(Transport, Protocol):
         """A round with `peer` begins: a channel with it is worth some effort, if it was admitted."""
 
     def reaches(self, peer: str) -> bool:
-        """Whether `peer` was admitted and says where it listens."""
+        """True if `peer` was admitted and says where it listens."""
 
 
 class Candidate(Protocol):
-    """What the directory tells of one peer of a run."""
+    """The directory's record of one peer of a run."""
 
     @property
     def peer(self) -> str:
@@ -154,11 +154,11 @@ class Candidate(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether it waits for a group now (else it has joined the run and computes)."""
+        """True if it waits for a group now (else it has joined the run and computes)."""
 
     @property
     def left(self) -> bool:
-        """Whether it has left the run, and only serves what it kept of it."""
+        """True if it has left the run, and only serves what it kept of it."""
 
     @property
     def round(self) -> int:
@@ -166,11 +166,11 @@ class Candidate(Protocol):
 
     @property
     def dialable(self) -> bool:
-        """Whether others can open channels to it."""
+        """True if others can open channels to it."""
 
     @property
     def bandwidth(self) -> float:
-        """What it says it can send, in bytes per second; 0 if unknown."""
+        """The bytes per second that it says it can send; 0 if unknown."""
 
     @property
     def accumulated(self) -> float:
@@ -178,11 +178,11 @@ class Candidate(Protocol):
 
     @property
     def credential(self) -> bytes:
-        """What others need to open direct channels with it, for the transport to check; empty if it has none."""
+        """The bytes by which others open direct channels with it, for the transport to check; empty if it has none."""
 
 
 class Directory(Protocol):
-    """Who takes part in a run, as far as this peer knows."""
+    """The peers that take part in a run, as far as this peer knows."""
 
     async def announce(
         self,

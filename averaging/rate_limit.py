@@ -18,7 +18,7 @@ class Allowance:
         self._peers: Counter[str] = Counter()
 
     def admits(self, peer: str, now: float) -> bool:
-        """Whether to do it for this peer now; if so, it counts."""
+        """Return whether a request of this peer is admitted now; if so, it counts."""
         if now - self._since >= self._seconds:
             self._since, self._admitted = now, 0
             self._peers.clear()

@@ -21,7 +21,7 @@ MAX_DIMENSIONS = 64
 """torch itself stops at 64 dimensions."""
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
-"""What can be averaged: floating-point tensors, exchanged through fp32."""
+"""The dtypes that can be averaged: floating point, exchanged through fp32."""
 
 
 class SchemaError(ValueError):

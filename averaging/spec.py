@@ -12,9 +12,9 @@ import msgspec
 
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.options import MAX_TERM_CHARS, RunOptions, Terms
-from equipoise.averaging.rules import Rule, parse_rule
+from equipoise.averaging.rules import RULES, Rule
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.strategy import Strategy, parse_strategy
+from equipoise.averaging.strategy import STRATEGIES, Strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
@@ -55,7 +55,7 @@ class SpecError(ValueError):
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
-    """What the peers of a run agree on; only peers with equal hashes meet.
+    """The terms that the peers of a run agree on; only peers with equal hashes meet.
 
     Attributes:
         name: The run's name, 1 to 64 printable characters.
@@ -95,18 +95,18 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def layout(self) -> Layout:
-        """Where the tensors lie in the flat vector; follows from what is hashed."""
+        """The places of the tensors in the flat vector; they follow from the hashed fields."""
         return Layout(self.schema, parse_codec(self.options.codec))
 
     @cached_property
     def strategy(self) -> Strategy:
-        """Who meets whom."""
-        return parse_strategy(self.options.strategy)
+        """The strategy that `options` names."""
+        return STRATEGIES.parse(self.options.strategy)
 
     @cached_property
     def rule(self) -> Rule:
-        """How contributions become one vector."""
-        return parse_rule(self.options.rule)
+        """The rule that `options` names."""
+        return RULES.parse(self.options.rule)
 
     @cached_property
     def marks(self) -> bytes:
@@ -138,7 +138,7 @@ def checked(options: RunOptions) -> RunOptions:
         )
     try:
         cap_of(options.weights)
-        strategy, rule = parse_strategy(options.strategy), parse_rule(options.rule)
+        strategy, rule = STRATEGIES.parse(options.strategy), RULES.parse(options.rule)
     except ValueError as error:
         raise SpecError(str(error)) from None
     if strategy.quorum > options.group_size:

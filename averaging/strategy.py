@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Strategy(ABC):
-    """How a run averages.
+    """The way in which a run averages.
 
     Attributes:
         name: What specs call it.
@@ -77,16 +77,7 @@ class Gossip(Strategy):
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", 128)
-"""All strategies; `STRATEGIES.register` makes another one known."""
+"""All strategies; `STRATEGIES.register` makes another one known, `STRATEGIES.parse` returns the strategy of a spec."""
 
 STRATEGIES.register("allreduce", AllReduce, quorum=whole(2))
 STRATEGIES.register("gossip", Gossip, topology=choice(*TOPOLOGIES))
-
-
-def parse_strategy(spec: str) -> Strategy:
-    """Return the strategy that `spec` names, such as "allreduce", "allreduce:quorum=3" or "gossip:topology=ring".
-
-    Raises:
-        ValueError: No such strategy, option or value; names what came, what is known, and the nearest known name.
-    """
-    return STRATEGIES.parse(spec)

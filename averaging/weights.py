@@ -1,4 +1,4 @@
-"""What counts of the weights that the contributors of a round claim.
+"""The weights of contributors, as far as their claims count.
 
 A weight is a peer's own word: a peer that claims 1e12 samples would make the mean its own. So in a run whose weights
 are `capped:10` a contributor counts as at most 10 times the median. All members compute that alike, from the signed
@@ -41,7 +41,7 @@ def cap_of(rule: str) -> float:
 
 
 def counted_weights(weights: Sequence[float], contributors: int, cap: float) -> tuple[float, ...]:
-    """What counts of each member's weight in the mean over `contributors`.
+    """Return the part of each member's weight that counts in the mean over `contributors`.
 
     Args:
         weights: As claimed, one per member, finite and >= 0.

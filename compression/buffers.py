@@ -52,48 +52,24 @@ class _Alias:
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def readable(buffer: Buffer) -> torch.Tensor:
-    """Return `buffer` as a tensor, uint8 [bytes], that shares its memory and must not be written.
+def shared(buffer: Buffer, *, written: bool = False) -> torch.Tensor:
+    """Return `buffer` as a tensor, uint8 [bytes], that shares its memory; it must not be written unless `written`.
 
     Raises:
-        CodecError: The buffer is not contiguous, or a tensor of another dtype.
+        CodecError: The buffer is not contiguous, a tensor of another dtype, or read-only though to be `written`.
     """
     if isinstance(buffer, torch.Tensor):
-        return _flat(buffer)
-    array = np.asarray(_view(buffer))
-    if not array.flags.writeable:
-        # torch knows no read-only tensors and warns at each one it is given.
-        array = np.asarray(_Alias(array))
-    return torch.from_numpy(array)
-
-
-def writable(buffer: Buffer) -> torch.Tensor:
-    """Return `buffer` as a tensor, uint8 [bytes], that shares its memory.
-
-    Raises:
-        CodecError: The buffer is read-only, not contiguous, or a tensor of another dtype.
-    """
-    if isinstance(buffer, torch.Tensor):
-        return _flat(buffer)
-    view = _view(buffer)
-    if view.readonly:
-        raise CodecError(
-            f"the buffer to encode into is read-only ({type(buffer).__name__}); pass a writable one"
-        )
-    return torch.from_numpy(np.asarray(view))
-
-
-def _view(buffer: bytes | bytearray | memoryview) -> memoryview:
+        if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
+            got = f"{buffer.dtype} {list(buffer.shape)}"
+            raise CodecError(f"expected a contiguous uint8 tensor as buffer, got {got}")
+        return buffer.view(-1)
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise CodecError("the buffer is a strided memoryview; pass a contiguous one")
+    if written and view.readonly:
+        kind = type(buffer).__name__
+        raise CodecError(f"the buffer to encode into is read-only ({kind}); pass a writable one")
     # An empty view of several dimensions cannot be cast, and has no bytes to share.
-    return view.cast("B") if view.nbytes else memoryview(bytearray())
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.dtype != torch.uint8 or not tensor.is_contiguous():
-        raise CodecError(
-            f"expected a contiguous uint8 tensor as buffer, got {tensor.dtype} {list(tensor.shape)}"
-        )
-    return tensor.view(-1)
+    array = np.asarray(view.cast("B") if view.nbytes else memoryview(bytearray()))
+    # torch knows no read-only tensors and warns at each one it is given.
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Alias(array)))

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from equipoise.compression.buffers import Buffer, Values, plain, readable, writable
+from equipoise.compression.buffers import Buffer, Values, plain, shared
 from equipoise.compression.chunks import F32_MAX
 from equipoise.compression.errors import CodecError, NonFiniteError
 
@@ -28,7 +29,7 @@ if sys.byteorder != "little":
 
 @dataclass(frozen=True, slots=True)
 class EncodeReport:
-    """What an encoding did to the values beyond rounding.
+    """The changes that an encoding made to the values beyond rounding.
 
     Attributes:
         clamped: How many values lay outside of the format's range and were set to its nearest end.
@@ -73,13 +74,8 @@ class Codec(ABC):
             CodecError: `values` or `out` has another dtype, shape or size.
         """
         values = _vector(values)
-        target = self._sized(writable(out), values.numel())
-        if self._direct(target, values):
+        with self._staged(out, values) as target:
             return self._encode(values, target)
-        staged = torch.empty(target.numel(), dtype=torch.uint8, device=values.device)
-        report = self._encode(values, staged)
-        target.copy_(staged)
-        return report
 
     def decode(self, payload: Buffer, out: Values) -> None:
         """Decode `payload` into `out`, f32 [n], contiguous, on any device.
@@ -141,13 +137,8 @@ class Codec(ABC):
             self._source(payload, out) if payload is not None and weight else None
             for payload, weight in zip(payloads, weights, strict=True)
         ]
-        target = self._sized(writable(mean), out.numel())
-        if self._direct(target, out):
+        with self._staged(mean, out) as target:
             return self._reduce(sources, weights, own, target, out)
-        staged = torch.empty(target.numel(), dtype=torch.uint8, device=out.device)
-        report = self._reduce(sources, weights, own, staged, out)
-        target.copy_(staged)
-        return report
 
     def check(self, payload: Buffer, count: int) -> None:
         """Verify that `payload` is `count` encoded values, all of which decode to finite ones.
@@ -155,7 +146,7 @@ class Codec(ABC):
         Raises:
             CodecError: The size differs, or a value is not finite, or a code is one that no encoder writes.
         """
-        source = self._sized(readable(payload), count)
+        source = self._sized(shared(payload), count)
         self._check(self._aligned(source), count)
 
     @abstractmethod
@@ -209,13 +200,21 @@ class Codec(ABC):
         return payload
 
     def _source(self, payload: Buffer, values: torch.Tensor) -> torch.Tensor:
-        return self._aligned(self._sized(readable(payload), values.numel()).to(values.device))
+        return self._aligned(self._sized(shared(payload), values.numel()).to(values.device))
 
     def _aligned(self, payload: torch.Tensor) -> torch.Tensor:
         return payload if payload.data_ptr() % self.alignment == 0 else payload.clone()
 
-    def _direct(self, target: torch.Tensor, values: torch.Tensor) -> bool:
-        return target.device == values.device and target.data_ptr() % self.alignment == 0
+    @contextmanager
+    def _staged(self, buffer: Buffer, values: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Lend the buffer to write to, or aligned memory on the device of `values` that is copied to it at the end."""
+        target = self._sized(shared(buffer, written=True), values.numel())
+        if target.device == values.device and target.data_ptr() % self.alignment == 0:
+            yield target
+            return
+        staged = torch.empty(target.numel(), dtype=torch.uint8, device=values.device)
+        yield staged
+        target.copy_(staged)
 
 
 def _check_weight(weight: float) -> None:

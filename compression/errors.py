@@ -1,4 +1,4 @@
-"""What this package raises."""
+"""The errors that this package raises."""
 
 from __future__ import annotations
 

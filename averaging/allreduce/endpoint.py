@@ -13,19 +13,9 @@ member would look dead.
 
 from __future__ import annotations
 
+from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import (
-    Action,
-    BytesReceived,
-    Event,
-    Group,
-    PeerLost,
-    PeerReturned,
-    Send,
-    SendContribution,
-    SendMean,
-    Woke,
-)
+from equipoise.averaging.allreduce.events import Action, Event, Group
 from equipoise.averaging.allreduce.failure_detector import FailureDetector
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.timing import HEARTBEAT_SECONDS
@@ -73,7 +63,7 @@ class Endpoint:
         returned = self._detector.heard(member, now)
         if not returned and member not in self._unheard:
             return []
-        actions = self._tell(PeerReturned(member), now) if returned else []
+        actions = self._tell(events.PeerReturned(member), now) if returned else []
         self._undialled.discard(member)
         return actions + self._unheard.pop(member, [])
 
@@ -88,9 +78,9 @@ class Endpoint:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event; return the actions in order. `heard` and `received` take frames and byte counts."""
         match event:
-            case PeerLost(member):
+            case events.PeerLost(member):
                 self._detector.lose(member)
-            case Woke():
+            case events.Woke():
                 actions = self._beat(now) if self.machine.needed and now >= self._beats_at else []
                 return actions + (self._tell(event, now) if now >= self.machine.deadline else [])
         return self._tell(event, now)
@@ -103,14 +93,14 @@ class Endpoint:
         actions: list[Action] = []
         for member, count in self._received.items():
             if self._detector.received(member, count, now):
-                actions += self._tell(PeerReturned(member), now)
+                actions += self._tell(events.PeerReturned(member), now)
             if count:
-                actions += self._tell(BytesReceived(member, count), now)
+                actions += self._tell(events.BytesReceived(member, count), now)
         self._received = dict.fromkeys(self.others, 0)
         for member in self._detector.check(now):
-            actions += self._tell(PeerLost(member, SILENT), now)
+            actions += self._tell(events.PeerLost(member, SILENT), now)
         if self.machine.needed:
-            actions += self._gate([Send(member, wire.Heartbeat()) for member in self.others])
+            actions += self._gate([events.Send(member, wire.Heartbeat()) for member in self.others])
         self._beats_at = min(now + HEARTBEAT_SECONDS, self._detector.deadline)
         return actions
 
@@ -119,9 +109,9 @@ class Endpoint:
         passed: list[Action] = []
         for action in actions:
             match action:
-                case SendContribution(to, _) | SendMean(to, _, _) if to in self._unheard:
+                case events.SendContribution(to, _) | events.SendMean(to, _, _) if to in self._unheard:
                     self._unheard[to].append(action)
-                case Send(to, _) if to in self._undialled:
+                case events.Send(to, _) if to in self._undialled:
                     if action not in self._unheard[to]:  # A heartbeat waits once.
                         self._unheard[to].append(action)
                 case _:

@@ -1,4 +1,4 @@
-"""What a round's machine knows before it starts, what it is told, and what it asks for.
+"""The group of a round, the events that its machine is told, and the actions that it asks for.
 
 Events are in the past tense, actions in the imperative. Members are indices into the manifest, sets of members
 bitmasks, parts indices into the partition. No bytes of tensors come here: the driver keeps contributions by (part,
@@ -58,7 +58,7 @@ class Group:
         return sum(1 << index for index, weight in enumerate(self.weights) if weight > 0)
 
     def counted(self, contributors: int) -> tuple[float, ...]:
-        """What counts of each member's weight in the mean over `contributors`; 0 for the others."""
+        """The part of each member's weight that counts in the mean over `contributors`; 0 for the others."""
         return counted_weights(self.weights, contributors, self.cap)
 
 

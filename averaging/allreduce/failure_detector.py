@@ -1,4 +1,4 @@
-"""Which members can be reached, which have fallen silent, and which are slow.
+"""The members that can be reached, those that have fallen silent, and those that are slow.
 
 Heartbeats come at a fixed pace, so what a link does to them shows in the gaps between signs of life. A member is taken
 for dead after `timing.silence`, or after `GAPS` times the longest gap that it has been heard after, if that is more: a
@@ -65,9 +65,7 @@ class FailureDetector:
     def heard(self, member: int, now: float) -> bool:
         """A sign of life; returns whether the member had been taken for dead."""
         gap = now - self._heard[member]
-        if (
-            GAPS * gap > self._allowed[member] and now - self._checked <= timing.SILENCE_SECONDS / 2
-        ):  # else we paused
+        if now - self._checked <= timing.SILENCE_SECONDS / 2:  # Else this process has paused.
             self._allowed[member] = max(self._allowed[member], min(GAPS * gap, MAX_SILENCE_SECONDS))
         self._heard[member] = now
         if member not in self._silent:
@@ -100,11 +98,8 @@ class FailureDetector:
         if gap > timing.SILENCE_SECONDS / 2:
             # Nor longer: who was heard since we go on counts from then.
             self._heard = {member: min(at + gap, now) for member, at in self._heard.items()}
-        fallen = [
-            member
-            for member, at in self._heard.items()
-            if member not in self._silent and now >= at + self._allowed[member]
-        ]
+        over = (member for member, at in self._heard.items() if now >= at + self._allowed[member])
+        fallen = [member for member in over if member not in self._silent]
         self._silent.update(fallen)
         return fallen
 

@@ -1,4 +1,4 @@
-"""Every member's work in a ballot: it waits, says for which members, reports, and fetches parts that do not come."""
+"""Every member's work in a ballot: it waits and says for which members, reports, and fetches missing parts."""
 
 from __future__ import annotations
 
@@ -10,48 +10,20 @@ from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos, members_of
-from equipoise.averaging.timing import WAITING_SECONDS
-
-PLENTY = 1 << 40
-"""Bytes that a `Waiting` is worth: a member that waits for one that delivers is itself not stalled."""
 
 MAX_SERVED = 4
 """Most times that one member may fetch the whole mean from us: once per source it may try, and some to spare."""
 
 
 def due_report(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> wire.Report | None:
-    """As owner, once every contribution is here or not to be expected: which are whole, unless that has been said."""
+    """The report of an owner, once every contribution is whole or not to be expected, unless it has been sent."""
     ballot = paxos.ballot
     if ballot.plan is None or ballot.decision is not None or not part_table.owners >> paxos.me & 1:
         return None
-    whole = part_table.whole()
+    whole = part_table.whole
     if paxos.group.contributors & ~(whole | attendance.lost | attendance.late):
         return None
     return paxos.report(ballot.plan, whole)
-
-
-class Waits:
-    """When to tell others that this member waits for one that delivers, and whether to believe others who say so.
-
-    Args:
-        now: Monotonic seconds.
-        timeout: Seconds until the round fails.
-    """
-
-    def __init__(self, now: float, timeout: float) -> None:
-        self._believed_until = now + timeout / 2
-        self._said_at = now
-
-    def believes(self, now: float) -> bool:
-        """Whether others are believed still: nobody holds a round by words for more than half of its time."""
-        return now < self._believed_until
-
-    def due(self, now: float) -> bool:
-        """Whether to tell the others now; False if they were told a moment ago."""
-        if now < self._said_at + WAITING_SECONDS:
-            return False
-        self._said_at = now
-        return True
 
 
 class Fetching:
@@ -116,11 +88,11 @@ class Fetching:
         self._expected = {}
 
     def expects(self, source: int, part: int, contributors: int) -> bool:
-        """Whether `source` has been asked for this mean, be it slow, and another asked since."""
+        """True if `source` has been asked for this mean, even if another has been asked since."""
         return self._over == contributors and part in self._expected.get(source, ())
 
     def may_serve(self, member: int, parts: int) -> bool:
-        """Whether `member` may have so many parts more."""
+        """True if `member` may have so many parts more."""
         self._served[member] += parts
         return self._served[member] <= MAX_SERVED * self._parts
 
@@ -134,7 +106,7 @@ def awaited(paxos: Paxos, part_table: PartTable) -> Awaited:
         return Awaited(sum(1 << owner for owner in owners) & ~me, part_table.owners & ~me, dispensable=True)
     if decision is not None:
         return Awaited(group.everyone & ~me & ~paxos.holders(decision), group.everyone & ~me)
-    if lacking := group.contributors & ~part_table.whole():
+    if lacking := group.contributors & ~part_table.whole:
         return Awaited(lacking, group.contributors & ~me, dispensable=True)
     if paxos.leader == paxos.me:
         reported = sum(1 << owner for owner in ballot.reports)
@@ -149,7 +121,7 @@ def names_of(group: Group, members: int) -> str:
 
 
 def phase_of(paxos: Paxos) -> str:
-    """Where a round that has not ended stands: `scatter`, `decide`, `gather` or `commit`."""
+    """The phase of a round that has not ended: `scatter`, `decide`, `gather` or `commit`."""
     if paxos.held is not None:
         return "commit"
     if paxos.ballot.decision is not None:
@@ -167,7 +139,7 @@ def _missing(paxos: Paxos, part_table: PartTable) -> str:
     if decision is None and ballot.promises is not None:
         return f"promises came from {names_of(group, sum(1 << member for member in ballot.promises))}"
     if decision is None and ballot.reported is None:
-        return f"contributions are missing from {names_of(group, group.contributors & ~part_table.whole())}"
+        return f"contributions are missing from {names_of(group, group.contributors & ~part_table.whole)}"
     if decision is None:
         return f"no decision from {group.names[paxos.leader]}"
     missing = part_table.missing_of(group.everyone, decision)

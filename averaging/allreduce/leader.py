@@ -1,4 +1,4 @@
-"""What the leader of a ballot does next, and why: plan who reduces, propose a decision, begin again, or despair."""
+"""The next move of the leader of a ballot, and why: plan the owners, propose a decision, begin again, or despair."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Move = Tell | Reopen | Despair
 
 
 def next_move(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> Move | None:
-    """What is due now in the ballot that this member leads; None while it waits."""
+    """Return the move that is due in the ballot that this member leads; None while it waits."""
     ballot = paxos.ballot
     if ballot.promises is not None:
         return _prepare(paxos, attendance)

@@ -9,8 +9,8 @@ The flat vector is cut into parts, each with an owner. In the healthy case:
 2. *Decide.* Owners report to the leader whose contributions they hold whole; the leader proposes the contributors that
    every owner holds (a `Decision`).
 3. *Gather.* Owners reduce over exactly those contributors and send the encoded means to everyone.
-4. *Commit.* Who holds the whole mean tells everyone (`Held`). Once a majority does, the round has succeeded, and every
-   member that has all parts finishes; one that lacks some fetches them from a holder.
+4. *Commit.* A member that holds the whole mean tells everyone (`Held`). Once a majority does, the round has succeeded:
+   a member that has all parts finishes, and a member that lacks some fetches them from a holder.
 
 Steps 2 to 4 are one instance of Paxos (`paxos`): to hold the mean is to accept. When an owner
 dies before commit, the leader opens a higher ballot, learns from a majority whether any of them may have committed
@@ -18,11 +18,10 @@ already, and otherwise decides again without the dead: a new `Plan` names who re
 what they lack, and 2 to 4 repeat. When the leader dies the next member in line does so. Nothing is applied
 before commit, so nothing that happens earlier can leave two members with different means.
 
-After every event the machine looks at its whole state and does what is due (`_advance`), so the order in which
-messages arrive does not matter, and neither do duplicates. When a part comes, looking at that part is mostly enough
-(`_work`). All was at rest before; and of parts, the other steps see only whose contributions are whole, whether a mean
-is, and what is missing of it, of which less makes nothing due. So a part that completes nothing, replaces none, and
-ends neither a stall nor anyone's lateness, so that its arrival moves nothing but clocks, makes nothing else due.
+After every event the machine looks at its whole state and does what is due (`_advance`). So neither the order of
+messages nor duplicates matter. When a part comes, looking at that part is mostly enough (`_work`): the state was stable
+before, and the other steps depend only on whole contributions, whole means and missing parts. A part that completes or
+replaces nothing, and ends neither a stall nor a member's lateness, enables none of them.
 
 Time without progress raises the *level*: at 1, owners report without the late and members fetch what they lack; at 2, a
 leader goes on without the owners that did not report; from 3 on, members open ballots of their own, in line.
@@ -30,42 +29,19 @@ leader goes on without the owners that did not report; from 3 on, members open b
 
 from __future__ import annotations
 
+from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.events import (
-    Action,
-    BytesReceived,
-    Close,
-    ContributionReceived,
-    Event,
-    Fail,
-    Finish,
-    Group,
-    MeanReceived,
-    MessageReceived,
-    PartReduced,
-    PeerLost,
-    PeerReturned,
-    Release,
-    Send,
-    SendMean,
-    Withdrew,
-    Woke,
-)
+from equipoise.averaging.allreduce.events import Action, Event, Fail, Finish, Group
 from equipoise.averaging.allreduce.failure_detector import Attendance, Awaited
-from equipoise.averaging.allreduce.follower import (
-    PLENTY,
-    Fetching,
-    Waits,
-    awaited,
-    due_report,
-    phase_of,
-    waiting_for,
-)
+from equipoise.averaging.allreduce.follower import Fetching, awaited, due_report, phase_of, waiting_for
 from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_move
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos, Vote, is_majority, members_of
-from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS
+from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SECONDS
+
+PLENTY = 1 << 40
+"""Bytes that a `Waiting` is worth: a member that waits for one that delivers is itself not stalled."""
 
 MAX_NOTES = 64
 """Most lines kept on what went wrong in a round."""
@@ -97,7 +73,8 @@ class AllReduce:
         self.looked = True
         self._ends_at = now + timeout
         self._releases_at = float("inf")
-        self._waits = Waits(now, timeout)
+        self._words_count_until = now + timeout / 2
+        self._said_at = now
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
         self._attendance = Attendance(group, now, stall)
         self._paxos = Paxos(group, me)
@@ -120,12 +97,12 @@ class AllReduce:
 
     @property
     def needed(self) -> bool:
-        """Whether others may need an answer: until then it shows signs of life, and is not taken for lost."""
+        """True if others may need an answer: until then it shows signs of life, and is not taken for lost."""
         return not self._closed
 
     @property
     def phase(self) -> str:
-        """Where the round stands: `scatter`, `decide`, `gather`, `commit` or `ended`."""
+        """The phase of the round: `scatter`, `decide`, `gather`, `commit` or `ended`."""
         return "ended" if self.ended is not None else phase_of(self._paxos)
 
     def start(self, now: float) -> list[Action]:
@@ -136,14 +113,14 @@ class AllReduce:
         return self._advance(now)
 
     def wants_contribution(self, sender: int, part: int) -> bool:
-        """Whether a contribution is still of use here."""
+        """True if a contribution is still of use here."""
         return self.ended is None and self._part_table.wants_contribution(sender, part)
 
     def wants_mean(self, sender: int, part: int, contributors: int) -> bool:
-        """Whether the mean of `part` over `contributors` is still of use here, and `sender`'s to give.
+        """True if the mean of `part` over `contributors` is still of use here, and `sender`'s to give.
 
-        It is ours, or that of the part's owner, or of a member that was asked for it: whoever else were faster could
-        put anything in its place. Once our mean has proved wrong, only who was asked is believed.
+        This member, the part's owner and the members that were asked for it may give it: a faster stranger could put
+        anything in its place. Once our mean has proved wrong, only the members that were asked are believed.
         """
         if self.ended is not None or not self._part_table.wants_mean(part, contributors):
             return False
@@ -159,28 +136,28 @@ class AllReduce:
             return []
         self.looked = True
         match event:
-            case ContributionReceived(sender, part):
+            case events.ContributionReceived(sender, part):
                 self.looked = self._on_contribution(sender, part, now)
-            case PartReduced(part, contributors, digest):
+            case events.PartReduced(part, contributors, digest):
                 self._part_table.forget_reducing(part, contributors)
                 self.looked = self._on_mean(self.me, part, contributors, digest, now)
-            case MeanReceived(sender, part, contributors, digest):
+            case events.MeanReceived(sender, part, contributors, digest):
                 self.looked = self._on_mean(sender, part, contributors, digest, now)
-            case MessageReceived(sender, message):
+            case events.MessageReceived(sender, message):
                 self._on_message(sender, message, now)
-            case BytesReceived(sender, count):
+            case events.BytesReceived(sender, count):
                 self._on_bytes(sender, count, now)
-            case PeerLost(member, reason, gone):
+            case events.PeerLost(member, reason, gone):
                 if gone:
                     self._attendance.leave(member)
                 self._on_lost(member, reason, now)
-            case PeerReturned(member):
+            case events.PeerReturned(member):
                 if self._attendance.come_back(member):
                     self._note(f"{self.group.names[member]} is back")
-            case Withdrew(reason):
+            case events.Withdrew(reason):
                 if self.ended is None:
                     self._fail(reason, now)
-            case Woke():
+            case events.Woke():
                 self._on_woke(now)
         return self._advance(now) if self.looked else self._work()
 
@@ -234,13 +211,17 @@ class AllReduce:
     def _on_bytes(self, sender: int, count: int, now: float) -> None:
         if self.ended is not None or not self._attendance.received(sender, count, self._awaited, now):
             return
-        if self._waits.due(now):
+        if now >= self._said_at + WAITING_SECONDS:
+            self._said_at = now
             leader = self._paxos.leader
             self._broadcast(wire.Waiting(), -1 if leader == self.me else 1 << leader)
 
     def _on_waiting(self, sender: int, now: float) -> None:
-        """`sender` waits for a member that delivers: so does this member, which waits for `sender`."""
-        if self._waits.believes(now) and sender != self.me and not self._awaited.dispensable:
+        """`sender` waits for a member that delivers: so does this member, which waits for `sender`.
+
+        No member holds a round by words for more than half of its time.
+        """
+        if now < self._words_count_until and sender != self.me and not self._awaited.dispensable:
             self._on_bytes(sender, PLENTY, now)
 
     def _on_prepare(self, sender: int, ballot: int, now: float) -> None:
@@ -368,10 +349,7 @@ class AllReduce:
         decision = self._paxos.ballot.decision
         if decision is not None and self._part_table.is_whole(decision) and self._paxos.hold():
             self._progress(now)
-            self._vote(decision)
-
-    def _vote(self, decision: Decision) -> None:
-        self._broadcast(self._paxos.vote(self._part_table.digest(decision)))
+            self._broadcast(self._paxos.vote(self._part_table.digest(decision)))
 
     def _commit(self, now: float) -> None:
         chosen = self._paxos.chosen
@@ -404,7 +382,7 @@ class AllReduce:
         asked = [] if self._released else wire.from_bits(bits[: len(self.group.parts) // 8 + 1])
         kept = [part for part in asked if self._part_table.has_mean(part, contributors)]
         if self._fetching.may_serve(to, len(kept)):
-            self._actions += [SendMean(to, part, contributors) for part in kept]
+            self._actions += [events.SendMean(to, part, contributors) for part in kept]
 
     # ---- ending ----
 
@@ -435,17 +413,17 @@ class AllReduce:
             return
         self._released = True
         self._ends_at = now + LINGER_SECONDS
-        self._actions.append(Release())
+        self._actions.append(events.Release())
 
     def _close(self) -> None:
-        self._actions += [Close()] if self._released else [Release(), Close()]
+        self._actions += [events.Close()] if self._released else [events.Release(), events.Close()]
         self._released = self._closed = True
 
     # ---- small things ----
 
     @property
     def _alone(self) -> bool:
-        """Whether so few can be reached that nothing can be decided: whatever is tried, they have to come back."""
+        """True if so few can be reached that nothing can be decided: whatever is tried, they have to come back."""
         return not is_majority(self._attendance.here, self.group.size)
 
     @property
@@ -475,7 +453,7 @@ class AllReduce:
 
     def _send(self, member: int, message: wire.RoundMessage) -> None:
         if self._peers >> member & 1:
-            self._actions.append(Send(member, message))
+            self._actions.append(events.Send(member, message))
 
     def _send_commit(self, among: int) -> None:
         commit = self._paxos.commit()

@@ -1,4 +1,4 @@
-"""What members of a group say to each other in a round: msgpack structs, the headers of frames.
+"""The messages between the members of a group in a round: msgpack structs, the headers of frames.
 
 Members are named by their index in the manifest; sets of members are bitmasks (bit i is member i), sets of parts are
 little-endian bitmaps. Unknown fields are ignored; anything else that does not fit is refused by `decode`.
@@ -36,7 +36,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """What a group agrees on: whose contributions are in the mean, and who reduces.
+    """The agreement of a group: whose contributions are in the mean, and who reduces.
 
     The bytes of the mean follow from the contributors alone; the owners only say who computes and sends them.
     """

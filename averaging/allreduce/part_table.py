@@ -1,4 +1,4 @@
-"""What one member has sent, received and reduced of each part in a round: the bookkeeping under `AllReduce`."""
+"""The parts that one member has sent, received and reduced in a round: the bookkeeping under `AllReduce`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ def mean_digest(round_id: bytes, contributors: int, parts: Iterable[bytes]) -> b
 
 
 def early_parts(group: Group) -> int:
-    """Most contributions of one member to parts that are not ours that are kept.
+    """Most contributions of one member that are kept of parts that are not ours: about one vector of all members.
 
-    One that overtakes the plan which gives us the part must not be lost; a dead owner's parts are dealt out to all the
-    others, so each gets few. From all members together it comes to about one vector.
+    A contribution may overtake the plan which gives us the part. A dead owner's parts are dealt out to all the others.
     """
     return -(-len(group.parts) // max(group.size - 1, 1))
 
@@ -35,6 +34,7 @@ class PartTable:
         owner_of: Who reduces each part.
         owners: Bitmask of the members that have parts to reduce.
         due: The parts with which something may be to be done.
+        whole: Bitmask of the contributors whose contributions to all parts of ours are here.
     """
 
     def __init__(self, group: Group, me: int) -> None:
@@ -51,7 +51,7 @@ class PartTable:
         self._was_mine: set[int] = set()
         self._early: Counter[int] = Counter()
         self._lacking = [0] * group.size
-        self._whole = group.contributors
+        self.whole = group.contributors
         self._reducing: dict[int, int] = {}
         self._means: dict[int, tuple[int, bytes]] = {}
         self._kept: dict[int, int] = {}
@@ -69,15 +69,15 @@ class PartTable:
         self._turns = [(owner - self.me) % self.group.size for owner in self.owner_of]
         mine = [part for part, owner in enumerate(self.owner_of) if owner == self.me]
         self._was_mine.update(mine)
-        self._whole = self.group.contributors
+        self.whole = self.group.contributors
         for member in members_of(self.group.contributors & ~(1 << self.me)):
             here = sum(self._arrived[part] >> member & 1 for part in mine)
             self._lacking[member] = len(mine) - here
             if self._lacking[member]:
-                self._whole ^= 1 << member
+                self.whole ^= 1 << member
 
     def wants_contribution(self, sender: int, part: int) -> bool:
-        """Whether a contribution is one that can count, is not here yet, and may be ours to reduce."""
+        """True if a contribution is one that can count, is not here yet, and may be ours to reduce."""
         return (
             part < len(self.group.parts)
             and sender != self.me
@@ -97,15 +97,15 @@ class PartTable:
         self._lacking[sender] -= 1
         if self._lacking[sender]:
             return False
-        self._whole |= 1 << sender
+        self.whole |= 1 << sender
         return True
 
     def wants_mean(self, part: int, contributors: int) -> bool:
-        """Whether a mean of this part over these contributors is not here yet."""
-        return part < len(self.group.parts) and self._means.get(part, NO_MEAN)[0] != contributors
+        """True if a mean of this part over these contributors is not here yet."""
+        return part < len(self.group.parts) and not self.has_mean(part, contributors)
 
     def has_mean(self, part: int, contributors: int) -> bool:
-        """Whether the mean of `part` over `contributors` is here."""
+        """True if the mean of `part` over `contributors` is here."""
         return self._means.get(part, NO_MEAN)[0] == contributors
 
     def take_mean(self, part: int, contributors: int, digest: bytes) -> bool:
@@ -137,7 +137,7 @@ class PartTable:
         self._kept.clear()
 
     def is_whole(self, decision: Decision) -> bool:
-        """Whether all parts of the decision's mean are here."""
+        """True if all parts of the decision's mean are here."""
         return self._kept.get(decision.contributors, 0) == len(self.group.parts)
 
     def missing_of(self, owners: int, decision: Decision) -> frozenset[int]:
@@ -149,10 +149,6 @@ class PartTable:
             for part, owner in enumerate(self.owner_of)
             if owners >> owner & 1 and not self.has_mean(part, decision.contributors)
         )
-
-    def whole(self) -> int:
-        """Bitmask of the contributors whose contributions to all parts of ours are here."""
-        return self._whole
 
     def digest(self, decision: Decision) -> bytes:
         """Of the decision's mean; all parts are here."""
@@ -181,13 +177,8 @@ class PartTable:
         return actions
 
     def _contribute(self, part: int, targets: int) -> list[Action]:
-        owner = self.owner_of[part]
-        due = (
-            self.group.contributors >> self.me & 1
-            and targets >> owner & 1
-            and (part, owner) not in self._sent
-        )
-        if not due:
+        owner, contributes = self.owner_of[part], self.group.contributors >> self.me & 1
+        if not contributes or not targets >> owner & 1 or (part, owner) in self._sent:
             return []
         self._sent.add((part, owner))
         return [SendContribution(owner, part)]

@@ -100,7 +100,7 @@ class Tally:
 
 
 def is_majority(mask: int, size: int) -> bool:
-    """Whether more than half of a group of `size` is in the bitmask."""
+    """True if more than half of a group of `size` is in the bitmask."""
     return 2 * mask.bit_count() > size
 
 
@@ -111,7 +111,7 @@ def next_ballot(after: int, member: int, size: int) -> int:
 
 
 class Inheritance(NamedTuple):
-    """What earlier ballots leave to a new one.
+    """The legacy of earlier ballots to a new one.
 
     Attributes:
         decision: The one held in the highest ballot among the promises, if any: its mean exists.
@@ -126,7 +126,7 @@ class Inheritance(NamedTuple):
 
 
 def inherited(promises: dict[int, Promise], size: int) -> Inheritance:
-    """What a new ballot of a group of `size` inherits, given promises of a majority."""
+    """Return the legacy to a new ballot of a group of `size`, given promises of a majority."""
     held = [promise for promise in promises.values() if promise.held is not None]
     if not held:
         return Inheritance()
@@ -138,7 +138,7 @@ def inherited(promises: dict[int, Promise], size: int) -> Inheritance:
 
 @dataclass(slots=True)
 class Ballot:
-    """What a member knows of the ballot it has promised.
+    """A member's knowledge of the ballot that it has promised.
 
     Attributes:
         number: The ballot.
@@ -184,17 +184,17 @@ class Paxos:
 
     @property
     def leader(self) -> int:
-        """Who leads the ballot that this member has promised."""
+        """The leader of the ballot that this member has promised."""
         return self.leader_of(self.ballot.number)
 
     @property
     def chosen(self) -> Vote | None:
-        """What a majority holds, if that is known here."""
+        """The vote of a majority, if it is known here."""
         return self.tally.chosen
 
     @property
     def must_fetch(self) -> bool:
-        """Whether the mean is not on its way: others hold it already, or another mean was proposed here."""
+        """True if the mean is not on its way: others hold it already, or another mean was proposed here."""
         proposed, decision = self.ballot.decision, self.decision
         if proposed is None or decision is None:
             return decision is not None
@@ -208,7 +208,7 @@ class Paxos:
         return ballot.number, sequence, self.decision is not None
 
     def leader_of(self, ballot: int) -> int:
-        """Whose ballot it is."""
+        """The leader of a ballot."""
         return ballot % self.group.size
 
     def line(self, lost: int) -> list[int]:
@@ -249,10 +249,10 @@ class Paxos:
             self._settle()
 
     def should_open(self, stalls: int, place: int) -> bool:
-        """Whether to open a ballot now, at a stall; asked once at each.
+        """True if this member should open a ballot now; asked once at each stall.
 
-        Each attempt waits for one stall more than the one before: where answers take longer than a stall, haste would
-        void every promise.
+        Each attempt waits for one stall more than the one before: if answers take longer than a stall, haste voids all
+        promises.
 
         Args:
             stalls: How many came since the last progress.
@@ -386,14 +386,14 @@ class Paxos:
         return wire.Held(chosen.ballot, chosen.decision, chosen.digest)
 
     def commit(self) -> wire.Commit | None:
-        """What tells others that a decision was chosen."""
+        """The message that tells others that a decision was chosen."""
         chosen = self.chosen
         if chosen is None:
             return None
         return wire.Commit(chosen.ballot, chosen.decision, chosen.digest, self.tally.voters(chosen))
 
     def valid(self, decision: Decision | None) -> bool:
-        """Whether a decision is one that an honest leader of this group could propose."""
+        """True if a decision is one that an honest leader of this group could propose."""
         return decision is None or (
             not decision.contributors & ~self.group.contributors
             and decision.contributors.bit_count() >= self.group.quorum

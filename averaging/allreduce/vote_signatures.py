@@ -32,7 +32,7 @@ MAX_BAD_SIGNATURES = 128
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What signs and checks in the name of peers."""
+    """Functions that sign and check in the name of peers."""
 
     sign: Sign
     verify: Verify
@@ -58,7 +58,7 @@ class VoteSignatures:
         self._bad: Counter[int] = Counter()
 
     def seal(self, message: wire.RoundMessage) -> wire.RoundMessage:
-        """What is to be sent, with the signatures that it needs."""
+        """Return a message that is to be sent, with the signatures that it needs."""
         match message:
             case wire.Held(ballot, decision, digest):
                 return msgspec.structs.replace(message, signature=self._sign(Vote(ballot, decision, digest)))
@@ -72,7 +72,7 @@ class VoteSignatures:
         return message
 
     def check(self, sender: int, message: wire.RoundMessage) -> wire.RoundMessage:
-        """What has come, without the holders that it does not prove; a vote that is not proved names none."""
+        """Return a message that has come, without the holders that it does not prove; an unproved vote names none."""
         match message:
             case wire.Held(ballot, decision, digest):
                 if not self._proved(sender, sender, Vote(ballot, decision, digest), message.signature):
@@ -89,7 +89,7 @@ class VoteSignatures:
         return message
 
     def proof(self, decision: Decision, digest: bytes) -> wire.Commit:
-        """What proves to strangers that the round came to this mean, which is whole here: all votes known by now.
+        """Return the proof for strangers that the round came to this mean, which is whole here: all votes known by now.
 
         They are a majority's as soon as the round has ended here.
         """
@@ -103,9 +103,8 @@ class VoteSignatures:
         known = self._signatures.get(vote)
         if known is not None and voter in known:
             return True
-        if signature is None or self._bad[teller] >= MAX_BAD_SIGNATURES:
-            return False
-        if known is None and self._told[teller] >= MAX_VOTES_PER_MEMBER:
+        too_many = known is None and self._told[teller] >= MAX_VOTES_PER_MEMBER
+        if signature is None or too_many or self._bad[teller] >= MAX_BAD_SIGNATURES:
             return False
         if not self._keys.verify(self._peers[voter], statement(self._round_id, vote), signature):
             self._bad[teller] += 1
@@ -124,7 +123,7 @@ class VoteSignatures:
 
 
 def statement(round_id: bytes, vote: Vote) -> bytes:
-    """What a member of a round signs to cast a vote."""
+    """Return the bytes that a member of a round signs to cast a vote."""
     return DOMAIN + round_id + wire.encode(wire.Held(vote.ballot, vote.decision, vote.digest))
 
 

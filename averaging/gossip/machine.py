@@ -70,12 +70,12 @@ class Pairing(Matchmaker):
 
     @property
     def ready(self) -> bool:
-        """Whether a partner is sought for this peer."""
+        """True if a partner is sought for this peer."""
         return self._wants is not None
 
     @property
     def _gathering(self) -> Gathering:
-        return Gathering(1, PAIR, self._reason)
+        return Gathering(1, PAIR, self.reason)
 
     def _take(self, event: events.Event, now: float) -> None:
         match event:
@@ -83,7 +83,7 @@ class Pairing(Matchmaker):
                 self._begin(event, now)
             case events.Withdrew():
                 self._wants = self._asked = self._exchanging = None
-                self._since, self._reason = now, "withdrawn"
+                self._since, self.reason = now, "withdrawn"
             case events.MessageReceived(peer, message):
                 self._receive(peer, message, now)
             case events.PeerLost(peer) if peer == self._asked:
@@ -92,7 +92,7 @@ class Pairing(Matchmaker):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
                     self._learn("exchange", now)
-                    self._reason = f"exchange {round} is over"
+                    self.reason = f"exchange {round} is over"
 
     def _begin(self, event: events.BecameReady, now: float) -> None:
         self._own = self._context.join(event)
@@ -123,7 +123,7 @@ class Pairing(Matchmaker):
             self._context.refuse(peer, join, *objection, wait=self._wait(now))
 
     def _takes(self, peer: str) -> bool:
-        """Whether this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
+        """True if this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
         crossing = self._asked == peer and self._context.peer < peer
         return self.ready and (self._asked is None or crossing)
 
@@ -155,7 +155,7 @@ class Pairing(Matchmaker):
             self._context.check(manifest, self._own)
         except ManifestError as error:
             self._context.out.append(events.Decline(peer, manifest.id))
-            self._reason = f"{peer} sent a manifest that is not valid: {error}"
+            self.reason = f"{peer} sent a manifest that is not valid: {error}"
             if peer == self._asked:
                 self._listen(now, REFUSED_SECONDS)
             return
@@ -165,7 +165,7 @@ class Pairing(Matchmaker):
         """The peer that was asked does not answer, or not before so many seconds have passed."""
         assert self._asked is not None, "it was asked"
         self._away[self._asked] = now + away
-        self._reason = f"{self._asked} is not free for an exchange"
+        self.reason = f"{self._asked} is not free for an exchange"
         self._asked = None
         self._pause(now)
 
@@ -182,11 +182,11 @@ class Pairing(Matchmaker):
             near = tuple(membership.dialable_others(near, now))
         free = [peer for peer in near if peer not in self._away]
         if not free:
-            self._reason = f"all {len(near)} partners are busy" if near else "no partner is known"
+            self.reason = f"all {len(near)} partners are busy" if near else "no partner is known"
             self._pause(now)
             return
         self._asked = self._chance.choice(free)
-        self._reason = f"{self._asked} was asked for an exchange"
+        self.reason = f"{self._asked} was asked for an exchange"
         self._answer_by = now + DIAL_SECONDS + SILENT_SECONDS
         membership.ask(self._asked, now)
         context.send(self._asked, wire.JoinRequest(context.run, self._own))
@@ -199,8 +199,8 @@ class Pairing(Matchmaker):
         self._exchanging = manifest
         self._context.round += 1
         self._membership.shared(manifest.peers)
-        self._reason = f"exchange {manifest.round} with {partner}"
-        self._context.out.append(events.Form(manifest, self._reason))
+        self.reason = f"exchange {manifest.round} with {partner}"
+        self._context.out.append(events.Form(manifest, self.reason))
 
     def _learn(self, what: str, now: float) -> None:
         """One of this peer's states is over: `pause`, `seek` or `exchange`."""
@@ -217,6 +217,6 @@ class Pairing(Matchmaker):
             self._propose(now)
         if not self._announced:
             self._announced = True
-            self._context.out.append(events.Announce(False, self._context.round, self._reason))
+            self._context.out.append(events.Announce(False, self._context.round, self.reason))
         own = self._answer_by if self._asked is not None else self._asks_at if self.ready else float("inf")
-        self._deadline = min(membership.silent_at, own)
+        self.deadline = min(membership.silent_at, own)

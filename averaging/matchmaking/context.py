@@ -1,4 +1,4 @@
-"""Where a peer stands in a run: what both sides of its matchmaking, asking and coordinating, know, say and refuse."""
+"""The standing of a peer in a run: the knowledge and the refusals that joining and coordinating share."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
 tens a second at most, and each takes a join or two of a member."""
 
 FORGER_SECONDS = 30.0
-"""Time for which no join is taken from a peer that has sent a false one on its own channel, which nobody does by
-mistake."""
+"""Time for which no join is taken from a peer that has sent a false one on its own channel: no mistake does that."""
 
 MAX_FORGERS = 64
 """Most forgers remembered; the earliest is given another chance."""
@@ -77,7 +76,7 @@ class Context:
         self.send(peer, wire.JoinRefused(self.run, join.ticket, why, detail, round, **more))
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
-        """Where this peer is; `asks` to be told the same."""
+        """This peer's round as a message; `asks` to be told the same."""
         return wire.Whereabouts(self.run, self.round, asks)
 
     def join(self, ready: BecameReady, round: int | None = None) -> Join:
@@ -140,7 +139,7 @@ class Context:
         return min(believed, max(self.round + LEAP, MAX_JUMP if self.floor == 0 else 0))
 
     def within_reach(self, round: int, now: float) -> bool:
-        """Whether one peer's word is enough for a round of this number."""
+        """True if one peer's word is enough for a round of this number."""
         return round <= min(max(self.round, self.believed_round(now) or 0) + LEAP, MAX_ROUND - 1)
 
     def learn(self, formed: wire.GroupFormed) -> None:

@@ -20,15 +20,15 @@ MAX_GATHERINGS = 4
 """Most rounds gathered at once: this one, and the next ones of groups that are ahead."""
 
 CLOSED_KEPT = 4
-"""Most groups remembered that were closed here, or formed with this peer. A member that the manifest has not reached
-gets it from this peer, and those who are late are told."""
+"""Most groups remembered that were closed here, or formed with this peer: members that lack the manifest get it from
+this peer, and late peers are told."""
 
 STRANGERS_SECONDS = 30.0
 """Time for which groups wait for no look at the directory, after a look showed none of the peers it was made for:
 anybody can sign a join, and a peer that is in no directory would hold up every round."""
 
 MAX_NAMED = 3
-"""Most peers that a reason names; a line of text is to be read."""
+"""Most peers that a reason names: it is a line."""
 
 MAX_OWED = 64
 """Most peers remembered that were left over."""
@@ -59,21 +59,21 @@ class Coordinator:
 
     @property
     def gathering(self) -> bool:
-        """Whether joins are parked here."""
+        """True if joins are parked here."""
         return any(each.parked for each in self._gatherings.values())
 
     def count(self, round: int, now: float) -> tuple[int, int]:
-        """How many joins of a round are parked here, and how many are waited for in all."""
+        """Return how many joins of a round are parked here, and how many are waited for in all."""
         parked, expected = self._sides(round, now)
         return len(parked), len(expected | parked)
 
     def is_short(self, round: int, now: float) -> bool:
-        """Whether the joins of a round that are parked here could not be a group."""
+        """True if the joins of a round that are parked here could not be a group."""
         gathering = self._gatherings.get(round)
         return gathering is None or gathering.is_short(self._outlook(gathering, now))
 
     def describe(self, round: int, now: float) -> str:
-        """Where the gathering of a round stands, and whom it waits for, one line."""
+        """Describe the gathering of a round, and the peers that it waits for, in one line."""
         parked, expected = self._sides(round, now)
         if not parked:
             return "this peer coordinates"
@@ -84,11 +84,11 @@ class Coordinator:
         return f"this peer coordinates: {len(parked)} of {len(expected | parked)} are in{waits}; {why}"
 
     def has_closed(self, round: int) -> bool:
-        """Whether a group of this round has been closed here, or formed with this peer."""
+        """True if a group of this round has been closed here, or formed with this peer."""
         return round in self._closed
 
     def has_strangers(self, now: float) -> bool:
-        """Whether a look at the directory is due, for joins whose peers the latest one could not show."""
+        """True if a look at the directory is due, for joins whose peers the latest one could not show."""
         return any(self._has_unknown(each, now) for each in self._gatherings.values())
 
     def note_own(self, coordinator: str | None, redirects: bool) -> None:
@@ -113,8 +113,7 @@ class Coordinator:
             self._context.refuse(peer, join, *objection, self._context.round)
             return
         self._membership.welcome(peer, join.round, ready=True)
-        closed = self._closed.get(join.round)
-        if closed is not None:
+        if closed := self._closed.get(join.round):
             self._answer_late(peer, join, closed, now)
             return
         parked = Parked(join, now, request.patience, request.hops)
@@ -135,8 +134,7 @@ class Coordinator:
         for gathering in sorted(self._gatherings.values(), key=lambda each: each.round):
             outlook = self._outlook(gathering, now)
             gathering.catch_up(now)
-            closing = gathering.decide(outlook, now)
-            if closing is not None:
+            if closing := gathering.decide(outlook, now):
                 own = self._close(gathering, closing, now) or own
         joins = (peer for gathering in self._gatherings.values() for peer in gathering.parked)
         self._unknown = {peer for peer in joins if not membership.knows(peer)}
@@ -206,11 +204,10 @@ class Coordinator:
         """Send a join on, unless this peer should have it, or it has been sent on often enough."""
         join = parked.join
         better = self._better(join.peer, join.round, now) if parked.hops < wire.MAX_HOPS else None
-        if better is None:
-            return False
-        detail = f"{better} coordinates its group"
-        self._context.refuse(join.peer, join, wire.Why.ELSEWHERE, detail, redirect=better)
-        return True
+        if better is not None:
+            detail = f"{better} coordinates its group"
+            self._context.refuse(join.peer, join, wire.Why.ELSEWHERE, detail, redirect=better)
+        return better is not None
 
     def _better(self, peer: str, round: int, now: float) -> str | None:
         """The peer that should have the join of `peer`; None if this one should keep it."""
@@ -236,9 +233,9 @@ class Coordinator:
     def _sides(self, round: int, now: float) -> tuple[Set[str], Set[str]]:
         """The peers whose joins of a round are parked here, and those worth waiting for."""
         gathering = self._gatherings.get(round)
-        if gathering is None:
-            return frozenset(), frozenset()
-        return gathering.parked.keys(), self._outlook(gathering, now).expected
+        return (
+            (gathering.parked.keys(), self._outlook(gathering, now).expected) if gathering else (set(), set())
+        )
 
     def _outlook(self, gathering: GroupBuilder, now: float) -> Outlook:
         membership, learnt = self._membership, self._context.straggler_wait
@@ -254,7 +251,7 @@ class Coordinator:
         return Outlook(group, self._owed.keys(), expected, learnt.wait, learnt.reason, strangers)
 
     def _has_unknown(self, gathering: GroupBuilder, now: float) -> bool:
-        """Whether joins came from peers that the latest look at the directory could not show."""
+        """True if joins came from peers that the latest look at the directory could not show."""
         membership = self._membership
         return now >= self._looks_from and any(
             not membership.knows(peer) and parked.arrived >= membership.seen_at
@@ -298,10 +295,9 @@ class Coordinator:
 
     def _accept(self, gathering: GroupBuilder, join: Join, outlook: Outlook, now: float) -> None:
         wait = min(max(gathering.promise(outlook) - now, 0.0), MAX_WAIT)
-        ready, target = len(gathering.parked), len(outlook.expected | gathering.parked.keys())
+        count = len(gathering.parked), len(outlook.expected | gathering.parked.keys())
         short = gathering.is_short(outlook)
-        accepted = wire.JoinAccepted(self._context.run, join.ticket, wait, ready, target, short)
-        self._context.send(join.peer, accepted)
+        self._context.send(join.peer, wire.JoinAccepted(self._context.run, join.ticket, wait, *count, short))
 
     def _abandon(self, round: int, why: wire.Why, detail: str, next_round: int = 0) -> None:
         """Refuse all joins of a round that are parked here, but this peer's own."""

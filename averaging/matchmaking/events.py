@@ -1,4 +1,4 @@
-"""What the matchmaking machine is told (past tense), and what it asks for (imperative)."""
+"""The events of the matchmaking machine (past tense), and its actions (imperative)."""
 
 from __future__ import annotations
 

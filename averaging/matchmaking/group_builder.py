@@ -47,7 +47,7 @@ class Closing(msgspec.Struct, frozen=True):
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """What the coordinator knows beside the joins.
+    """The coordinator's knowledge beside the joins.
 
     Attributes:
         group: The planned group, whose members come before guests.
@@ -87,10 +87,10 @@ class GroupBuilder:
         if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._group_size:
             return False
         if before is not None:
-            parked.arrived = before.arrived  # Or one could put off the end by joining again and again.
-        self.parked[peer] = parked
-        if before is None and len(self.parked) == 1:
+            parked.arrived = before.arrived  # Or a peer could put off the end by joining again and again.
+        elif not self.parked:
             self._told_at = parked.arrived
+        self.parked[peer] = parked
         if self._opened is None:
             self._opened = parked.arrived
             self._invite_at = parked.arrived + INVITE_SECONDS
@@ -110,9 +110,7 @@ class GroupBuilder:
 
     def deadline(self, outlook: Outlook) -> float:
         """When to decide, to invite, or to speak, at the latest; infinity if nobody is parked."""
-        if not self.parked:
-            return float("inf")
-        return min(self.promise(outlook), self._invite_at)
+        return min(self.promise(outlook), self._invite_at) if self.parked else float("inf")
 
     def promise(self, outlook: Outlook) -> float:
         """When the parked will hear more at the latest."""
@@ -123,7 +121,7 @@ class GroupBuilder:
         return min(speak, max(close, self._closes_from))
 
     def is_short(self, outlook: Outlook) -> bool:
-        """Whether the parked joins could not be a group."""
+        """True if the parked joins could not be a group."""
         return bool(shortfall(self._choose(outlook), self._quorum))
 
     def catch_up(self, now: float) -> None:

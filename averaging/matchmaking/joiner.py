@@ -1,4 +1,4 @@
-"""Seeking a group: whom to ask, what to do about the answer, and when to ask somebody else."""
+"""The search for a group: the joiner asks a coordinator, follows its answer, or asks the next one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,14 @@ an early bird would be missing from its own group."""
 
 
 class Joiner:
-    """One peer's search for a group, from ready to formed or withdrawn; then for the next one."""
+    """One peer's search for a group, from ready to formed or withdrawn; then for the next one.
+
+    Attributes:
+        asked: The peer that has this peer's join, or was asked to take it.
+        anywhere: Whether it is a guest there, whom members of its own group should not follow.
+        count: How many joins the coordinator has, and how many it waits for in all.
+        reason: Where the search stands, one line.
+    """
 
     def __init__(self, context: Context, convening: Coordinator) -> None:
         self._context = context
@@ -52,14 +59,14 @@ class Joiner:
     def _rest(self) -> None:
         self._join: Join | None = None
         self._joins: deque[Join] = deque(maxlen=JOINS_KEPT)
-        self._asked: str | None = None
+        self.asked: str | None = None
         self._parked = False
         self._held_since = float("inf")
         self._cost: dict[str, float] = {}
         self._missed: dict[str, float] = {}
         self._short = True
         self._alone = False
-        self._anywhere = False
+        self.anywhere = False
         self._hops = 0
         self._asked_hops = 0
         self._asked_at = float("inf")
@@ -69,7 +76,7 @@ class Joiner:
 
     @property
     def ready(self) -> bool:
-        """Whether a group is sought."""
+        """True if a group is sought."""
         return self._ready is not None
 
     def begin(self, ready: BecameReady, now: float) -> None:
@@ -91,7 +98,7 @@ class Joiner:
 
     def end(self, formed_by: str | None = None) -> None:
         """Stop: a group has formed, or none is wanted. Any other peer that holds the join is told to forget it."""
-        if formed_by is None or formed_by != self._asked:
+        if formed_by is None or formed_by != self.asked:
             self._leave()
         self._ready = None
         self._rest()
@@ -109,7 +116,7 @@ class Joiner:
         self._answer_by = now + min(message.wait, KEEPALIVE) + OVERDUE_SECONDS
         self._charge(peer, max(0.0, now - self._held_since), now)
         # A group could be as well where others say they are ready: the coordinator alone says that they are not in.
-        could_close = not message.short or self._mate_ready(now, but=peer)
+        could_close = not message.short or self._membership.mate_ready(self._context.round, now, but=peer)
         self._held_since = now if could_close else float("inf")
 
     def alone(self, now: float) -> None:
@@ -123,9 +130,9 @@ class Joiner:
         """A coordinator waits for this peer: go there from where nobody else is, but not to and fro for ever."""
         same_round = self._join is not None and round == self._join.round == self._context.round
         known = self._membership.knows(peer)  # Anybody can say that it coordinates.
-        own = self._asked == self._context.peer
+        own = self.asked == self._context.peer
         alone = self._coordinator.is_short(round, now) if own else self._short
-        may_go = known and same_round and peer != self._asked and alone and self._hops < wire.MAX_HOPS
+        may_go = known and same_round and peer != self.asked and alone and self._hops < wire.MAX_HOPS
         if may_go and self._membership.heeds(peer, now):
             self._leave()
             self._hops += 1
@@ -135,12 +142,13 @@ class Joiner:
         """The coordinator will not have the join: follow what it says, or turn to the next."""
         if not self._is_answer(peer, message.ticket):
             return
-        self._asked = None
+        self.asked = None
         self.reason = f"{peer} refused: {message.detail}"
         redirect = message.redirect if message.why is wire.Why.ELSEWHERE else None
+        over = message.why in (wire.Why.ROUND_GONE, wire.Why.FULL)
         if redirect is not None and self._asked_hops < wire.MAX_HOPS:
             self._follow(peer, redirect, now)
-        elif message.why in (wire.Why.ROUND_GONE, wire.Why.FULL) and self._can_skip_to(message.round, now):
+        elif over and message.round > self._context.round and self._context.within_reach(message.round, now):
             self._membership.advance(peer, message.round)
             self._context.round = message.round
         else:
@@ -155,12 +163,12 @@ class Joiner:
 
     def lost(self, peer: str) -> None:
         """The peer cannot be reached: if it was asked, another one is asked next."""
-        if peer == self._asked:
-            self._asked, self.reason = None, f"{peer} cannot be reached"
+        if peer == self.asked:
+            self.asked, self.reason = None, f"{peer} cannot be reached"
 
     def give_up(self, peer: str, now: float) -> None:
         """Do not trust this peer with the join, nor soon with another."""
-        if peer == self._asked:
+        if peer == self.asked:
             self._leave()
         self._membership.shun(peer, now)
 
@@ -183,37 +191,32 @@ class Joiner:
             return
         self._keep_up(now)
         if self._join is None or self._join.round != self._context.round:
-            self._start_round(self._ready)
-        if self._asked is not None and now >= self._answer_by:
-            self.reason = f"{self._asked} did not answer in time"
-            self._membership.lose(self._asked, now)
-            self._charge(self._asked, REPLY_SECONDS, now)
+            self._leave()
+            self._join = self._context.join(self._ready)
+            self._joins.append(self._join)
+            self._hops = 0
+            self._cost.clear()
+            self._missed.clear()
+        if self.asked is not None and now >= self._answer_by:
+            self.reason = f"{self.asked} did not answer in time"
+            self._membership.lose(self.asked, now)
+            self._charge(self.asked, REPLY_SECONDS, now)
             self._leave()
         for peer in [peer for peer, at in self._missed.items() if now >= at]:
             self._missed[peer] = float("inf")
             self._context.send(peer, self._context.whereabouts())
         target = self._target(now)
-        if target is None and self._asked is None:
+        if target is None and self.asked is None:
             self._alone = True
             self.reason = "no peer that can be dialled is alive"
             self._answer_by = now + ASK_AGAIN_SECONDS
-        elif target is not None and target != self._asked:
+        elif target is not None and target != self.asked:
             self._leave()
             self._ask(target, now)
 
     def deadline(self) -> float:
         """When an answer is overdue, or something is to be asked; infinity if neither will be."""
         return min(self._answer_by, *self._missed.values(), float("inf"))
-
-    @property
-    def coordinator(self) -> str | None:
-        """The peer that has this peer's join, or was asked to take it."""
-        return self._asked
-
-    @property
-    def redirects(self) -> bool:
-        """Whether members of its own group should follow it to its coordinator, rather than find it a guest there."""
-        return not self._anywhere
 
     def _keep_up(self, now: float) -> None:
         context = self._context
@@ -229,25 +232,14 @@ class Joiner:
             highest = context.membership.highest_round(context.round + LEAP, now)
             context.round = max(context.round, highest or 0)
 
-    def _can_skip_to(self, round: int, now: float) -> bool:
-        return round > self._context.round and self._context.within_reach(round, now)
-
-    def _start_round(self, ready: BecameReady) -> None:
-        self._leave()
-        self._join = self._context.join(ready)
-        self._joins.append(self._join)
-        self._hops = 0
-        self._cost.clear()
-        self._missed.clear()
-
     def _target(self, now: float) -> str | None:
-        membership, asked = self._membership, self._asked
-        long_alone = self._alone and now - self._since >= LONELY_SECONDS
-        self._anywhere = long_alone and not self._mate_ready(now)
-        was_sent = self._hops > 0 and not self._anywhere
+        membership, asked = self._membership, self.asked
+        round, long_alone = self._context.round, self._alone and now - self._since >= LONELY_SECONDS
+        self.anywhere = long_alone and not membership.mate_ready(round, now)
+        was_sent = self._hops > 0 and not self.anywhere
         if asked is not None and was_sent and not membership.suspects(asked, now):
             return asked
-        return membership.coordinator(self._context.peer, self._context.round, now, anywhere=self._anywhere)
+        return membership.coordinator(self._context.peer, round, now, anywhere=self.anywhere)
 
     def _follow(self, peer: str, redirect: str, now: float) -> None:
         membership = self._membership
@@ -257,9 +249,6 @@ class Joiner:
         if redirect == peer or in_vain or dead_or_shunned:  # A shunned peer may call itself.
             self._hops, redirect = wire.MAX_HOPS, peer
         self._ask(redirect, now)
-
-    def _mate_ready(self, now: float, but: str | None = None) -> bool:
-        return self._membership.mate_ready(self._context.round, now, but)
 
     def _charge(self, coordinator: str, seconds: float, now: float) -> None:
         """Note what a coordinator has cost: if more than most honest ones, it is not asked first for a while."""
@@ -276,7 +265,7 @@ class Joiner:
     def _ask(self, coordinator: str, now: float) -> None:
         if self._ready is None or self._join is None:
             return
-        self._asked, self._asked_at, self._parked = coordinator, now, False
+        self.asked, self._asked_at, self._parked = coordinator, now, False
         self._held_since = float("inf")
         self.count, self._short = (0, 0), True
         patience = max(0.0, min(self._since + self._ready.patience - now, wire.MAX_PATIENCE))
@@ -285,18 +274,18 @@ class Joiner:
             self._answer_by = float("inf")
             self.reason = "this peer coordinates"  # What there is to say of it, the gathering says.
         else:
-            self._asked_hops = wire.MAX_HOPS if self._anywhere else self._hops
+            self._asked_hops = wire.MAX_HOPS if self.anywhere else self._hops
             request = wire.JoinRequest(self._context.run, self._join, patience, self._asked_hops)
             self._context.send(coordinator, request)
             self._answer_by = now + REPLY_SECONDS
             self.reason = f"{coordinator} is asked"
 
     def _leave(self) -> None:
-        if self._asked == self._context.peer:
+        if self.asked == self._context.peer:
             self._coordinator.drop(self._context.peer)
-        elif self._asked is not None and self._join is not None:
-            self._context.send(self._asked, wire.LeaveRequest(self._context.run, self._join.ticket))
-        self._asked = None
+        elif self.asked is not None and self._join is not None:
+            self._context.send(self.asked, wire.LeaveRequest(self._context.run, self._join.ticket))
+        self.asked = None
 
     def _is_answer(self, peer: str, ticket: bytes) -> bool:
-        return self._join is not None and peer == self._asked and ticket == self._join.ticket
+        return self._join is not None and peer == self.asked and ticket == self._join.ticket

@@ -60,15 +60,15 @@ class Matchmaking(Matchmaker):
 
     @property
     def ready(self) -> bool:
-        """Whether a group is sought for this peer."""
+        """True if a group is sought for this peer."""
         return self._joiner.ready
 
     @property
     def _gathering(self) -> Gathering:
         ready, target = self._joiner.count
-        if self._joiner.coordinator == self._context.peer:
+        if self._joiner.asked == self._context.peer:
             ready, target = self._coordinator.count(self._context.round, self._now)
-        return Gathering(max(ready, 1), max(target, ready, 2), self._reason)
+        return Gathering(max(ready, 1), max(target, ready, 2), self.reason)
 
     def _take(self, event: events.Event, now: float) -> None:
         self._now = now
@@ -82,7 +82,7 @@ class Matchmaking(Matchmaker):
                 self._joiner.end()
                 # A caller may have given up in the very moment in which its group formed.
                 self._exchanging = None
-                self._reason = "withdrawn"
+                self.reason = "withdrawn"
             case events.MessageReceived(peer, message):
                 self._receive(peer, message, now)
             case events.RoundHeard(peer):
@@ -93,7 +93,7 @@ class Matchmaking(Matchmaker):
             case events.RoundEnded(round):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
-                    self._reason = f"round {round} is over"
+                    self.reason = f"round {round} is over"
 
     def _receive(self, peer: str, message: object, now: float) -> None:
         match message:
@@ -125,7 +125,7 @@ class Matchmaking(Matchmaker):
                 self._take_notice(peer, message, now)
                 return
         except ManifestError as error:
-            self._reason = f"{peer} sent a manifest that is not valid: {error}"
+            self.reason = f"{peer} sent a manifest that is not valid: {error}"
             self._joiner.give_up(peer, now)
             return
         self._context.learn(message)
@@ -152,12 +152,12 @@ class Matchmaking(Matchmaker):
         self._joiner.end(formed_by=manifest.coordinator)
         self._context.advance(manifest)
         self._exchanging = manifest
-        self._reason = f"round {manifest.round} with {len(manifest.members)} members: {reason}"
-        self._context.out.append(events.Form(manifest, self._reason))
+        self.reason = f"round {manifest.round} with {len(manifest.members)} members: {reason}"
+        self._context.out.append(events.Form(manifest, self.reason))
 
     def _settle(self, now: float) -> None:
         self._joiner.settle(now)
-        self._coordinator.note_own(self._joiner.coordinator, self._joiner.redirects)
+        self._coordinator.note_own(self._joiner.asked, not self._joiner.anywhere)
         own = self._coordinator.settle(now)
         if own is not None:
             self._begin_round(*own)
@@ -166,23 +166,18 @@ class Matchmaking(Matchmaker):
         if self._coordinator.speak(now):
             self._joiner.alone(now)
         if self._joiner.ready:
-            coordinates = self._joiner.coordinator == self._context.peer
+            coordinates = self._joiner.asked == self._context.peer
             round = self._context.round
-            self._reason = self._coordinator.describe(round, now) if coordinates else self._joiner.reason
-        deadlines = (
-            self._announce(now),
-            self._look(now),
-            self._joiner.deadline(),
-            self._coordinator.deadline(now),
-        )
-        self._deadline = min(deadlines)
+            self.reason = self._coordinator.describe(round, now) if coordinates else self._joiner.reason
+        due = min(self._announce(now), self._look(now))
+        self.deadline = min(due, self._joiner.deadline(), self._coordinator.deadline(now))
 
     def _announce(self, now: float) -> float:
         """Announce what has changed, but not too often; returns when to look again."""
         stands = self._joiner.ready, self._context.round
         if stands != self._announced and now >= self._announced_at + ANNOUNCE_PERIOD:
             self._announced, self._announced_at = stands, now
-            self._context.out.append(events.Announce(*stands, self._reason))
+            self._context.out.append(events.Announce(*stands, self.reason))
         return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD
 
     def _look(self, now: float) -> float:
@@ -197,5 +192,5 @@ class Matchmaking(Matchmaker):
         if now >= self._look_at:
             self._look_at = now + (LOOK_OFTEN if busy else LOOK_SELDOM)
             self._looked_at = now
-            self._context.out.append(events.LookUp(self._reason))
+            self._context.out.append(events.LookUp(self.reason))
         return self._look_at

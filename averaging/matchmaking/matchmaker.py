@@ -1,4 +1,4 @@
-"""What a strategy's machine is: it forms the groups of one peer in one run."""
+"""The machine of a strategy: it forms the groups of one peer in one run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,28 @@ from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Ru
 class Matchmaker(ABC):
     """Forms this peer's groups; reads no clock. Times are seconds of one monotonic clock.
 
-    It is told events and returns what to do. `deadline` says by when it must be told `Woke`.
+    It is told events and returns what to do.
+
+    Attributes:
+        deadline: When `Woke` is due; at once after construction.
+        reason: Why this peer stands where it does, one line.
     """
 
     def __init__(self, context: Context) -> None:
         self._context = context
         self._membership = context.membership
         self._exchanging: Manifest | None = None
-        self._deadline = float("-inf")
-        self._reason = "the run has just been joined"
-
-    @property
-    def deadline(self) -> float:
-        """When `Woke` is due; at once after construction."""
-        return self._deadline
+        self.deadline = float("-inf")
+        self.reason = "the run has just been joined"
 
     @property
     @abstractmethod
     def ready(self) -> bool:
-        """Whether a group is sought for this peer."""
+        """True if a group is sought for this peer."""
 
     @property
     def state(self) -> RunState:
-        """Where the next round stands."""
+        """The state of the next round."""
         membership = self._membership
         if self._exchanging is not None:
             return Exchanging(len(self._exchanging.members), self._exchanging.round)
@@ -48,11 +47,6 @@ class Matchmaker(ABC):
     def round(self) -> int:
         """Number of this peer's next round."""
         return self._context.round
-
-    @property
-    def reason(self) -> str:
-        """Why it stands where it does, one line."""
-        return self._reason
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """Take in what has happened, and say what to do.

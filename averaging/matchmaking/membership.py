@@ -1,4 +1,4 @@
-"""What a peer knows of the others in its run: who is alive, in which round, in which group, and who coordinates it.
+"""A peer's knowledge of the others in its run: the live ones, their rounds, their groups, and the coordinators.
 
 A record in the directory costs nothing, so it counts for nothing: a peer is *met* once it has answered this one. Groups
 are planned, and numbers of rounds believed, of peers that were met. A record only says whom to ask.
@@ -72,12 +72,12 @@ class _Other(msgspec.Struct):
 
     @property
     def met(self) -> bool:
-        """Whether it has ever answered."""
+        """True if it has ever answered."""
         return self.heard_at > float("-inf")
 
     @property
     def answers(self) -> bool:
-        """Whether it has answered since it was last lost."""
+        """True if it has answered since it was last lost."""
         return self.met and self.losses == 0
 
 
@@ -124,7 +124,7 @@ class Membership:
 
     @property
     def count(self) -> int:
-        """How many others answer; beside those, the records of peers that cannot."""
+        """The number of others that answer; beside those, of the records of peers that cannot."""
         answering = sum(one.answers for one in self._others.values())
         return answering and answering + sum(self._out_of_reach(one) for one in self._others.values())
 
@@ -142,11 +142,11 @@ class Membership:
         return [peer for peer, other in self._others.items() if self._is_met(other)]
 
     def answers(self, peer: str) -> bool:
-        """Whether the peer has answered this one, and has not been lost since."""
+        """True if the peer has answered this one, and has not been lost since."""
         return peer in self._others and self._others[peer].answers
 
     def is_mute(self, peer: str) -> bool:
-        """Whether the peer could not be reached, or did not answer, and has never said anything."""
+        """True if the peer could not be reached, or did not answer, and has never said anything."""
         other = self._others.get(peer)
         return other is not None and not other.met and other.losses > 0
 
@@ -160,12 +160,12 @@ class Membership:
         return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
 
     def incomplete(self, joined: Set[str], now: float) -> bool:
-        """Whether peers that have not `joined` may soon be met: their record or word is here, and they are not lost."""
+        """True if peers that have not `joined` may soon be met: their record or word is here, and they are not lost."""
         only_records = (other for other in self._others.values() if not self._is_met(other))
         return not self._early.keys() <= joined or any(other.suspect_until <= now for other in only_records)
 
     def knows(self, peer: str) -> bool:
-        """Whether the peer is in the run as far as this one can see."""
+        """True if the peer is in the run as far as this one can see."""
         return peer == self.peer or peer in self._others
 
     def lose(self, peer: str, now: float) -> None:
@@ -218,11 +218,11 @@ class Membership:
             del self._shunned[next(iter(self._shunned))]
 
     def shuns(self, peer: str, now: float) -> bool:
-        """Whether others are asked before the peer for now."""
+        """True if others are asked before the peer for now."""
         return peer in self._shunned and now < self._shunned[peer].until
 
     def heeds(self, peer: str, now: float) -> bool:
-        """Whether to go to the peer when it calls; that uses up the one call of a shunned peer."""
+        """Return whether to go to the peer when it calls; that uses up the one call of a shunned peer."""
         if not self.shuns(peer, now):
             return True
         may_call, self._shunned[peer].may_call = self._shunned[peer].may_call, False
@@ -260,12 +260,12 @@ class Membership:
                 self._others[peer].misses += 1
 
     def alive(self, peer: str, now: float) -> bool:
-        """Whether the peer is in the run, was met, and is not suspected dead."""
+        """True if the peer is in the run, was met, and is not suspected dead."""
         other = self._others.get(peer)
         return peer == self.peer or (other is not None and self._is_met(other) and other.suspect_until <= now)
 
     def suspects(self, peer: str, now: float) -> bool:
-        """Whether the peer could not be reached, a short time ago."""
+        """True if the peer could not be reached, a short time ago."""
         return peer in self._others and self._others[peer].suspect_until > now
 
     def others(self, now: float) -> list[str]:
@@ -294,7 +294,7 @@ class Membership:
         return {peer for peer in group if self.alive(peer, now) and self._may_come(peer, round)}
 
     def coordinator(self, peer: str, round: int, now: float, *, anywhere: bool = False) -> str | None:
-        """Who coordinates the peer's group: the first live, dialable one, in an order that changes from round to round.
+        """Return a group's coordinator: the first live, dialable peer, in an order that changes from round to round.
 
         Args:
             peer: Whose group.
@@ -309,10 +309,8 @@ class Membership:
         group = self.group(peer, round)
         everyone = tuple(one for each in self.plan(round) for one in each)
         alone = not any(self.alive(one, now) for one in group if one != peer)
-        if not anywhere and not alone:
-            coordinator = self._first(round, group, now)
-            if coordinator is not None:
-                return coordinator
+        if not anywhere and not alone and (coordinator := self._first(round, group, now)):
+            return coordinator
         # A peer without a live mate that can be dialled is rather a guest of another group, which may have room.
         guest = self._first(round, everyone, now, barred=None if anywhere else peer)
         return guest or self._first(round, group, now)
@@ -322,7 +320,7 @@ class Membership:
         return [peer for peer in peers if peer != self.peer and self._able(peer, now)]
 
     def mate_ready(self, round: int, now: float, but: str | None = None) -> bool:
-        """Whether a live other of this peer's planned group, `but` left out, says that it is ready."""
+        """True if a live other of this peer's planned group, `but` left out, says that it is ready."""
         mates = (one for one in self.group(self.peer, round) if one not in (self.peer, but))
         return any(self.alive(one, now) and self._others[one].ready for one in mates)
 
@@ -345,7 +343,7 @@ class Membership:
         return max((round for round in rounds if round <= limit), default=None)
 
     def left_behind(self, round: int, now: float) -> bool:
-        """Whether all live others of this peer's planned group have gone beyond the round."""
+        """True if all live others of this peer's planned group have gone beyond the round."""
         group = [one for one in self.group(self.peer, round) if one != self.peer and self.alive(one, now)]
         return bool(group) and all(self._others[one].round > round for one in group)
 

@@ -1,4 +1,4 @@
-"""What daemons say to each other to form a group: msgpack structs, each one frame's header.
+"""The messages of daemons that form a group: msgpack structs, each the header of a frame.
 
 A requester sends `JoinRequest` to the coordinator of its group, which answers `JoinAccepted` or `JoinRefused` and, in
 the end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm.

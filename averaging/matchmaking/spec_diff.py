@@ -89,12 +89,12 @@ class SpecDiff:
 
     @property
     def settled(self) -> bool:
-        """Whether all peers that can be asked have answered, or not answered in time."""
+        """True if all peers that can be asked have answered, or not answered in time."""
         return not any(one.awaited for one in self._strangers.values())
 
     @property
     def reason(self) -> str:
-        """How the most common other spec differs, one line; empty if no other is known."""
+        """The difference of the most common other spec, one line; empty if no other is known."""
         counts = Counter(one.spec for one in self._strangers.values())
         if not counts:
             return ""
@@ -106,9 +106,8 @@ class SpecDiff:
         return f"{count} {have} another spec: {said or 'how it differs has not been said'}"
 
     def difference(self, peer: str) -> str:
-        """How the spec of a peer differs, one line; empty if it does not, or that is not known."""
-        found = self._strangers.get(peer)
-        return found.difference if found is not None else ""
+        """The difference of a peer's spec, one line; empty if there is none, or it is not known."""
+        return self._strangers[peer].difference if peer in self._strangers else ""
 
     def objection(self) -> str:
         """Why this peer should rather not take part with its spec; empty if it may.
@@ -211,7 +210,7 @@ def describe(spec: RunSpec, others: bytes) -> Description:
 
 
 def differences(here: RunSpec, there: Description) -> str:
-    """How two specs differ, one line; empty if they do not, as far as is told."""
+    """Return the differences of two specs, one line; empty if there are none, as far as is told."""
     if there.version != PROTOCOL_VERSION:
         older = "here" if there.version > PROTOCOL_VERSION else "there"
         return (

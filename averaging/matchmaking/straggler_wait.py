@@ -1,4 +1,4 @@
-"""How long it is worth waiting for the last member: learnt from how late peers have been."""
+"""The time for which it is worth waiting for the last member: learnt from the lateness of peers."""
 
 from __future__ import annotations
 

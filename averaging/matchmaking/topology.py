@@ -1,4 +1,4 @@
-"""Which peers of a run average together in which round, when the run is larger than a group.
+"""The groups of each round, when the run is larger than a group.
 
 Moshpit all-reduce (Ryabinin et al. 2021, arXiv:2103.03239) puts the peers on a grid of M^d cells and averages along
 one axis after the other; d rounds make the mean exact where the grid is full. A half-empty grid is worse than random

@@ -32,7 +32,7 @@ class Outer(Protocol):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers."""
+        """Return what it remembers."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Remember what another did."""

@@ -1,4 +1,4 @@
-"""How contributions become one vector: the rules, one module each, by their specs."""
+"""The rules by which contributions become one vector, one module each, by their specs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,4 @@ RULES: Registry[Rule] = Registry("rule", "rules", "mean")
 
 RULES.register("mean", Mean)
 
-
-def parse_rule(spec: str) -> Rule:
-    """Return the rule that `spec` names.
-
-    Raises:
-        ValueError: No such rule, option or value; names what came, what is known, and the nearest known name.
-    """
-    return RULES.parse(spec)
-
-
-__all__ = ["RULES", "Mean", "Reduced", "Rule", "parse_rule"]
+__all__ = ["RULES", "Mean", "Reduced", "Rule"]

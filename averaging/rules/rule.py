@@ -1,4 +1,4 @@
-"""What a rule is: it makes one vector of the contributions to a round."""
+"""The interface of a rule, which makes one vector of the contributions to a round."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Reduced(NamedTuple):
-    """What a rule made of contributions.
+    """The result of a rule.
 
     Attributes:
         values: [d], of the contributions' dtype.

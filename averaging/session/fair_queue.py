@@ -1,4 +1,4 @@
-"""What waits to be sent to one peer: control frames first, then bulk of all rounds in turn, then what can wait."""
+"""The frames that wait for one peer: control frames first, then bulk of all rounds in turn, then late bulk."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SendQueue:
 
     @property
     def has_bulk(self) -> bool:
-        """Whether a bulk frame waits."""
+        """True if a bulk frame waits."""
         return bool(self._rounds.waiting or self._late.waiting)
 
     def add_bulk(self, flow: bytes, make: Bulk, late: bool = False) -> None:

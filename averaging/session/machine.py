@@ -89,12 +89,12 @@ class Session(Generic[F]):
 
     @property
     def behind(self) -> bool:
-        """Whether frames are to be written again."""
+        """True if frames are to be written again."""
         return self._written < self.numbered
 
     @property
     def acknowledges(self) -> bool:
-        """Whether an acknowledgement is due by itself."""
+        """True if an acknowledgement is due by itself."""
         return self.delivered - self._told >= ACKNOWLEDGE_EVERY
 
     def hello(self) -> Hello:
@@ -153,7 +153,7 @@ class Session(Generic[F]):
         return self.delivered
 
     def expects(self, number: int) -> bool:
-        """Whether a frame would be delivered if it came now."""
+        """True if a frame would be delivered if it came now."""
         return number > self.delivered
 
     def take(self, number: int, acknowledged: int) -> bool:

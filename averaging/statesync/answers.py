@@ -1,4 +1,4 @@
-"""What the peers of a run have answered to one question, and which peers have still to answer."""
+"""The answers of a run's peers to one question, and the peers that have still to answer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ LONE_SECONDS = 3 * ANSWER_SECONDS
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What is to be downloaded.
+    """The image that is to be downloaded.
 
     Attributes:
         offer: The snapshot, or mean.
-        donors: PeerIDs of those who offer it.
+        donors: PeerIDs of the peers that offer it.
         reason: Why it is taken, in one line.
-        voters: Of a snapshot: PeerIDs of all who had a say in that, whether they offer it or not, or would have.
+        voters: Of a snapshot: PeerIDs of all that had a say in that, or would have had, whether they offer it or not.
     """
 
     offer: Offer
@@ -35,7 +35,7 @@ class Answers:
     """The answers of a run's peers.
 
     Attributes:
-        peers: Whom to ask.
+        peers: The peers to ask, and since when they are known.
         barred: PeerID -> why nothing more is taken from it.
         wanted: The epochs that donors are asked for a snapshot of.
     """
@@ -72,7 +72,7 @@ class Answers:
         self._answers.pop(peer, None)
 
     def offers(self, peer: str, offer: Offer) -> bool:
-        """Whether `peer` offers it."""
+        """True if `peer` offers it."""
         return peer in self._answers and offer in self._answers[peer].offers
 
     def deadline(self, now: float) -> float:
@@ -82,7 +82,7 @@ class Answers:
         return min((time for time in times if time > now), default=float("inf"))
 
     def _settled(self, now: float, seconds: float = ANSWER_SECONDS) -> bool:
-        """Whether all that are waited for have answered, or cannot, or have had so much time to."""
+        """True if all that are waited for have answered, or cannot, or have had so much time to."""
         return all(
             peer in self._answers or peer in self._silent or now >= self.peers[peer] + seconds
             for peer in self._awaited

@@ -1,4 +1,4 @@
-"""Which donor is asked for which chunks: as many at once as it has shown to deliver, and others where it stalls.
+"""The chunks that each donor is asked for: as many at once as it has shown to deliver, and from others if it stalls.
 
 The list of digests is asked for in the same way, as the only item of its kind.
 """
@@ -44,7 +44,7 @@ class Source:
         self._heard_at = 0.0
 
     def room(self, now: float) -> int:
-        """How many more chunks it may be asked for."""
+        """Return how many more chunks it may be asked for."""
         return max(self._window - len(self.asked), 0) if now >= self.rests_until else 0
 
     def ask(self, chunk: int, now: float) -> None:
@@ -114,7 +114,7 @@ class ChunkScheduler:
         return source is not None
 
     def expects(self, peer: str, chunk: int) -> bool:
-        """Whether `peer` was asked for a chunk that is still missing."""
+        """True if `peer` was asked for a chunk that is still missing."""
         source = self.donors.get(peer)
         asked = source is not None and (chunk in source.asked or chunk in source.late)
         return asked and chunk in self._missing
@@ -138,7 +138,7 @@ class ChunkScheduler:
         return found
 
     def requests(self, now: float) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Whom to ask for what now."""
+        """Yield the donors to ask now, with the chunks to ask each for."""
         for peer, source in self.donors.items():
             chunks = tuple(islice(self._unasked(), source.room(now)))
             for chunk in chunks:

@@ -47,11 +47,11 @@ class ImageId(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """The number of chunks."""
         return -(-self.size // CHUNK_BYTES)
 
     def span(self, chunk: int) -> slice:
-        """Where a chunk lies in the image."""
+        """The place of a chunk in the image."""
         return slice(chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self.size))
 
     def length(self, chunk: int) -> int:
@@ -60,7 +60,7 @@ class ImageId(msgspec.Struct, frozen=True, array_like=True):
         return int(span.stop - span.start)
 
     def genuine(self, digests: Buffer) -> bool:
-        """Whether these are the digests of this image's chunks."""
+        """True if these are the digests of this image's chunks."""
         return len(digests) == self.chunks * DIGEST_BYTES and ImageId.of(self.size, digests) == self
 
 
@@ -91,6 +91,6 @@ def digests_of(image: memoryview) -> bytes:
 
 
 def is_chunk(body: memoryview, digests: bytes, chunk: int) -> bool:
-    """Whether `body` is that chunk of the image whose chunks have these digests."""
+    """True if `body` is that chunk of the image whose chunks have these digests."""
     start = chunk * DIGEST_BYTES
     return blake3(body).digest() == digests[start : start + DIGEST_BYTES]

@@ -1,4 +1,4 @@
-"""The newcomer's machine: asks who has what, then downloads from all who have the same.
+"""The newcomer's machine: it asks the donors what they have, then downloads from all that have the same.
 
 Theory of operation. A newcomer *asks* until most donors agree (`snapshot_quorum`). Then it asks one of them for the
 digests of the chunks, which the agreed name of the image proves, and all of them for chunks (`chunk_scheduler`), each
@@ -7,8 +7,8 @@ others, either way at once. If no donor is left the newcomer asks again, and goe
 is offered. It ends with the whole image, or, at its timeout, with the reason why there is none.
 
 A newcomer gets a mean that it missed in the same way, or learns as soon as all have answered that nobody has it
-(`update_query`). When the whole mean is here, the newcomer finds out whether it is the group's. If not, all who offer
-it are barred, and what others offer is tried; as is, at any time, what those offer who are more to be believed.
+(`update_query`). When the whole mean is here, the newcomer finds out whether it is the group's. If not, it bars its
+donors and tries another offer. It also changes, at any time, to an offer of donors that are more to be believed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAX_NOTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a newcomer looks for.
+    """A newcomer's request.
 
     Attributes:
         run: The run's name.
@@ -48,7 +48,7 @@ class Request:
         after: A state: the newcomer looks for the mean that leads on from there, and for no snapshot.
         circle: PeerIDs of the peers by whom that state is known, whose offers are tried first. For a snapshot: PeerIDs
             of the only peers to take it from, while any of them is there.
-        patient: Where nobody has that mean: whether to wait for those who are not as far.
+        patient: Whether to wait for the peers that are not as far, if no other has that mean.
         proved: Whether the asking peer can tell that mean by its digest, from any donor.
     """
 
@@ -78,7 +78,7 @@ class Fetch:
         self._missed = UpdateQuery(after, circle, request.patient, request.proved) if after else None
         self._poll = self._missed or SnapshotQuorum(request.at_least, circle)
         self._agreement: Agreement | None = None
-        self._sources: ChunkScheduler | None = None
+        self._sources = ChunkScheduler(0)
         self._image: ImageId | None = None
         self._digests_known = False
         self._checking: frozenset[str] = frozenset()
@@ -99,9 +99,9 @@ class Fetch:
 
     @property
     def standing(self) -> str:
-        """What it is doing, in one line."""
+        """The present activity, in one line."""
         what = "state" if self._request.after is None else "mean"
-        if self._agreement is None or self._sources is None:
+        if self._agreement is None:
             return f"fetching a {what}: {self._poll.standing}"
         offer, count = self._agreement.offer, len(self._sources.donors)
         done = offer.image.chunks - self._sources.left if self._digests_known else 0
@@ -111,11 +111,11 @@ class Fetch:
         )
 
     def expects(self, peer: str, message: Bulk) -> bool:
-        """Whether the body of this message of `peer` is wanted."""
+        """True if the body of this message of `peer` is wanted."""
         if self.ended or self._agreement is None or message.digest != self._agreement.offer.image.digest:
             return False
         is_next = isinstance(message, Chunk) == self._digests_known
-        return is_next and self._sources is not None and self._sources.expects(peer, _index(message))
+        return is_next and self._sources.expects(peer, _index(message))
 
     def handle(self, event: FetchEvent, now: float) -> list[FetchAction]:
         """Take note of an event; return what to do."""
@@ -151,7 +151,7 @@ class Fetch:
         match message:
             case messages.Answer():
                 self._poll.hear(peer, message, now)
-                if self._agreement and self._sources and self._poll.offers(peer, self._agreement.offer):
+                if self._agreement and self._poll.offers(peer, self._agreement.offer):
                     self._sources.add(peer)
             case messages.Refusal(reason=reason):
                 self._lose(peer, f"refuses: {reason}")
@@ -159,7 +159,7 @@ class Fetch:
                 self._lose(peer, reason)
 
     def _on_body(self, peer: str, message: Bulk, genuine: bool, now: float) -> None:
-        if not self.expects(peer, message) or self._sources is None or self._image is None:
+        if not self.expects(peer, message) or self._image is None:
             return
         if not genuine and isinstance(message, Chunk):
             self._bar(peer, f"chunk {message.chunk} from it has not the digest it should have")
@@ -173,7 +173,7 @@ class Fetch:
                 self._sources = ChunkScheduler(self._image.chunks, self._sources.donors)
 
     def _lose(self, peer: str, reason: str) -> None:
-        if not self._digests_known and self._sources is not None and self._sources.expects(peer, 0):
+        if not self._digests_known and self._sources.expects(peer, 0):
             self._slow.add(peer)  # It broke off rather than give the digests.
         self._poll.forget(peer)
         self._leave_out(peer, reason)
@@ -190,7 +190,7 @@ class Fetch:
         self._leave_out(peer, reason)
 
     def _leave_out(self, peer: str, reason: str) -> None:
-        known = self._sources is not None and self._sources.remove(peer)
+        known = self._sources.remove(peer)
         note = f"{peer[-8:]}: {reason}"
         if (known or peer in self._poll.barred) and note not in self._notes:
             self._notes.append(note)
@@ -205,7 +205,7 @@ class Fetch:
         if now >= self._expires:
             return self._fail(f"not within {self._expires - self._began:g} s: {self.standing}", now)
         actions: list[FetchAction] = []
-        if self._agreement is not None and self._sources is not None and not self._sources.donors:
+        if self._agreement is not None and not self._sources.donors:
             self._agreement = None
             self._ask_at = now
         if self._agreement is not None and self._outranked(self._agreement.offer, now):
@@ -239,17 +239,17 @@ class Fetch:
         return self._seek(now)
 
     def _outranked(self, offer: Offer, now: float) -> bool:
-        """Whether another mean is to be had sooner, or is more likely to be the group's, than that on its way."""
-        if self._missed is None or self._sources is None or not self._sources.left:
+        """True if another mean can be had sooner, or is more likely to be the group's, than the mean on its way."""
+        if self._missed is None or not self._sources.left:
             return False
-        self._note_slow(self._sources, now)
+        self._note_slow(now)
         if self._sources.donors.keys() <= self._slow:
             self._missed.doubt(offer)
         best = self._missed.agreement(now)
         return best is not None and self._missed.rank(best.offer) > self._missed.rank(offer)
 
-    def _note_slow(self, sources: ChunkScheduler, now: float) -> None:
-        for peer in sources.stalled(now):
+    def _note_slow(self, now: float) -> None:
+        for peer in self._sources.stalled(now):
             self._slow.add(peer)
             self._notes.append(f"{peer[-8:]}: nothing came from it for {STALL_SECONDS:g} s")
 
@@ -257,7 +257,7 @@ class Fetch:
         image = agreement.offer.image
         self._agreement = agreement
         actions: list[FetchAction] = []
-        if self._sources is None or image != self._image:
+        if image != self._image:
             self._image = image
             self._sources = ChunkScheduler(1)  # Of digests there is one list.
             self._digests_known, self._memory = False, 0
@@ -269,10 +269,9 @@ class Fetch:
         return actions
 
     def _download(self, agreement: Agreement, now: float) -> list[FetchAction]:
-        assert self._sources is not None
         if not self._sources.left:
-            return self._complete(agreement, self._sources, now)
-        self._note_slow(self._sources, now)
+            return self._complete(agreement, now)
+        self._note_slow(now)
         actions: list[FetchAction] = []
         image = agreement.offer.image
         if self._memory == image.size or not self._digests_known:
@@ -289,20 +288,20 @@ class Fetch:
         return [events.Send(peer, ask) for peer in peers]
 
     def _changes_at(self, now: float) -> float:
-        if self._agreement is None or self._sources is None:
+        if self._agreement is None:
             return self._poll.deadline(now)
         change = self._sources.deadline(now)
         return change if self._missed is None else min(change, self._poll.deadline(now))
 
     # ---- the end ----
 
-    def _complete(self, agreement: Agreement, sources: ChunkScheduler, now: float) -> list[FetchAction]:
+    def _complete(self, agreement: Agreement, now: float) -> list[FetchAction]:
         offer = agreement.offer
         if self._missed is not None and not self._proved:
             offering = (peer for peer in self._poll.peers if self._poll.offers(peer, offer))
-            self._checking = frozenset({*offering, *sources.donors})
+            self._checking = frozenset({*offering, *self._sources.donors})
             return [events.Check(self._missed.proofs(offer))]
-        size, delivered = offer.image.size, sources.delivered.items()
+        size, delivered = offer.image.size, self._sources.delivered.items()
         outcome = FetchOutcome(
             ok=True,
             reason="; ".join([agreement.reason, *self._notes]),
@@ -327,5 +326,5 @@ class Fetch:
 
 
 def _index(message: Bulk) -> int:
-    """Which item of its kind it is: of digests there is one list."""
+    """The item of its kind that a message carries: of digests there is one list."""
     return message.chunk if isinstance(message, Chunk) else 0

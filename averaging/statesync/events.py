@@ -1,4 +1,4 @@
-"""What the two machines of a transfer are told, and what they ask for.
+"""The events of the two machines of a transfer, and their actions.
 
 Events are in the past tense, actions in the imperative. No bytes of images come here: the driver keeps them, has
 checked every size, and says only whether what came had the right digest.

@@ -1,10 +1,10 @@
-"""What a newcomer and its donors say to each other: msgpack structs, each one frame's header.
+"""The messages between a newcomer and its donors: msgpack structs, each the header of a frame.
 
 A newcomer sends `Ask` to every peer of its run and gets an `Answer` from each: now, and again whenever that peer would
 answer otherwise. When enough of them offer the same image it asks one for `AskDigests`, and all of them for
-`AskChunks`. Its ticket is in everything, so that what belongs to an earlier download, or answers nothing, is told
-apart. Who has missed a mean, or a few, asks for each of those in the same way; with it come the votes that prove it,
-beside the image and not in it: each donor knows of others, and the image must be the same at all.
+`AskChunks`. Its ticket is in every message, so that messages of an earlier download are told apart. A peer that has
+missed means asks for each in the same way. The votes that prove a mean come beside its image and not in it: each donor
+knows of other votes, and the image must be the same at all.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _ImageMessage(_Message, frozen=True, tag=True):
 
 
 class Ask(_Message, frozen=True, tag=True):
-    """What have you of this run's state? Or, with `after`: what came next?
+    """Tell me what you have of this run's state; or, with `after`, what came next.
 
     Attributes:
         spec: Hash of the newcomer's RunSpec; only peers of the same spec are answered.

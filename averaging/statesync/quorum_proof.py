@@ -1,4 +1,4 @@
-"""Whether a mean is the group's, told by the votes that come with it, whoever gives it.
+"""The proof that a mean is the group's: the votes that come with it, from whatever donor.
 
 A round has come to a mean once more than half of its members have signed that they hold it
 (`allreduce.vote_signatures`). That proves what the round came to, and not that the round was the group's: anybody can
@@ -33,7 +33,7 @@ MAX_ROUNDS = 8
 
 @dataclass(frozen=True, slots=True)
 class Circle:
-    """By whom a peer knows the state that it holds.
+    """The peers by which a peer knows the state that it holds.
 
     Attributes:
         state: That state; None if it knows it by nobody.
@@ -78,7 +78,7 @@ class Circle:
         return replace(self, state=before, left=True)
 
     def knows(self, state: StateId) -> bool:
-        """Whether it tells what came after `state`."""
+        """True if it tells what came after `state`."""
         if self.state is None:
             return False
         return state == self.state or (self.left and state.epoch == self.state.epoch + 1)
@@ -98,7 +98,7 @@ class Circle:
 
 
 def _agreed(manifest: Manifest, held: StateId, own: str) -> frozenset[str]:
-    """Who but `own` holds the state `held`, if most do; newcomers of epoch 0 have no say, as in `group_state`."""
+    """The members but `own` that hold the state `held`, if most do; as in `group_state`, newcomers have no say."""
     states = manifest.states
     alike = frozenset(peer for peer, state in states.items() if state == held)
     known = sum(state == held or state.epoch > 0 for state in states.values())

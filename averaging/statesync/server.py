@@ -100,12 +100,12 @@ class Kept:
         return gone
 
     def lacks_image(self, before: StateId) -> bool:
-        """Whether the mean that leads on from there is kept, and has no image yet."""
+        """True if the mean that leads on from there is kept, and has no image yet."""
         mean = self._means.get(before)
         return mean is not None and mean.image is None
 
     def begins_image(self, before: StateId) -> bool:
-        """Whether an image of that mean is to be made: from now on one is being made."""
+        """True if an image of that mean is to be made: from now on one is being made."""
         mean = self._means.get(before)
         if mean is None or mean.making:
             return False
@@ -175,7 +175,7 @@ class Server:
         return min((epoch for peer in self._askers for epoch in self._wishes(peer)), default=None)
 
     def serves(self, peer: str) -> bool:
-        """Whether `peer` is a newcomer that may ask for more."""
+        """True if `peer` is a newcomer that may ask for more."""
         return peer in self._askers
 
     @property
@@ -186,7 +186,7 @@ class Server:
 
     @property
     def standing(self) -> str:
-        """What it does for others, in one line; empty if nothing."""
+        """The service to others, in one line; empty if there is none."""
         if readers := self._serving.readers:
             epochs = " and ".join(str(offer.state.epoch) for offer in self._shelf.offers)
             return f"serving the state of epoch {epochs} to {readers} peers"
@@ -230,7 +230,7 @@ class Server:
             case events.BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
             case events.RoundsSeen(busy):
-                self._serving.see_rounds(busy)
+                self._serving.busy = busy
         for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
             self._forget(peer)
         actions += [events.Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
@@ -308,7 +308,7 @@ class Server:
         return [*(events.Release(one.image) for one in released), *answers]
 
     def _has_ended(self, after: StateId | None) -> bool:
-        """Whether no round from this state goes on here, and no image is made of what it came to."""
+        """True if no round from this state goes on here, and no image is made of its mean."""
         return after is not None and after != self._exchanging and not self._kept.lacks_image(after)
 
     def _on_round_over(self) -> list[events.DonorAction]:
@@ -359,7 +359,7 @@ class Server:
         return [epoch for epoch in ask.wanted if self._awaits(ask, epoch)]
 
     def _awaits(self, ask: Ask, epoch: int) -> bool:
-        """Whether the trainer may still take a snapshot of `epoch`, and that is of use to the newcomer."""
+        """True if the trainer may still take a snapshot of `epoch`, and that is of use to the newcomer."""
         held = any(one.state.epoch == epoch for one in self._shelf.offers)
         return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
 
@@ -374,7 +374,7 @@ class Server:
         return {digest for one in self._askers.values() if self._holds(digest := one.reading or one.told)}
 
     def _holds(self, digest: bytes) -> bool:
-        """Whether an image is held for whoever downloads it."""
+        """True if an image is held for whoever downloads it."""
         return self._now < self._held_until.get(digest, float("-inf"))
 
 

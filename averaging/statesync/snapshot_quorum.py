@@ -1,4 +1,4 @@
-"""Which image a newcomer takes, and which epoch it asks its donors for: decided from their answers alone.
+"""The image that a newcomer takes, and the epoch that it asks its donors for: decided from their answers alone.
 
 A newcomer takes an image if most of the peers that hold a state offer it; where there is one peer, that one is most.
 After some patience it also takes an image that two offer, if no others deny it and most have come as far. One liar
@@ -45,7 +45,7 @@ MAX_MARGIN = 64
 
 
 class SnapshotQuorum(Answers):
-    """What is known of the snapshots of epoch `at_least` and later; `among` these peers alone, if any is there."""
+    """The answers on snapshots of epoch `at_least` and later; `among` these peers alone, if any is there."""
 
     def __init__(self, at_least: int, among: frozenset[str] = frozenset()) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class SnapshotQuorum(Answers):
         return "all who are known have left the run, and hold no snapshot" if left else ""
 
     def agreement(self, now: float) -> Agreement | None:
-        """What to download; None if that is not clear yet."""
+        """Return what to download; None if that is not clear yet."""
         voters = list(self._voters)
         tally = Counter(offer for one in self._voters.values() for offer in one.offers if self._useful(offer))
         if not tally:
@@ -150,7 +150,7 @@ class SnapshotQuorum(Answers):
 
     @property
     def standing(self) -> str:
-        """What is waited for, in one line."""
+        """The answers or snapshots that are waited for, in one line."""
         if self._nobody:
             return self._nobody
         voters = self._voters
@@ -166,7 +166,7 @@ class SnapshotQuorum(Answers):
 
     @property
     def _voters(self) -> dict[str, Answer]:
-        """Answers of those whose state is of use, or soon will be: newcomers at their first epoch have no say."""
+        """Answers of the peers whose state is of use, or soon will be: newcomers at their first epoch have no say."""
         return {peer: one for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)}
 
     def _agreed(self, offer: Offer, reason: str) -> Agreement:
@@ -182,7 +182,7 @@ class SnapshotQuorum(Answers):
         return offer.state.epoch >= self._at_least
 
     def _missed(self, epoch: int) -> bool:
-        """Whether too few will ever offer that epoch to be most, or those who do have shown that they differ."""
+        """True if too few will ever offer that epoch to be most, or those who do have shown that they differ."""
         coming, voters = 0, self._voters
         tally: Counter[Offer] = Counter()
         for answer in voters.values():
@@ -192,13 +192,13 @@ class SnapshotQuorum(Answers):
         return voters != {} and coming + max(tally.values(), default=0) <= len(voters) // 2
 
     def _stuck(self, peer: str, epoch: int, now: float) -> bool:
-        """Whether a peer has stood still while others went on to `epoch`."""
+        """True if a peer has stood still while others went on to `epoch`."""
         stands, since = self._moved[peer]
         behind = stands is not None and stands + STUCK_EPOCHS <= epoch
         return behind and now >= since + STUCK_SECONDS
 
     def _has_reached(self, peer: str, offer: Offer) -> bool:
-        """Whether a peer offers it, or has come to its epoch and does not."""
+        """True if a peer offers it, or has come to its epoch and does not."""
         epoch = self._answers[peer].epoch
         return self.offers(peer, offer) or (epoch is not None and epoch >= offer.state.epoch)
 

@@ -38,7 +38,7 @@ class MeanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EncodedMean:
-    """What one round came to.
+    """The mean that one round came to.
 
     Attributes:
         manifest: The round's group.

@@ -1,4 +1,4 @@
-"""Which mean a peer takes that missed one: decided from what the others answer, and in no more time than that takes.
+"""The mean that a peer takes which missed one: decided from the answers of the others, as soon as they allow it.
 
 The peer asks whoever holds the state after for what led there. How many offer a mean proves nothing; the votes that
 come with it do (`quorum_proof`), so one honest donor is enough. The peer tries first what most offer of those by whom
@@ -24,12 +24,12 @@ MAX_PROOFS = 256
 
 
 class UpdateQuery(Answers):
-    """What is known of the mean that leads on from `after`.
+    """The answers on the mean that leads on from `after`.
 
     Args:
         after: The state.
-        circle: PeerIDs of those by whom it is known.
-        patient: Whether it may yet come to be, as long as some are not as far.
+        circle: PeerIDs of the peers by whom it is known.
+        patient: Whether it may yet come to be, as long as some peers are not as far.
         proved: Whether the asking peer can tell it by its digest, from any donor.
     """
 
@@ -60,7 +60,7 @@ class UpdateQuery(Answers):
             self._offered[peer] = (offer, answer.proof)
 
     def proofs(self, offer: Offer) -> tuple[Commit, ...]:
-        """What was given to prove it, each once."""
+        """The proofs that were given for it, each once."""
         return tuple({given[1]: None for given in self._offered.values() if given and given[0] == offer})
 
     def doubt(self, offer: Offer) -> None:
@@ -73,17 +73,17 @@ class UpdateQuery(Answers):
 
     @property
     def behind(self) -> int:
-        """How many of the peers that answered are not as far as the one that asks, or look for the state themselves."""
+        """The number of peers that answered and are not as far as this one, or look for the state themselves."""
         epochs = [answer.epoch for answer in self._answers.values() if not answer.left]
         return sum(epoch is None or epoch < self._after.epoch for epoch in epochs)
 
     @property
     def unheard(self) -> int:
-        """How many have not answered, or have offered a mean: the right one, perhaps."""
+        """The number of peers that have not answered, or have offered a mean: the right one, perhaps."""
         return len((self.peers.keys() - self._answers.keys()) | self._offered.keys())
 
     def agreement(self, now: float) -> Agreement | None:
-        """What to try next; None if that is not clear yet, or nobody keeps it."""
+        """Return what to try next; None if that is not clear yet, or nobody keeps it."""
         tally = self._tally
         if not tally:
             return None
@@ -113,7 +113,7 @@ class UpdateQuery(Answers):
 
     @property
     def standing(self) -> str:
-        """What is waited for, in one line."""
+        """The offers of the mean so far, in one line."""
         if self._nobody:
             return self._nobody
         offering = self._tally.total()

@@ -1,4 +1,4 @@
-"""In which order a donor sends what was asked of it, how much of its time rounds leave for that, and to whom how much.
+"""The order in which a donor sends, the part of its time that rounds leave for that, and the share of each newcomer.
 
 Newcomers take turns, chunk by chunk. While a round goes on at this donor one body is on its way at most, and after each
 the donor pauses for some times as long as it took: whatever the link's speed, rounds keep most of it. No single
@@ -52,7 +52,7 @@ held."""
 
 @dataclass
 class _Line:
-    """What one newcomer has asked for.
+    """The bodies that one newcomer has asked for.
 
     Attributes:
         waiting: Not sent yet.
@@ -67,7 +67,7 @@ class _Line:
     resumes_at: float = float("-inf")
 
     def add(self, body: Bulk) -> bool:
-        """Whether there is room for it, and it neither waits nor is on its way already."""
+        """Queue a body; False if there is no room, or it waits or is on its way already."""
         full = len(self.waiting) + len(self.sending) >= MAX_QUEUED
         if full or body in self.waiting or any(body == one for one, _ in self.sending):
             return False
@@ -76,12 +76,16 @@ class _Line:
 
 
 class Serving:
-    """Bodies to be sent, by newcomer."""
+    """Bodies to be sent, by newcomer.
+
+    Attributes:
+        busy: Whether a round exchanges here now.
+    """
 
     def __init__(self) -> None:
         self._lines: OrderedDict[str, _Line] = OrderedDict()
         self._sent_at = float("-inf")
-        self._busy = False
+        self.busy = False
 
     @property
     def readers(self) -> int:
@@ -98,29 +102,25 @@ class Serving:
 
     def sent(self, peer: str, busy: bool, now: float) -> None:
         """A body has left for `peer`; `busy` says whether a round exchanges here."""
-        self._busy = busy
+        self.busy = busy
         line = self._lines.get(peer)
         if line is not None and line.sending:
             line.took = now - line.sending.popleft()[1]
             if busy:
                 self._sent_at, line.resumes_at = now, now + _pause(line.took)
 
-    def see_rounds(self, busy: bool) -> None:
-        """Whether a round exchanges here now."""
-        self._busy = busy
-
     def drop(self, peer: str) -> None:
         """Send `peer` nothing more."""
         self._lines.pop(peer, None)
 
     def next(self, now: float) -> tuple[str, Bulk] | None:
-        """What to send now, and to whom."""
-        limit = 1 if self._busy else MAX_SENDING
+        """Return what to send now, and to whom."""
+        limit = 1 if self.busy else MAX_SENDING
         sending = sum(now < at + self._stuck for line in self._lines.values() for _, at in line.sending)
-        if sending >= limit or (self._busy and now < self._resumes_at):
+        if sending >= limit or (self.busy and now < self._resumes_at):
             return None
         for peer, line in list(self._lines.items()):
-            rests = self._busy and now < line.resumes_at
+            rests = self.busy and now < line.resumes_at
             if line.waiting and len(line.sending) < limit and not rests:
                 self._lines.move_to_end(peer)
                 body = line.waiting.popleft()
@@ -138,14 +138,14 @@ class Serving:
 
     @property
     def _stuck(self) -> float:
-        return STUCK_IN_ROUND_SECONDS if self._busy else STUCK_SECONDS
+        return STUCK_IN_ROUND_SECONDS if self.busy else STUCK_SECONDS
 
     def deadline(self, now: float) -> float:
         """When something may be sent that may not be sent yet."""
         if not any(line.waiting for line in self._lines.values()):
             return float("inf")
         times = [at + self._stuck for line in self._lines.values() for _, at in line.sending]
-        if self._busy:
+        if self.busy:
             times += [now + LOOK_SECONDS, self._resumes_at]
             times += [line.resumes_at for line in self._lines.values()]
         return min((time for time in times if time > now), default=float("inf"))
@@ -163,28 +163,29 @@ class Quota:
         self._taken.append((now, frozenset(peers)))
 
     def worn(self, now: float) -> bool:
-        """Whether the trainer has taken snapshots enough for now."""
+        """True if the trainer has taken snapshots enough for now."""
         return len(self._taken) == MAX_SNAPSHOTS and now < self._taken[0][0] + SNAPSHOTS_SECONDS
 
     def may_wish(self, peer: str, now: float) -> bool:
-        """Whether the trainer is asked for what this newcomer wishes."""
+        """True if the trainer is asked for what this newcomer wishes."""
         recent = Counter(one for at, peers in self._taken if now < at + SNAPSHOTS_SECONDS for one in peers)
         return recent[peer] < MAX_SNAPSHOTS_EACH
 
     def room(self, peer: str, digest: bytes, chunks: int, now: float) -> int:
-        """How many bodies more of an image of so many chunks this newcomer may be sent."""
-        count, last = self._served.get((peer, digest), (0, now))
-        return MAX_SERVINGS * (chunks + 1) - (count if now < last + DOWNLOAD_SECONDS else 0)
+        """Return how many bodies more of an image of so many chunks this newcomer may be sent."""
+        return MAX_SERVINGS * (chunks + 1) - self._count(peer, digest, now)
 
     def served(self, peer: str, digest: bytes, bodies: int, now: float) -> None:
         """So many bodies of an image are sent to this newcomer."""
-        if not bodies:
-            return
-        count, last = self._served.get((peer, digest), (0, now))
-        self._served[peer, digest] = (count if now < last + DOWNLOAD_SECONDS else 0) + bodies, now
-        self._served.move_to_end((peer, digest))
+        if bodies:
+            self._served[peer, digest] = self._count(peer, digest, now) + bodies, now
+            self._served.move_to_end((peer, digest))
         if len(self._served) > MAX_DOWNLOADS:
             self._served.popitem(last=False)
+
+    def _count(self, peer: str, digest: bytes, now: float) -> int:
+        count, last = self._served.get((peer, digest), (0, now))
+        return count if now < last + DOWNLOAD_SECONDS else 0
 
 
 def _pause(took: float) -> float:

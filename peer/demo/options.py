@@ -84,12 +84,12 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_exchange(self) -> str:
         # They import torch, which the command line does without until the demo really runs.
-        from equipoise.averaging.strategy import parse_strategy
+        from equipoise.averaging.strategy import STRATEGIES
         from equipoise.compression import parse_codec
 
         option = "strategy"
         try:
-            codec = parse_strategy(self.strategy).codec
+            codec = STRATEGIES.parse(self.strategy).codec
             option, codec = "codec", self.codec or codec
             parse_codec(codec)
         except ValueError as error:

@@ -43,7 +43,7 @@ def test_an_observer_contributes_nothing_and_is_not_waited_for() -> None:
     mine = part_table(C, weights=(1, 1, 0))
     assert work(mine) == []
     assert not mine.wants_contribution(C, 0)
-    assert part_table(A, weights=(1, 1, 0)).whole() == 0b001
+    assert part_table(A, weights=(1, 1, 0)).whole == 0b001
 
 
 def test_a_part_is_reduced_once_all_that_count_are_here() -> None:
@@ -111,7 +111,7 @@ def test_whole_is_what_all_own_parts_have(came: list[tuple[int, int]], assigned:
         expected = {
             member for member in range(3) if member == me or all((member, part) in here for part in own)
         }
-        assert mine.whole() == sum(1 << member for member in expected)
+        assert mine.whole == sum(1 << member for member in expected)
 
 
 def test_what_is_kept_of_others_contributions_is_about_one_vector() -> None:

@@ -275,14 +275,14 @@ def test_during_rounds_a_donor_pauses_after_each_body() -> None:
     assert line.deadline(0.41) == pytest.approx(0.41 + upload_queue.LOOK_SECONDS), (
         "the round may be over by then"
     )
-    line.see_rounds(False)
+    line.busy = False
     assert line.next(0.5) is not None
 
 
 @pytest.mark.parametrize("took", [0.02, 0.5, 3.0, 15.0])
 def test_rounds_keep_three_quarters_of_a_link_however_slow_it_is(took: float) -> None:
     line, now, sending, ends = Serving(), 0.0, 0.0, None
-    line.see_rounds(True)
+    line.busy = True
     for peer in ("a", "b"):
         line.add(peer, [chunk(i) for i in range(30)])
     while now < 100 * took:
@@ -298,7 +298,7 @@ def test_rounds_keep_three_quarters_of_a_link_however_slow_it_is(took: float) ->
 
 def test_one_with_a_slow_link_does_not_slow_down_another() -> None:
     line, now, ends, sent = Serving(), 0.0, None, {"slow": 0, "fast": 0}
-    line.see_rounds(True)
+    line.busy = True
     while now < 300.0:
         for peer in sent:
             line.add(peer, [chunk(i) for i in range(30)])
