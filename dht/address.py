@@ -33,7 +33,7 @@ class AddressError(ValueError):
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer listens, and who it must turn out to be.
+    """An address on which a peer listens, and the peer that must be found there.
 
     Attributes:
         text: The whole multiaddr, as p2pd takes it.
@@ -57,19 +57,15 @@ class Address:
     def encode_transport(self) -> bytes:
         """Return it in binary, without its last `/p2p/PeerID`; hivemind writes a relay's as libp2p does not read it."""
         protocol, host = self.text.split("/")[1:3]
-        if protocol.startswith("ip"):
-            where = ipaddress.ip_address(host).packed
-        else:
-            # A host name may have 253 bytes: two bytes of varint from 128 on.
-            size = len(host)
-            where = (bytes([size]) if size < 128 else bytes([size & 0x7F | 0x80, size >> 7])) + host.encode()
+        is_name = not protocol.startswith("ip")
+        where = varint(len(host)) + host.encode() if is_name else ipaddress.ip_address(host).packed
         relay = _P2P + base58.b58decode(self.first) + _CIRCUIT if self.relayed else b""
         return bytes([_HOST_CODES[protocol]]) + where + _TCP + self.port.to_bytes(2, "big") + relay
 
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """Where this daemon accepts connections.
+    """An address on which this daemon accepts connections.
 
     Attributes:
         text: The multiaddr.
@@ -112,13 +108,18 @@ def parse_announce(text: str) -> str:
     return text
 
 
+def varint(number: int) -> bytes:
+    """Return a number as multiaddrs and libp2p's messages carry it: seven bits a byte, the lowest first."""
+    return bytes([number]) if number < 0x80 else bytes([number & 0x7F | 0x80]) + varint(number >> 7)
+
+
 def is_relayed(text: str) -> bool:
-    """Whether a multiaddr leads through a relay."""
+    """Tell whether a multiaddr leads through a relay."""
     return "/p2p-circuit" in text
 
 
 def is_ip(host: str) -> bool:
-    """Whether `host` is an IP address and no name."""
+    """Tell whether `host` is an IP address and no name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -127,14 +128,14 @@ def is_ip(host: str) -> bool:
 
 
 def is_host(host: str) -> bool:
-    """Whether `host` is an IP address that has no zone, or may be the name of a host."""
+    """Tell whether `host` is an IP address that has no zone, or may be the name of a host."""
     if is_ip(host):
         return "%" not in host
     return len(host) <= MAX_HOST_CHARACTERS and _HOSTNAME.fullmatch(host) is not None
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is an IP address that only this machine reaches."""
+    """Tell whether `host` is an IP address that only this machine reaches."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -171,7 +172,7 @@ def _parse(text: str, example: str) -> tuple[str, str, int, list[str]]:
 
 
 def _as_multiaddr(text: str, example: str) -> str:
-    """How `text` is written if it is the usual HOST:PORT; empty if it is not."""
+    """Return the multiaddr of `text` if that is the usual HOST:PORT; empty if it is not."""
     found = re.fullmatch(r"(?P<host>[\w.-]{1,253}):(?P<port>\d{1,5})", text)
     if found is None:
         return ""

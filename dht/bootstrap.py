@@ -21,8 +21,9 @@ from humanfriendly.text import pluralize
 from equipoise.dht.address import Address
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.limits import backoff
+from equipoise.dht.messages import VersionError
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
-from equipoise.dht.protocol import CallError, OtherVersion, RecordProtocol
+from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.state import AddressState, BootstrapStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
 
@@ -61,7 +62,7 @@ class Way:
 
 @dataclass
 class _Standing:
-    """How one way fares; `due` is None while nothing is to be tried."""
+    """The standing of one way; `due` is None while nothing is to be tried."""
 
     state: AddressState = "trying"
     reason: str = "not tried yet"
@@ -227,15 +228,13 @@ class Pulse:
 
 
 class Contacts:
-    """Asks connected peers that have fallen silent, hangs up on those that do not answer, and tells `on_lost`.
+    """Asks connected peers that have fallen silent; hangs up on those that do not answer, and buries their records.
 
     Attributes:
-        on_lost: Called with the PeerID of a peer that does not answer.
         pulse: When each was last heard. A question also tells where this peer is.
     """
 
     def __init__(self, link: P2pdClient, protocol: RecordProtocol) -> None:
-        self.on_lost: Callable[[str], None] = lambda peer: None
         self._link = link
         self._dialer = protocol.dialer
         self._protocol = protocol
@@ -269,7 +268,7 @@ class Contacts:
             if self._link.attached and self.pulse.missed(peer):
                 _log.info("%s does not answer any more: its connection is closed", peer)
                 self._protocol.lose(peer)
-                self.on_lost(peer)
+                self._protocol.record_store.bury(peer, time.monotonic())
                 with contextlib.suppress(P2pdClientError):
                     await self._link.disconnect(peer)
                     await self._dialer.refresh()
@@ -285,7 +284,7 @@ class Bootstrap:
 
     Attributes:
         remembered: Tells the PeerIDs met before, the latest first.
-        machine: Tells how that goes.
+        machine: Decides which ways are tried, and tells how they fare.
     """
 
     def __init__(
@@ -342,9 +341,11 @@ class Bootstrap:
             await self._protocol.meet(way.peer)
         except Unreached as error:
             return error.state, str(error)
-        except OtherVersion as error:
-            return "other version", str(error)
         except (P2pdClientError, CallError) as error:
-            cause = error.__cause__
-            return (cause.state, str(cause)) if isinstance(cause, Unreached) else ("failed", str(error))
+            match error.__cause__:
+                case VersionError() as cause:
+                    return "other version", f"connected, but {cause}"
+                case Unreached() as cause:
+                    return cause.state, str(cause)
+            return "failed", str(error)
         return "connected", "connected"

@@ -1,4 +1,4 @@
-"""Who takes part in a run: what `equipoise.averaging.ports.Directory` asks for.
+"""The members of each run, as `equipoise.averaging.ports.Directory` asks for them.
 
 A record is kept by the peers nearest to its key, and also sent straight to everyone known to be in the run: where the
 DHT alone would show a change at the next look-up, run-mates learn it within one message.
@@ -115,7 +115,7 @@ class RunDirectory:
 
     Attributes:
         name: What people call this daemon; goes into its records.
-        credential: Returns what this peer's records tell of its direct channels.
+        credential: Returns the credential of this peer's direct channels, for its records.
     """
 
     def __init__(self, identity: Identity, protocol: RecordProtocol, reach: Reach, sequence: int) -> None:
@@ -133,7 +133,7 @@ class RunDirectory:
 
     @property
     def runs(self) -> dict[str, Part]:
-        """The runs that this peer is announced in, and as what."""
+        """This peer's part in each run that it is announced in."""
         return {run: own.record.state for run, own in self._own.items()}
 
     async def announce(
@@ -148,7 +148,7 @@ class RunDirectory:
         bandwidth: float = 0.0,
         left: bool = False,
     ) -> None:
-        """Publish this peer's state in `run` until withdrawn, without waiting; raises RecordError beyond a bound."""
+        """Publish this peer's state in `run` until withdrawn, without waiting; raises Malformed beyond a bound."""
         self._publish(
             self._record(
                 run,
@@ -168,9 +168,8 @@ class RunDirectory:
             return
         await own.tasks.stop()
         last = self._seal(self._record(run, state="offline", spec=own.record.spec, round=own.record.round))
-        targets = self._targets(own)
+        own.publisher.publish(last, self._targets(own))
         self._protocol.take([last], self._identity.peer)
-        own.publisher.publish(last, targets)
         await own.publisher.drained(WITHDRAW_SECONDS)
         await own.publisher.close()
 
@@ -236,11 +235,9 @@ class RunDirectory:
         return Kept(key, record.peer, seal(record, self._identity), TTL_SECONDS)
 
     def _targets(self, own: _Own) -> list[str]:
-        mates = [
-            entry.record.peer
-            for entry in self._protocol.record_store.current(own.record.run, time.monotonic())
-        ]
-        return [peer for peer in dict.fromkeys((*mates, *own.replicas)) if peer != self._identity.peer]
+        current = self._protocol.record_store.current(own.record.run, time.monotonic())
+        peers = dict.fromkeys((*(entry.record.peer for entry in current), *own.replicas))
+        return [peer for peer in peers if peer != self._identity.peer]
 
     async def _keep_published(self, own: _Own) -> None:
         while True:

@@ -20,7 +20,14 @@ from equipoise.dht.address import is_relayed
 from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2
 from equipoise.dht.limits import Tally
 from equipoise.dht.sanitize import printable
-from equipoise.dht.streams import Acceptor, Stream, connect_unix, receive_message, send_message
+from equipoise.dht.streams import (
+    Acceptor,
+    Stream,
+    closed_on_failure,
+    connect_unix,
+    receive_message,
+    send_message,
+)
 from equipoise.dht.tasks import TaskSet
 
 REQUEST_SECONDS = 5.0
@@ -132,21 +139,17 @@ class P2pdClient:
         target = {"peer": base58.b58decode(peer), "proto": [protocol], "timeout": max(1, int(seconds))}
         return await self._ask(f"open a stream to {peer}", seconds, type="STREAM_OPEN", streamOpen=target)
 
-    async def _ask(self, what: str, seconds: float | None = None, **request: Any) -> Stream:
+    async def _ask(self, what: str, seconds: float = 0.0, **request: Any) -> Stream:
         """Make one request on a connection of its own, and return that."""
         stream: Stream = await _bounded(self._request(p2pd_pb2.Request(**request)), what, seconds)
         return stream
 
     async def _request(self, request: Any) -> Stream:
-        stream = await connect_unix(str(self.control))
-        try:
+        with closed_on_failure(await connect_unix(str(self.control))) as stream:
             await send_message(stream, request.SerializeToString())
             response = p2pd_pb2.Response.FromString(await receive_message(stream))
             if response.type == p2pd_pb2.Response.ERROR:
                 raise P2pdClientError(printable(response.error.msg, ERROR_CHARACTERS))
-        except BaseException:
-            stream.close()
-            raise
         return stream
 
     def _client(self) -> Any:
@@ -161,8 +164,8 @@ def inbound_stream(message: bytes) -> tuple[str, bool]:
     return str(PeerID(info.peer)), is_relayed(str(Multiaddr(bytes(info.addr))))
 
 
-async def _bounded(request: Awaitable[Any], what: str, seconds: float | None = None) -> Any:
-    seconds = REQUEST_SECONDS if seconds is None else seconds
+async def _bounded(request: Awaitable[Any], what: str, seconds: float = 0.0) -> Any:
+    seconds = seconds or REQUEST_SECONDS
     try:
         async with asyncio.timeout(seconds):
             return await request

@@ -25,7 +25,7 @@ from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, PeerID, Ro
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
-from equipoise.dht.records import Entry, Forged, Kept, RecordError, RecordStore
+from equipoise.dht.records import Entry, Forged, Kept, RecordStore
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.tasks import TaskSet
 
@@ -82,27 +82,23 @@ class Instances:
         if not instance:
             return
         heard = self._heard[peer] = self._heard.get(peer) or deque(maxlen=1 + MAX_FORMER)
-        if heard and heard[-1] != instance and instance in heard:
-            self._doubled[peer] = now
         if instance in heard:
+            if heard[-1] != instance:
+                self._doubled[peer] = now
             heard.remove(instance)
         heard.append(instance)
 
     def doubled(self, peer: str, now: float) -> bool:
-        """Whether two daemons spoke as `peer` of late."""
+        """Tell whether two daemons spoke as `peer` of late."""
         return self._doubled.get(peer, float("-inf")) + DOUBLED_SECONDS > now
 
 
 class CallError(ConnectionError):
-    """A peer gave no answer, or one that cannot be used; the message says why."""
-
-
-class OtherVersion(CallError):
-    """A peer answers with another protocol version; says which side is older, and what to upgrade."""
+    """A peer gave no answer, or an unusable one; the message says why, `__cause__` is the error behind it."""
 
 
 def node_id_of(peer: str) -> Any:
-    """Return a peer's place in the DHT: a hash of its PeerID, so that nobody can choose it freely."""
+    """Return a peer's place in the DHT: a hash of its PeerID, so that no peer can choose it freely."""
     return DHTID.from_bytes(hashlib.sha256(b"equipoise/node/" + peer.encode()).digest()[:20])
 
 
@@ -111,7 +107,7 @@ class RecordProtocol:
 
     Attributes:
         dialer: Knows where peers are, and which are connected.
-        acquainted: Peers whose last call, or call to whom, went well; those in client mode too.
+        acquainted: Peers, in client mode too, that have called or answered, and were not lost since.
         addresses: Where this peer listens, told to everyone.
         on_heard: Called with the PeerID of every peer that calls, or answers.
         on_record: Called with the entry of every record that is news.
@@ -230,7 +226,7 @@ class RecordProtocol:
                 self.lose(sender)
                 _log.info("nothing is taken from %s for a while: %s", sender, error)
                 break
-            except RecordError as error:
+            except Malformed as error:
                 _log.debug("refused a record under %s: %s", printable(kept.subkey, 64), error)
                 continue
             accepted += 1
@@ -253,9 +249,6 @@ class RecordProtocol:
         except TimeoutError:
             self.lose(peer)
             raise CallError(f"{peer} does not answer within {CALL_SECONDS:.0f} s") from None
-        except messages.VersionError as error:
-            self.lose(peer)
-            raise OtherVersion(f"connected, but {error}") from error
         except (ConnectionError, Malformed) as error:
             self.lose(peer)
             raise CallError(f"{peer}: {str(error).removeprefix(f'call {peer}: ')}") from error
@@ -267,12 +260,10 @@ class RecordProtocol:
         async def guarded(peer: str, data: bytes) -> bytes:
             public_key_of(peer)
             now = time.monotonic()
-            if self._scrutiny.distrusts(peer, now):
+            distrusted = self._scrutiny.distrusts(peer, now)
+            if distrusted or not self._limit.allow(peer, now):
                 await self._hold(peer)
-                raise Malformed(f"{peer} {FORGER}")
-            if not self._limit.allow(peer, now):
-                await self._hold(peer)
-                raise Malformed("too many calls; wait a second")
+                raise Malformed(f"{peer} {FORGER}" if distrusted else "too many calls; wait a second")
             try:
                 request = messages.decode(data, kind)
             except messages.VersionError:

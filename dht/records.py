@@ -47,9 +47,9 @@ SHARDS = 4
 MAX_BYTES = 10 * 1024 * 1024
 """Most memory of all records: about 3,600 usual ones. The one that was renewed longest ago goes first."""
 ENTRY_BYTES = 1700
-"""Memory of one record besides its own bytes: its names, and its places in four indices."""
+"""Memory of one record besides its own bytes: its names, and its places in three indices."""
 CLOCK_TOLERANCE_SECONDS = 2 * MAX_OFFSET_SECONDS + 600.0
-"""How far an author's idea of the swarm's clock may be from this peer's: a day off here and a day off there."""
+"""Most that an author's idea of the swarm's clock may be off this peer's: a day off here and a day off there."""
 REMEMBER_SECONDS = 2 * CLOCK_TOLERANCE_SECONDS
 """After so long a replay of a forgotten author's record is refused by its `issued`. Until then, and as long as there
 is memory, the author's void record is kept, whose sequence refuses it."""
@@ -67,16 +67,12 @@ _K = TypeVar("_K")
 _V = TypeVar("_V")
 
 
-class RecordError(ValueError):
-    """A record is refused; the message says why, in one line."""
-
-
-class Forged(RecordError):
+class Forged(Malformed):
     """A record is not signed by the peer that it names; nobody who verifies records passes such a one on."""
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one peer says of itself in one run.
+    """A peer's statement of itself in one run.
 
     Attributes:
         version: `PROTOCOL_VERSION` of its author.
@@ -123,12 +119,12 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def ready(self) -> bool:
-        """Whether it waits for a group now."""
+        """True while it waits for a group."""
         return self.state == "ready"
 
     @property
     def left(self) -> bool:
-        """Whether it takes part no more, and serves what it kept."""
+        """True if it takes part no more, and serves what it kept."""
         return self.state == "left"
 
 
@@ -173,12 +169,12 @@ def key_of(run: str, shard: int) -> bytes:
 
 
 def seal(record: Readiness, identity: Identity) -> bytes:
-    """Sign and encode a record; raises RecordError if it breaks a bound."""
+    """Sign and encode a record; raises Malformed if it breaks a bound."""
     payload = _encode(record)
     _read(payload)
     data = _encode(_Envelope(payload, identity.sign(_DOMAIN, _signed(record.run, payload))))
     if len(data) > MAX_RECORD_BYTES:
-        raise RecordError(f"expected a record of at most {MAX_RECORD_BYTES} bytes, got {len(data)}")
+        raise Malformed(f"expected a record of at most {MAX_RECORD_BYTES} bytes, got {len(data)}")
     return data
 
 
@@ -198,11 +194,8 @@ class Claim(NamedTuple):
 
 
 def unseal(data: bytes) -> Claim:
-    """Decode a record without verifying its signature; raises RecordError if it is malformed, or breaks a bound."""
-    try:
-        envelope = decode(_envelopes, data, MAX_RECORD_BYTES, "record")
-    except Malformed as error:
-        raise RecordError(str(error)) from None
+    """Decode a record without verifying its signature; raises Malformed if it is malformed, or breaks a bound."""
+    envelope = decode(_envelopes, data, MAX_RECORD_BYTES, "record")
     return Claim(_read(envelope.payload), envelope.payload, envelope.signature)
 
 
@@ -212,15 +205,12 @@ def _signed(run: str, payload: bytes) -> bytes:
 
 
 def _read(payload: bytes) -> Readiness:
-    """Decode what is signed; its types are its bounds."""
-    try:
-        record = decode(_records, payload, MAX_RECORD_BYTES, "record")
-    except Malformed as error:
-        raise RecordError(str(error)) from None
+    """Decode a signed payload; its types are its bounds."""
+    record = decode(_records, payload, MAX_RECORD_BYTES, "record")
     if record.version != PROTOCOL_VERSION:
-        raise RecordError(f"expected protocol version {PROTOCOL_VERSION}, got {record.version}")
+        raise Malformed(f"expected protocol version {PROTOCOL_VERSION}, got {record.version}")
     if not 1 <= len(record.run.encode()) <= MAX_RUN_BYTES:
-        raise RecordError(f"expected a run's name of 1 to {MAX_RUN_BYTES} bytes")
+        raise Malformed(f"expected a run's name of 1 to {MAX_RUN_BYTES} bytes")
     return record
 
 
@@ -248,7 +238,7 @@ class Entry:
 
     @property
     def record(self) -> Readiness:
-        """What it says; it was checked and verified when it came."""
+        """The decoded record; it was checked and verified when it came."""
         return _records.decode(_envelopes.decode(self.data).payload)
 
 
@@ -258,7 +248,6 @@ class RecordStore:
     def __init__(self) -> None:
         self._entries: OrderedDict[tuple[str, str], Entry] = OrderedDict()
         self._runs: dict[str, set[str]] = {}
-        self._peers: dict[str, set[str]] = {}
         self._keys: dict[bytes, set[tuple[str, str]]] = {}
         self._bytes = 0
 
@@ -268,32 +257,30 @@ class RecordStore:
     def accept(self, found: Kept, now: float, swarm_time: float) -> Entry | None:
         """Take a record; return its entry if it is news, None if it is known already.
 
-        `now` is this machine's monotonic clock, `swarm_time` the swarm's, in seconds since 1970.
-
-        Raises:
-            Forged: It is not signed by its author.
-            RecordError: Malformed, misplaced, replayed, void, or one too many of its author.
+        `now` is this machine's monotonic clock, `swarm_time` the swarm's, in seconds since 1970. Raises Forged if the
+        author has not signed it, Malformed if it is misplaced, replayed, void, or one too many of its author.
         """
         if not 0 < found.remaining <= MAX_TTL_SECONDS:
-            raise RecordError(f"expected 0 to {MAX_TTL_SECONDS:.0f} s left to live, got {found.remaining}")
+            raise Malformed(f"expected 0 to {MAX_TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         if self.knows(found, now):
             return None
         claim = unseal(found.data)
         record = claim.record
         if record.peer != found.subkey:
-            raise RecordError("expected the subkey to be the record's author")
+            raise Malformed("expected the subkey to be the record's author")
         if key_of(record.run, shard_of(record.peer)) != found.key:
-            raise RecordError("the record belongs to another key")
+            raise Malformed("the record belongs to another key")
         if abs(record.issued - swarm_time) > CLOCK_TOLERANCE_SECONDS:
-            raise RecordError(f"issued {record.issued - swarm_time:+.0f} s from now by the swarm's clock")
+            raise Malformed(f"issued {record.issued - swarm_time:+.0f} s from now by the swarm's clock")
         known = self._entries.get((record.peer, record.run))
         if known is not None and record.sequence <= known.sequence:
-            raise RecordError(f"sequence {record.sequence} is not after {known.sequence}")
+            raise Malformed(f"sequence {record.sequence} is not after {known.sequence}")
         return self._enter(claim.verify(), found, now)
 
     def current(self, run: str, now: float) -> list[Entry]:
         """Return the entries of `run` that are not void and whose authors have not left, sorted by PeerID."""
-        entries = (self._entries[peer, run] for peer in sorted(self._peers.get(run, ())))
+        names = sorted(name for shard in range(SHARDS) for name in self._keys.get(key_of(run, shard), ()))
+        entries = (self._entries[name] for name in names)
         return [entry for entry in entries if entry.expires > now and not entry.offline]
 
     def newest(self, peer: str) -> Readiness | None:
@@ -321,16 +308,14 @@ class RecordStore:
             self._remove(name)
 
     def knows(self, found: Kept, now: float) -> bool:
-        """Whether this very record is kept already, which needs no signature; takes over what is left of its life."""
+        """Tell whether this very record is kept, which needs no signature; take over what is left of its life."""
         for run in self._runs.get(found.subkey, ()):
             entry = self._entries[found.subkey, run]
-            if entry.data == found.data and entry.buried:
-                return True
             if entry.data == found.data:
-                # Whoever passed it on first may have understated what was left.
-                ttl = entry.record.ttl
-                expires = max(entry.expires, min(entry.arrived + ttl, now + found.remaining))
-                self._entries[found.subkey, run] = replace(entry, expires=expires)
+                if not entry.buried:
+                    # Whoever passed it on first may have understated what was left.
+                    expires = max(entry.expires, min(entry.arrived + entry.record.ttl, now + found.remaining))
+                    self._entries[found.subkey, run] = replace(entry, expires=expires)
                 return True
         return False
 
@@ -339,40 +324,36 @@ class RecordStore:
         known = self._entries.get(name)
         if known is None:
             self._make_room(record.peer, now)
-        newcomer = known is None or known.expires <= now or known.offline
         entry = Entry(
             data=found.data,
             sequence=record.sequence,
             offline=record.state == "offline",
             arrived=now,
             expires=now + min(record.ttl, found.remaining),
-            newcomer=newcomer,
+            newcomer=known is None or known.expires <= now or known.offline,
         )
         self._bytes += _size(entry) - (_size(known) if known is not None else 0)
         self._entries[name] = entry
         self._entries.move_to_end(name)
         self._runs.setdefault(record.peer, set()).add(record.run)
-        self._peers.setdefault(record.run, set()).add(record.peer)
         self._keys.setdefault(found.key, set()).add(name)
         while self._bytes > MAX_BYTES:
             self._remove(next(iter(self._entries)))
         return entry
 
     def _make_room(self, peer: str, now: float) -> None:
-        runs = self._runs.get(peer, set())
-        if len(runs) < MAX_RUNS_PER_PEER:
+        if len(runs := self._runs.get(peer, set())) < MAX_RUNS_PER_PEER:
             return
         entries = [(self._entries[peer, run], run) for run in runs]
         left = [(entry.arrived, run) for entry, run in entries if entry.offline or entry.expires <= now]
         if not left:
-            raise RecordError(f"{peer} has records in {MAX_RUNS_PER_PEER} runs already, the maximum")
+            raise Malformed(f"{peer} has records in {MAX_RUNS_PER_PEER} runs already, the maximum")
         self._remove((peer, min(left)[1]))
 
     def _remove(self, name: tuple[str, str]) -> None:
         self._bytes -= _size(self._entries.pop(name))
         peer, run = name
         _discard(self._runs, peer, run)
-        _discard(self._peers, run, peer)
         _discard(self._keys, key_of(run, shard_of(peer)), name)
 
 

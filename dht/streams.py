@@ -8,28 +8,29 @@ StreamInfo; from then on the socket carries the stream's bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from equipoise.dht.address import varint
 
 PREFACE_BYTES = 4096
 """Longest protobuf before the stream's bytes: a StreamInfo or an error text takes a few hundred."""
 SOCKET_BUFFER_BYTES = 4 * 1024 * 1024
 """Asked of the kernel, which may grant less: fewer wake-ups per part."""
 STALL_SECONDS = 10.0
-"""Longest time that a peer takes nothing, or ends nothing that it began, before it is given up."""
+"""Longest time that a peer takes nothing, or ends nothing that it began."""
 WATCH_SECONDS = 1.0
 """Longest time until a stall is noticed."""
 YIELD_BYTES = 1024 * 1024
 """Most bytes that are read without waiting before others on the loop get a turn."""
 READ_COST_BYTES = 64 * 1024
-"""What a read counts for at least before others on the loop get a turn: many small frames take their time too."""
+"""Least that a read counts for among `YIELD_BYTES`: many small frames take their time too."""
 HEAD_BYTES = 4096
 """Most bytes that are read ahead: a control frame whole, in one call."""
-ACCEPTED_AT_ONCE = 16
-"""Most connections that are accepted before others on the loop get a turn."""
 PAUSE_SECONDS = 0.5
 """Time without accepting after the system had no descriptor left."""
 
@@ -43,7 +44,7 @@ class StreamClosed(ConnectionError):
 
 
 class BytesRefused(StreamClosed):
-    """What came breaks the rules, by the other end or by somebody in between."""
+    """Bytes that came break the rules, by the other end or by somebody in between; nothing after them is taken."""
 
 
 class Stream:
@@ -91,7 +92,7 @@ class Stream:
 
     @property
     def closed(self) -> bool:
-        """Whether the stream has been closed at this end."""
+        """True once the stream has been closed at this end."""
         return self._why is not None
 
     def close(self, why: str = "closed by this peer") -> None:
@@ -245,26 +246,30 @@ class Stream:
         self._watchdog = self._loop.call_later(WATCH_SECONDS, self._watch) if bounded else None
 
 
+_Opened = TypeVar("_Opened", socket.socket, Stream)
+
+
+@contextlib.contextmanager
+def closed_on_failure(opened: _Opened) -> Iterator[_Opened]:
+    """Close what was opened if the block fails, or is cancelled."""
+    try:
+        yield opened
+    except BaseException:
+        opened.close()
+        raise
+
+
 async def connect_unix(path: str) -> Stream:
     """Connect to a unix socket (p2pd's control socket)."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with closed_on_failure(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.setblocking(False)
         await asyncio.get_running_loop().sock_connect(connection, path)
-    except BaseException:
-        connection.close()
-        raise
     return Stream(connection)
 
 
 async def send_message(stream: Stream, message: bytes) -> None:
     """Write one varint-delimited message."""
-    size, prefix = len(message), bytearray()
-    while size > 0x7F:
-        prefix.append(size & 0x7F | 0x80)
-        size >>= 7
-    prefix.append(size)
-    await stream.send(prefix, message)
+    await stream.send(varint(len(message)), message)
 
 
 async def receive_message(stream: Stream, limit: int = PREFACE_BYTES) -> bytes:
@@ -295,7 +300,7 @@ def wake(waiter: asyncio.Future[None], error: StreamClosed | None = None) -> Non
 
 
 class Acceptor:
-    """Hands on the connections to one socket, in turns with others on the loop."""
+    """Hands on the connections to one socket, a turn of the loop for each."""
 
     def __init__(
         self, listening: socket.socket, backlog: int, taken: Callable[[socket.socket, Any], None]
@@ -303,31 +308,30 @@ class Acceptor:
         """Begin to listen on a bound socket; `taken` gets each connection, non-blocking, and where it comes from."""
         self.socket = listening
         self._taken = taken
+        self._loop = asyncio.get_running_loop()
         listening.setblocking(False)
         listening.listen(backlog)
         self._watch()
 
     def close(self) -> None:
         """Stop listening."""
-        asyncio.get_running_loop().remove_reader(self.socket)
+        self._loop.remove_reader(self.socket)
         self.socket.close()
 
     def _watch(self) -> None:
         if self.socket.fileno() >= 0:
-            asyncio.get_running_loop().add_reader(self.socket, self._accept)
+            self._loop.add_reader(self.socket, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(ACCEPTED_AT_ONCE):
-            try:
-                connection, address = self.socket.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                # The socket stays readable: without a pause this would be called at every turn of the loop.
-                _log.warning("cannot accept connections for now: %s", error.strerror)
-                loop = asyncio.get_running_loop()
-                loop.remove_reader(self.socket)
-                loop.call_later(PAUSE_SECONDS, self._watch)
-                return
-            connection.setblocking(False)
-            self._taken(connection, address)
+        try:
+            connection, address = self.socket.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:
+            # The socket stays readable: without a pause this would be called at every turn of the loop.
+            _log.warning("cannot accept connections for now: %s", error.strerror)
+            self._loop.remove_reader(self.socket)
+            self._loop.call_later(PAUSE_SECONDS, self._watch)
+            return
+        connection.setblocking(False)
+        self._taken(connection, address)

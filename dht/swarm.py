@@ -126,7 +126,6 @@ class Swarm:
         self.directory.name = options.name[:MAX_NAME_CHARACTERS]
         protocol.on_peer = self._on_peer
         self._contacts = Contacts(link, protocol)
-        self._contacts.on_lost = lambda lost: protocol.record_store.bury(lost, time.monotonic())
         others = [address for address in self._join if address.peer != peer]
         self._bootstrap = Bootstrap(others, link, protocol, self._contacts)
         self._bootstrap.remembered = self._remembered

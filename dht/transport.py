@@ -14,7 +14,6 @@ from pathlib import Path
 
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
-from equipoise.dht.limits import Tally
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Buffer, BytesRefused, Stream, StreamClosed
@@ -175,27 +174,25 @@ class OpenChannels:
     def __init__(self) -> None:
         self.handler: Handler | None = None
         self._channels: set[FramedChannel] = set()
-        self._per_peer = Tally()
 
     def __len__(self) -> int:
         return len(self._channels)
 
     def has(self, peer: str) -> bool:
-        """Whether one with `peer` is open."""
-        return self._per_peer[peer] > 0
+        """Tell whether one with `peer` is open."""
+        return any(channel.peer == peer for channel in self._channels)
 
     def check_room(self, peer: str) -> None:
         """Check that one more channel with `peer` stays within bounds; raises ConnectionError if it does not."""
-        if self._per_peer[peer] >= MAX_CHANNELS_PER_PEER:
+        if sum(channel.peer == peer for channel in self._channels) >= MAX_CHANNELS_PER_PEER:
             raise ConnectionError(f"{MAX_CHANNELS_PER_PEER} channels with {peer} are open, the maximum")
         if len(self._channels) >= MAX_CHANNELS:
             raise ConnectionError(f"{MAX_CHANNELS} channels are open, the maximum")
 
     def enter(self, peer: str, stream: Stream) -> FramedChannel:
         """Make a stream a channel, counted until it is closed."""
-        channel = FramedChannel(peer, stream, self._leave)
+        channel = FramedChannel(peer, stream, self._channels.discard)
         self._channels.add(channel)
-        self._per_peer[peer] += 1
         return channel
 
     async def handle(self, channel: FramedChannel) -> None:
@@ -215,10 +212,6 @@ class OpenChannels:
         self.handler = None
         for channel in list(self._channels):
             channel.close()
-
-    def _leave(self, channel: FramedChannel) -> None:
-        self._channels.discard(channel)
-        self._per_peer.drop(channel.peer)
 
 
 class Libp2pTransport:

@@ -48,6 +48,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
 
+from equipoise.dht.streams import Buffer, BytesRefused
+
 HEAD = 1
 """A record that holds the beginning of a frame, and all of a small one."""
 BODY = 2
@@ -70,12 +72,6 @@ NONCE_BYTES = 12
 _PREFIX = struct.Struct("!I")
 _LIMITS = {HEAD: MAX_HEAD_BYTES, BODY: PIECE_BYTES}
 _RATCHET = b"equipoise direct aead 1 ratchet"
-
-Buffer = bytes | bytearray | memoryview
-
-
-class RecordRefused(ValueError):
-    """A record is malformed or not authentic; nothing after it is taken."""
 
 
 def traffic_key(secrets: tuple[bytes, bytes], peers: tuple[str, str], *, of_dialler: bool) -> bytes:
@@ -104,9 +100,8 @@ class _Keyed:
         if self._count and self._count % REKEY_RECORDS == 0:
             self._key = HKDFExpand(SHA256(), KEY_BYTES, _RATCHET).derive(self._key)
             self._cipher = AESGCM(self._key)
-        number = self._count
-        self._count = number + 1
-        return self._cipher, number.to_bytes(NONCE_BYTES, "big")
+        self._count += 1
+        return self._cipher, (self._count - 1).to_bytes(NONCE_BYTES, "big")
 
 
 class Sealer(_Keyed):
@@ -115,8 +110,7 @@ class Sealer(_Keyed):
     def seal_into(self, kind: int, plain: Buffer, record: memoryview) -> int:
         """Write the record of `plain`, whose items are bytes, into `record`, and return its size.
 
-        Raises:
-            ValueError: `plain` is empty or exceeds the limit of its kind.
+        Raises ValueError if `plain` is empty or exceeds the limit of its kind.
         """
         size = len(plain)
         if not 1 <= size <= _LIMITS[kind]:
@@ -138,34 +132,33 @@ class Opener(_Keyed):
 
     @staticmethod
     def parse_prefix(prefix: Buffer) -> tuple[int, int]:
-        """Return kind and size, not yet authenticated, of the record that begins so; raises RecordRefused if none."""
+        """Return kind and size, not yet authenticated, of the record that begins so; raises BytesRefused if none."""
         word: int = _PREFIX.unpack_from(prefix)[0]
         kind, size = word >> 24, word & 0xFFFFFF
         limit = _LIMITS.get(kind)
         if limit is None:
-            raise RecordRefused(f"expected a record of kind {HEAD} or {BODY}, got {kind}")
+            raise BytesRefused(f"expected a record of kind {HEAD} or {BODY}, got {kind}")
         if not 1 <= size <= limit:
-            raise RecordRefused(f"expected a record of 1 to {limit} bytes, {size} announced")
+            raise BytesRefused(f"expected a record of 1 to {limit} bytes, {size} announced")
         return kind, size
 
     def open_into(self, record: memoryview, place: memoryview) -> None:
-        """Decrypt a whole record into `place`, which has exactly its size; unspecified bytes are there if it fails.
+        """Decrypt a whole record into `place`, which has exactly its size; raises BytesRefused if it is not authentic.
 
-        Raises:
-            RecordRefused: It is not authentic.
+        Unspecified bytes are in `place` then.
         """
         if self._failed:
-            raise RecordRefused("a record before was refused")
+            raise BytesRefused("a record before was refused")
         cipher, nonce = self._next()
         try:
             cipher.decrypt_into(nonce, record[PREFIX_BYTES:], record[:PREFIX_BYTES], place)
         except InvalidTag:
             self._failed = True
-            why = f"record {self._count - 1} is not authentic: altered, replayed, reordered or cut short"
-            raise RecordRefused(why) from None
+            why = "is not authentic: altered, replayed, reordered or cut short"
+            raise BytesRefused(f"record {self._count - 1} {why}") from None
 
     def open(self, record: memoryview) -> bytearray:
-        """Decrypt a whole record; raises RecordRefused if it is not authentic."""
+        """Decrypt a whole record; raises BytesRefused if it is not authentic."""
         plain = bytearray(len(record) - PREFIX_BYTES - TAG_BYTES)
         self.open_into(record, memoryview(plain))
         return plain

@@ -23,7 +23,7 @@ from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import said
 from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
-from equipoise.dht.direct.tls import TlsFault, TlsSession
+from equipoise.dht.direct.tls import TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
 from equipoise.dht.streams import HEAD_BYTES
 
@@ -143,7 +143,7 @@ def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
         yield
     except BaseException as error:
         opened.close()
-        if isinstance(error, TlsFault) and error.why == "went away":
+        if isinstance(error, Refused) and error.why == "went away":
             why = "it ended the connection instead of greeting: it refuses this peer"
             raise Refused("went away", why) from None
         if isinstance(error, OSError) and not isinstance(error, Refused):

@@ -12,8 +12,9 @@ import socket
 
 from equipoise.dht import streams
 from equipoise.dht.direct import aead
+from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import acknowledged, round_trip, waiting, wake_at
-from equipoise.dht.direct.tls import TlsFault, TlsSession
+from equipoise.dht.direct.tls import RECORD_BYTES, TlsSession
 from equipoise.dht.streams import HEAD_BYTES, YIELD_BYTES, Buffer, BytesRefused, Stream, StreamClosed, wake
 
 JOINED_BYTES = 16 * 1024
@@ -23,8 +24,6 @@ WAKE_BYTES = 64 * 1024
 bytes, and links deliver segments of 1.4 KB. Half of what Linux gives a receive buffer to begin with."""
 TLS_PIECE_BYTES = 128 * 1024
 """Most bytes that are encrypted at once, as eight records: larger copies no longer fit the cache."""
-TLS_RECORD_BYTES = 16 * 1024
-"""Most plaintext of a record (RFC 8446, section 5.1)."""
 TLS_READ_BYTES = 256 * 1024
 """Most bytes that are read from the socket at once."""
 
@@ -94,12 +93,12 @@ class TlsStream(PlainStream):
 
     async def _take(self, view: memoryview, lacking: int, bound: float | None) -> int:
         # How much of the records that those bytes are in has come already, only OpenSSL knows.
-        at_least = max(1, lacking - TLS_RECORD_BYTES)
+        at_least = max(1, lacking - RECORD_BYTES)
         try:
             while not (opened := self._tls.open_into(view)):
                 taken = await super()._take(self._raw, at_least, bound)
                 self._tls.feed(self._raw[:taken])
-        except TlsFault as fault:
+        except Refused as fault:
             raise (StreamClosed if fault.why == "went away" else BytesRefused)(str(fault)) from None
         return opened
 
@@ -156,24 +155,21 @@ class AeadStream(PlainStream):
 
     async def _open_next(self, place: memoryview) -> int:
         """Open the next record into `place`, or ahead; return how many bytes `place` has got."""
-        try:
-            if self._end - self._start < aead.PREFIX_BYTES:
-                await self._hold(aead.PREFIX_BYTES, streams.STALL_SECONDS)
-            kind, size = self._opener.parse_prefix(self._in[self._start : self._end])
-            if kind == aead.BODY and size > len(place):
-                raise BytesRefused(f"a record of {size} bytes where {len(place)} are left of a body")
-            total = aead.PREFIX_BYTES + size + aead.TAG_BYTES
-            if self._end - self._start < total:
-                await self._hold(total, streams.STALL_SECONDS)
-            record = self._in[self._start : self._start + total]
-            self._start += total
-            if kind == aead.HEAD:
-                self._ahead = memoryview(self._opener.open(record))
-                return 0
-            self._opener.open_into(record, place[:size])
-            return size
-        except aead.RecordRefused as error:
-            raise BytesRefused(str(error)) from None
+        if self._end - self._start < aead.PREFIX_BYTES:
+            await self._hold(aead.PREFIX_BYTES, streams.STALL_SECONDS)
+        kind, size = self._opener.parse_prefix(self._in[self._start : self._end])
+        if kind == aead.BODY and size > len(place):
+            raise BytesRefused(f"a record of {size} bytes where {len(place)} are left of a body")
+        total = aead.PREFIX_BYTES + size + aead.TAG_BYTES
+        if self._end - self._start < total:
+            await self._hold(total, streams.STALL_SECONDS)
+        record = self._in[self._start : self._start + total]
+        self._start += total
+        if kind == aead.HEAD:
+            self._ahead = memoryview(self._opener.open(record))
+            return 0
+        self._opener.open_into(record, place[:size])
+        return size
 
     async def _hold(self, total: int, bound: float | None) -> None:
         """Have the next `total` bytes of records in the buffer."""

@@ -58,10 +58,6 @@ def _verified(connection: SSL.Connection, _: crypto.X509, error: int, depth: int
     return bool(taken)
 
 
-class TlsFault(Refused):
-    """TLS has failed, or the other side has ended it."""
-
-
 class TlsSession:
     """TLS 1.3 between two memory buffers.
 
@@ -89,7 +85,7 @@ class TlsSession:
         return None if found is None else found.public_bytes(Encoding.DER)
 
     def shake_hands(self) -> bool:
-        """Go on with the handshake; return whether it is over at this side. Raises TlsFault if it failed."""
+        """Go on with the handshake; return whether it is over at this side. Raises Refused if it failed."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -126,7 +122,7 @@ class TlsSession:
         """Fill `view` from what was fed, as far as that goes; return how much.
 
         Raises:
-            TlsFault: What was fed is not authentic, or the other side has ended TLS.
+            Refused: What was fed is not authentic, or the other side has ended TLS.
         """
         read = self._tls.recv_into
         done, whole = 0, len(view)
@@ -151,9 +147,9 @@ class TlsSession:
             self._tls.bio_write(bytes(kept))
 
     def leave(self) -> bytes:
-        """Leave TLS: return what was fed and belongs to what comes after; raises TlsFault if more came inside TLS."""
+        """Leave TLS: return what was fed and belongs to what comes after; raises Refused if more came inside TLS."""
         if self._tls.pending():
-            raise TlsFault("tls failure", "it sent more than its greeting")
+            raise Refused("tls failure", "it sent more than its greeting")
         return bytes(self._kept or b"")
 
     def _pass_on(self) -> bool:
@@ -172,17 +168,17 @@ class TlsSession:
         self._tls.bio_write(some)
         return True
 
-    def _fault(self, error: SSL.Error) -> TlsFault:
+    def _fault(self, error: SSL.Error) -> Refused:
         """Say in a few words why TLS ended."""
         if isinstance(error, SSL.ZeroReturnError | SSL.SysCallError):
-            return TlsFault("went away", "closed by the other end")
+            return Refused("went away", "closed by the other end")
         code = self._tls.get_app_data()
         if code in _EXPIRED:
-            return TlsFault("expired", "its certificate is not taken: it is not valid at this time")
+            return Refused("expired", "its certificate is not taken: it is not valid at this time")
         if code:
             why = f"its certificate is not taken: it is not the one announced (X.509 error {code})"
-            return TlsFault("impostor", why)
+            return Refused("impostor", why)
         reasons = "; ".join(reason for _, _, reason in error.args[0]) if error.args else ""
         if "signature" in reasons:
-            return TlsFault("replayed certificate", "it does not hold the key of the certificate it shows")
-        return TlsFault("tls failure", reasons or "OpenSSL does not say why")
+            return Refused("replayed certificate", "it does not hold the key of the certificate it shows")
+        return Refused("tls failure", reasons or "OpenSSL does not say why")

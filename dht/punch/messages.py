@@ -49,31 +49,25 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     steady: bool = True
 
 
-class NoCandidate(Exception):
-    """Nobody can be told where this peer's connections come from; the message says why."""
-
-
 def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Candidates:
     """Return this peer's places by what public peers have said.
 
-    Most observers must agree on the address: a single lying observer could have peers connect to any host.
+    Most observers must agree on the address: a single lying observer could have peers connect to any host. Raises
+    ConnectionError, and why, if they have said nothing, or do not agree.
 
     Args:
         seen: Where each of them saw a connection come from; all left from one local port.
         inside: That port's own addresses.
-
-    Raises:
-        NoCandidate: They have said nothing, or do not agree.
     """
     seen = list(seen)
     # A neighbour sees what is inside, which helps nobody beyond the router.
     outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
     if not outside:
-        raise NoCandidate("no public peer has told where its connections come from")
+        raise ConnectionError("no public peer has told where its connections come from")
     [(host, votes)] = Counter(host for host, _ in outside).most_common(1)
     if 2 * votes <= len(outside):
         told = " and ".join(sorted({host for host, _ in outside}))
-        raise NoCandidate(f"public peers do not agree where its connections come from: {told}")
+        raise ConnectionError(f"public peers do not agree where its connections come from: {told}")
     [(place, alike)] = Counter(place for place in outside if place[0] == host).most_common(1)
     return Candidates(place, tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=2 * alike > votes)
 

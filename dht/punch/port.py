@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from equipoise.dht.direct import stun
 from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.punch.messages import Candidates, Place, judge
-from equipoise.dht.streams import Acceptor
+from equipoise.dht.streams import Acceptor, closed_on_failure
 from equipoise.dht.tasks import sleep_until
 
 MIRRORS = 3
@@ -55,11 +55,8 @@ class SharedPort:
     async def measure(self, mirrors: Sequence[Place]) -> Candidates:
         """Find out where connections that leave from here come from, as public peers see them.
 
-        The connections to them stay open, and with them the router's mapping.
-
-        Raises:
-            NoCandidate: None answers.
-            OSError: No port can be had.
+        The connections to those peers stay open, and with them the router's mapping. Raises OSError if none of the
+        peers answers, or no port can be had.
         """
         # The first one takes the port; all are of its kind of address.
         alike = [place for place in mirrors if (":" in place[0]) == (":" in mirrors[0][0])]
@@ -71,10 +68,7 @@ class SharedPort:
         """Open a connection to a place that opens one to here, from both ends at once; until cancelled.
 
         If the other side's first packet comes while this one does not dial, it finds a listener: a neighbour's machine
-        would refuse it otherwise.
-
-        Raises:
-            OSError: It cannot come about.
+        would refuse it otherwise. Raises OSError if no connection can come about.
         """
         self._listen(place[0])
         pause = AGAIN_SECONDS
@@ -109,19 +103,15 @@ class SharedPort:
 
     async def _dial(self, place: Place) -> socket.socket | None:
         """Return a connection; None if it was refused."""
-        connection = self._bound(place[0])
         try:
-            await asyncio.get_running_loop().sock_connect(connection, place)
-            if connection.getsockname() == connection.getpeername():
-                raise ConnectionError("that is this port itself")
+            with closed_on_failure(self._bound(place[0])) as connection:
+                await asyncio.get_running_loop().sock_connect(connection, place)
+                if connection.getsockname() == connection.getpeername():
+                    raise ConnectionError("that is this port itself")
         except OSError as error:
-            connection.close()
             if error.errno not in _PASSING:
                 raise
             return None
-        except BaseException:
-            connection.close()
-            raise
         return connection
 
     def _listen(self, host: str) -> None:
@@ -130,9 +120,8 @@ class SharedPort:
 
     def _take(self, connection: socket.socket, address: Place) -> None:
         # Its port may be another than was told, where only the other side's router draws ports.
-        before = self._arrived.pop(address[0], None)
-        if len(self._arrived) >= MAX_ARRIVED:
-            before = self._arrived.pop(next(iter(self._arrived)))
+        full = address[0] not in self._arrived and len(self._arrived) >= MAX_ARRIVED
+        before = self._arrived.pop(next(iter(self._arrived)) if full else address[0], None)
         if before is not None:
             before.close()
         self._arrived[address[0]] = connection
@@ -140,14 +129,10 @@ class SharedPort:
 
     def _bound(self, host: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        connection = socket.socket(family, socket.SOCK_STREAM)
-        try:
+        with closed_on_failure(socket.socket(family, socket.SOCK_STREAM)) as connection:
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             connection.bind(("", self._number))
             self._number = connection.getsockname()[1]
-        except BaseException:
-            connection.close()
-            raise
         return connection

@@ -20,7 +20,7 @@ from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit, backoff
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.punch import machine, messages
-from equipoise.dht.punch.messages import PUNCH_PROTOCOL, NoCandidate, Place
+from equipoise.dht.punch.messages import PUNCH_PROTOCOL, Place
 from equipoise.dht.punch.port import SharedPort
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Stream, StreamClosed, receive_message, send_message
@@ -71,14 +71,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Wish:
-    """One peer.
+    """A hole to one peer.
 
     Attributes:
-        since: When it was last met.
+        since: When the peer was last met.
         retry: When a punch may begin.
-        under_way: Whether one is.
-        failure: Why the last one failed; empty if it did not.
-        delay: How long that was from the last failure; 0 after none.
+        under_way: Whether a punch is under way.
+        failure: Why the last punch failed; empty if it did not.
+        delay: Seconds from the last failure to `retry`; 0 after none.
     """
 
     since: float
@@ -89,7 +89,7 @@ class Wish:
 
 
 class Schedule:
-    """The peers met in rounds that cannot be dialled: when a hole to each is tried, and what came of it. Sans IO."""
+    """When a hole to each peer met in rounds that cannot be dialled is tried, and what came of it. Sans IO."""
 
     def __init__(self) -> None:
         self._wishes: LruDict[str, Wish] = LruDict(MAX_WANTED)
@@ -100,7 +100,7 @@ class Schedule:
         wish.since = now
 
     def due(self, now: float, lacking: Callable[[str], bool]) -> list[str]:
-        """Return the peers to begin with now, those met last first; of those for which `lacking` holds."""
+        """Return the peers to begin with now, those met last first, of those for which `lacking` holds."""
         room = MAX_AT_ONCE - sum(wish.under_way for wish in self._wishes.values())
         found = [
             peer
@@ -130,16 +130,15 @@ class Schedule:
 
     def failure(self, peer: str) -> str:
         """Return why the last punch with `peer` failed; empty if it did not, or none has ended."""
-        wish = self._wishes.get(peer)
-        return wish.failure if wish is not None else ""
+        return self._wishes[peer].failure if peer in self._wishes else ""
 
 
 class PunchDriver:
     """One side of one attempt.
 
     Attributes:
-        channel: What came of it; None before, and if nothing did.
-        machine: What decides; it counts the tries.
+        channel: The channel that came of it; None before, and if none did.
+        machine: Decides, and counts the tries.
     """
 
     def __init__(self, stream: Stream, begins: bool, mirrors: Sequence[Place], opens: OpenChannel) -> None:
@@ -205,11 +204,10 @@ class PunchDriver:
 
     async def _measure(self) -> None:
         try:
-            places = await self._port.measure(self._mirrors)
-        except (NoCandidate, OSError) as error:
-            await self._events.put(machine.Measured(None, said(error)))
-        else:
-            await self._events.put(machine.Measured(places))
+            measured = machine.Measured(await self._port.measure(self._mirrors))
+        except OSError as error:
+            measured = machine.Measured(None, said(error))
+        await self._events.put(measured)
 
     async def _try(self, targets: Sequence[Place]) -> None:
         failures = await asyncio.gather(*(self._try_one(place) for place in targets))
@@ -221,11 +219,11 @@ class PunchDriver:
             channel = await self._opens(self._port, place)
         except OSError as error:
             return f"{shown(place)}: {said(error)}"
-        if self.channel is not None:
+        if self.channel is None:
+            self.channel = channel
+            await self._events.put(machine.Opened())
+        else:
             channel.close()
-            return ""
-        self.channel = channel
-        await self._events.put(machine.Opened())
         return ""
 
 
@@ -278,17 +276,14 @@ class Puncher:
         return self._direct.peer < peer and not self._direct.channels.has(peer)
 
     async def _begin(self, peer: str) -> None:
-        failure = "it was broken off"
         try:
             await self._dialer.reach(peer)
             with contextlib.closing(
                 await self._link.open_stream(peer, PUNCH_PROTOCOL, OPEN_SECONDS)
             ) as stream:
-                failure = await self._punch(peer, stream, begins=True)
+                await self._punch(peer, stream, begins=True)
         except ConnectionError as error:
-            failure = f"no stream to it can be opened: {error}"
-        finally:
-            self._end(peer, failure)
+            self._end(peer, f"no stream to it can be opened: {error}")
 
     async def _answer(self, peer: str, relayed: bool, stream: Stream) -> None:
         refusal = self._refusal(peer)[: messages.MAX_REASON_CHARACTERS]
@@ -298,14 +293,10 @@ class Puncher:
                 await stream.wait_readable()
             return
         self.schedule.began(peer)
-        failure = "it was broken off"
-        try:
-            failure = await self._punch(peer, stream, begins=False)
-        finally:
-            self._end(peer, failure)
+        await self._punch(peer, stream, begins=False)
 
     def _refusal(self, peer: str) -> str:
-        """Why this peer takes no part in a punch that another begins; empty if it does."""
+        """Return why this peer takes no part in a punch that another begins; empty if it does."""
         now = time.monotonic()
         if not self._limit.allow(peer, now):
             return "it is asked too often"
@@ -315,8 +306,8 @@ class Puncher:
             return "it is for itself to begin"
         return self.schedule.refusal(peer, now)
 
-    async def _punch(self, peer: str, stream: Stream, begins: bool) -> str:
-        """Return why there is no hole; empty if there is one."""
+    async def _punch(self, peer: str, stream: Stream, begins: bool) -> None:
+        """Punch a hole to `peer`, and remember what came of it."""
 
         async def connect(port: SharedPort, place: Place) -> FramedChannel:
             now, host = time.monotonic(), place[0]
@@ -325,15 +316,16 @@ class Puncher:
             connection = await port.connect(place)
             return await self._direct.punch(peer, connection, place, dialled=begins)
 
-        driver = PunchDriver(stream, begins, self._reach.mirrors, connect)
-        failure = await driver.run()
+        driver, failure = PunchDriver(stream, begins, self._reach.mirrors, connect), "it was broken off"
+        try:
+            failure = await driver.run()
+        finally:
+            self._end(peer, failure)
         if driver.channel is not None:
             self._direct.punched.park(driver.channel, dialled=begins)
             _log.info("a hole to %s is punched, at try %d", peer, driver.machine.tries)
-        return failure
 
     def _end(self, peer: str, failure: str) -> None:
-        failure = printable(failure)
         if failure:
-            _log.info("no hole to %s: %s", peer, failure)
-        self.schedule.ended(peer, failure, time.monotonic())
+            _log.info("no hole to %s: %s", peer, printable(failure))
+        self.schedule.ended(peer, printable(failure), time.monotonic())

@@ -1,8 +1,9 @@
-"""The relay itself: reservations of those who cannot be dialled, and circuits to them, counted and paced."""
+"""The relay: reservations of peers that cannot be dialled, and circuits to them, counted and paced."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from equipoise.dht.relay import messages
 from equipoise.dht.relay.messages import Hop, Kind, Status, Stop, StopKind
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import RelayStatus
-from equipoise.dht.streams import Stream, StreamClosed
+from equipoise.dht.streams import Stream, StreamClosed, closed_on_failure
 from equipoise.dht.tasks import end
 
 DEFAULT_BANDWIDTH = 12.5e6
@@ -42,11 +43,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RelayRules:
-    """What this daemon relays.
+    """Bounds on the relaying of this daemon.
 
     Attributes:
         bandwidth: Bytes a second of all circuits together, both directions.
-        circuit_bytes: What one circuit may carry in each direction before it is cut; 0: anything.
+        circuit_bytes: Most that one circuit may carry in each direction before it is cut; 0: anything.
     """
 
     bandwidth: float = DEFAULT_BANDWIDTH
@@ -54,7 +55,7 @@ class RelayRules:
 
 
 class RequestRefused(Exception):
-    """A request is refused; the message says why, `status` what it is answered."""
+    """A request is refused; the message says why, `status` is the answer."""
 
     def __init__(self, status: Status, why: str) -> None:
         super().__init__(why)
@@ -79,18 +80,13 @@ class RelayService:
         return self._circuits.total() // 2
 
     def status(self) -> RelayStatus | None:
-        """Return what it does; None if it does not relay."""
+        """Return a snapshot; None if this peer does not relay."""
         if self._rules is None:
             return None
         return RelayStatus(self._rules.bandwidth, len(self._reserved), self._open, self._bytes, self._refused)
 
     async def handle(self, peer: str, relayed: bool, stream: Stream) -> None:
-        """Serve one request of `peer`.
-
-        Raises:
-            ConnectionError: It went away, or p2pd did.
-            TimeoutError: It does not say what it wants.
-        """
+        """Serve one request of `peer`; raises ConnectionError if it or p2pd goes away, TimeoutError if it is silent."""
         try:
             await self._serve(peer, relayed, stream)
         except RequestRefused as refusal:
@@ -155,44 +151,32 @@ class RelayService:
         except (ConnectionError, Malformed, TimeoutError) as error:
             why = str(error) or f"{target} does not answer within {ANSWER_SECONDS:.0f} s"
             raise RequestRefused(Status.CONNECTION_FAILED, why) from None
-        try:
+        with contextlib.closing(other):
             await messages.send(stream, Hop(kind=Kind.STATUS, limit=_limit(rules), status=Status.OK))
-            pumps = [
-                asyncio.create_task(self._pump(stream, other, rules)),
-                asyncio.create_task(self._pump(other, stream, rules)),
-            ]
+            ways = ((stream, other), (other, stream))
+            pumps = [asyncio.create_task(self._pump(*way, rules)) for way in ways]
             try:
                 done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 why = next(iter(done)).result()
             finally:
                 await end(pumps)
             _log.info("the circuit from %s to %s has ended: %s", peer, target, why)
-        finally:
-            other.close()
 
     async def _call(self, peer: str, target: str, rules: RelayRules) -> Stream:
-        """Open the half of a circuit that leads to `target`, which must agree.
-
-        Raises:
-            ConnectionError: It cannot be reached, or does not want `peer`.
-            Malformed: What it answers is no answer.
-            TimeoutError: It does not answer.
-        """
-        other = await self._link.open_stream(target, messages.STOP_PROTOCOL, ANSWER_SECONDS)
-        try:
-            caller = {"id": base58.b58decode(peer)}
+        """Open the half of a circuit that leads to `target`; raises an error if `target` does not agree."""
+        caller = {"id": base58.b58decode(peer)}
+        with closed_on_failure(
+            await self._link.open_stream(target, messages.STOP_PROTOCOL, ANSWER_SECONDS)
+        ) as other:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await messages.send(other, Stop(kind=StopKind.CONNECT, peer=caller, limit=_limit(rules)))
                 answer = await messages.receive(other, Stop)
             if answer.status != Status.OK:
                 raise P2pdClientError(f"{target} answers: {messages.describe(answer.status)}")
-        except BaseException:
-            other.close()
-            raise
         return other
 
     async def _pump(self, source: Stream, sink: Stream, rules: RelayRules) -> str:
-        """Carry bytes one way until that ends; returns why."""
+        """Carry bytes one way until that ends; return why."""
         chunk, left = memoryview(bytearray(CHUNK_BYTES)), rules.circuit_bytes or float("inf")
         try:
             while left > 0:

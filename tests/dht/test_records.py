@@ -17,7 +17,6 @@ from equipoise.dht.records import (
     REMEMBER_SECONDS,
     Kept,
     Readiness,
-    RecordError,
     RecordStore,
     key_of,
     seal,
@@ -84,7 +83,7 @@ def test_unknown_fields_are_ignored(identity: Identity) -> None:
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_refused_clearly(data: bytes) -> None:
-    with pytest.raises(RecordError) as caught:
+    with pytest.raises(Malformed) as caught:
         unseal(data)
     assert str(caught.value).isprintable()
 
@@ -99,12 +98,12 @@ def test_no_changed_byte_passes(author: Identity, data: st.DataObject) -> None:
     sealed = bytearray(seal(record(author), author))
     position = data.draw(st.integers(0, len(sealed) - 1))
     sealed[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(RecordError):
+    with pytest.raises(Malformed):
         unseal(bytes(sealed)).verify()
 
 
 def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) -> None:
-    with pytest.raises(RecordError, match="not signed by"):
+    with pytest.raises(Malformed, match="not signed by"):
         unseal(seal(record(identity), stranger)).verify()
 
 
@@ -132,26 +131,26 @@ def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) ->
 )
 def test_bounds_hold_for_writers_and_readers(identity: Identity, change: dict) -> None:
     one = record(identity, **change)
-    with pytest.raises(RecordError):
+    with pytest.raises(Malformed):
         seal(one, identity)
-    with pytest.raises(RecordError):
+    with pytest.raises(Malformed):
         unseal(forged(identity, msgspec.msgpack.encode(one), one.run))
 
 
 @pytest.mark.parametrize("value", ["text", None, [], {"a": 1}, True])
 def test_wrong_types_are_refused(identity: Identity, value: object) -> None:
     payload = msgspec.msgpack.encode({**msgspec.to_builtins(record(identity)), "sequence": value})
-    with pytest.raises(RecordError, match="malformed"):
+    with pytest.raises(Malformed, match="malformed"):
         unseal(forged(identity, payload))
 
 
 def test_oversized_and_deep_are_refused(identity: Identity) -> None:
     big = msgspec.msgpack.encode({**msgspec.to_builtins(record(identity)), "later": b"x" * MAX_RECORD_BYTES})
-    with pytest.raises(RecordError, match="at most"):
+    with pytest.raises(Malformed, match="at most"):
         unseal(forged(identity, big))
     payload = msgspec.msgpack.encode(msgspec.to_builtins(record(identity)) | {"later": None})
     deep = payload[:-1] + b"\x91" * 2000 + b"\x90"
-    with pytest.raises(RecordError, match="recursion"):
+    with pytest.raises(Malformed, match="recursion"):
         unseal(forged(identity, deep))
 
 
@@ -193,7 +192,7 @@ def test_what_announces_much_or_nests_deeply_costs_nothing(field: str, hostile: 
 def test_what_is_cut_off_or_goes_on_is_malformed(identity: Identity) -> None:
     data = kept(identity).data
     for wrong in (*(data[:size] for size in range(len(data))), data + b"\0"):
-        with pytest.raises(RecordError, match="malformed"):
+        with pytest.raises(Malformed, match="malformed"):
             unseal(wrong)
 
 
@@ -215,7 +214,7 @@ def test_replays_and_equivocation_are_refused(identity: Identity) -> None:
     record_store.accept(new, NOW, SWARM_TIME)
     assert record_store.accept(new, NOW, SWARM_TIME) is None
     for replayed in (old, kept(identity, sequence=2, round=7)):
-        with pytest.raises(RecordError, match="is not after"):
+        with pytest.raises(Malformed, match="is not after"):
             record_store.accept(replayed, NOW, SWARM_TIME)
     assert states(record_store) == {identity.peer: (2, "ready")}
 
@@ -242,22 +241,22 @@ def test_what_is_left_travels_and_cannot_be_understated_for_good(identity: Ident
 
 @pytest.mark.parametrize("remaining", [0.0, -1.0, 61.0, math.nan, math.inf])
 def test_absurd_lives_are_refused(identity: Identity, remaining: float) -> None:
-    with pytest.raises(RecordError, match="left to live"):
+    with pytest.raises(Malformed, match="left to live"):
         RecordStore().accept(kept(identity, remaining=remaining), NOW, SWARM_TIME)
 
 
 def test_foreign_subkey_and_wrong_key_are_refused(identity: Identity, stranger: Identity) -> None:
     good = kept(identity)
-    with pytest.raises(RecordError, match="subkey"):
+    with pytest.raises(Malformed, match="subkey"):
         RecordStore().accept(Kept(good.key, stranger.peer, good.data, 15.0), NOW, SWARM_TIME)
-    with pytest.raises(RecordError, match="another key"):
+    with pytest.raises(Malformed, match="another key"):
         RecordStore().accept(Kept(key_of("other", 0), identity.peer, good.data, 15.0), NOW, SWARM_TIME)
 
 
 def test_clocks_a_day_off_take_part_and_old_replays_do_not(identity: Identity) -> None:
     assert RecordStore().accept(kept(identity), NOW, SWARM_TIME - 2 * 86_400)
     assert RecordStore().accept(kept(identity), NOW, SWARM_TIME + 2 * 86_400)
-    with pytest.raises(RecordError, match="swarm's clock"):
+    with pytest.raises(Malformed, match="swarm's clock"):
         RecordStore().accept(kept(identity), NOW, SWARM_TIME + CLOCK_TOLERANCE_SECONDS + 1)
 
 
@@ -269,7 +268,7 @@ def test_nothing_can_be_revived_by_forgetting(identity: Identity) -> None:
     assert len(record_store) == 1
     record_store.forget(NOW + REMEMBER_SECONDS + 1)
     assert len(record_store) == 0
-    with pytest.raises(RecordError, match="swarm's clock"):
+    with pytest.raises(Malformed, match="swarm's clock"):
         record_store.accept(
             kept(identity, sequence=1), NOW + REMEMBER_SECONDS + 1, SWARM_TIME + REMEMBER_SECONDS + 1
         )
@@ -288,7 +287,7 @@ def test_runs_per_author_are_bounded(identity: Identity) -> None:
     record_store = RecordStore()
     for number in range(MAX_RUNS_PER_PEER):
         record_store.accept(kept(identity, run=f"run {number}"), NOW, SWARM_TIME)
-    with pytest.raises(RecordError, match="maximum"):
+    with pytest.raises(Malformed, match="maximum"):
         record_store.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
     record_store.accept(kept(identity, run="run 0", sequence=2), NOW, SWARM_TIME)
 

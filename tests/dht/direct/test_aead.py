@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.aead import BODY, HEAD, Opener, RecordRefused, Sealer, traffic_key
+from equipoise.dht.direct.aead import BODY, HEAD, Opener, Sealer, traffic_key
 from equipoise.dht.direct.streams import AeadStream
+from equipoise.dht.streams import BytesRefused
 from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES, FramedChannel
 from fakes.alterations import ALTERATIONS, insert, replay
 
@@ -32,7 +33,7 @@ def sealed(sealer: Sealer, kind: int, plain: bytes) -> bytes:
 def opened(opener: Opener, record: bytes) -> tuple[int, bytes]:
     kind, size = opener.parse_prefix(record)
     if len(record) != aead.PREFIX_BYTES + size + aead.TAG_BYTES:
-        raise RecordRefused("another size")
+        raise BytesRefused("another size")
     return kind, bytes(opener.open(memoryview(record)))
 
 
@@ -68,7 +69,7 @@ def test_keys_are_replaced_after_so_many_records(monkeypatch) -> None:
     assert [opened(opener, record)[1][0] for record in records] == list(range(10))
     monkeypatch.setattr(aead, "REKEY_RECORDS", 1000)
     assert [opened(stale, record)[1][0] for record in records[:3]] == [0, 1, 2]
-    with pytest.raises(RecordRefused, match="record 3 is not authentic"):
+    with pytest.raises(BytesRefused, match="record 3 is not authentic"):
         opened(stale, records[3])
 
 
@@ -90,19 +91,19 @@ def test_a_record_opens_as_what_it_was_sealed_as_and_nothing_else(kind: int) -> 
     record = bytearray(sealed(Sealer(KEY), kind, bytes(100)))
     record[0] = HEAD + BODY - kind
     assert Opener.parse_prefix(record) == (HEAD + BODY - kind, 100)
-    with pytest.raises(RecordRefused, match="not authentic"):
+    with pytest.raises(BytesRefused, match="not authentic"):
         Opener(KEY).open(memoryview(record))
-    with pytest.raises(RecordRefused, match="not authentic"):
+    with pytest.raises(BytesRefused, match="not authentic"):
         Opener(KEY).open_into(memoryview(record), memoryview(bytearray(100)))
 
 
 def test_nothing_opens_after_one_refusal() -> None:
     sealer, opener = Sealer(KEY), Opener(KEY)
     first, second = sealed(sealer, HEAD, b"first"), sealed(sealer, HEAD, b"second")
-    with pytest.raises(RecordRefused):
+    with pytest.raises(BytesRefused):
         opened(opener, second)
     for record in (first, second):
-        with pytest.raises(RecordRefused, match="before"):
+        with pytest.raises(BytesRefused, match="before"):
             opened(opener, record)
 
 
@@ -111,10 +112,10 @@ def test_sizes_are_bounded() -> None:
     for kind, size in ((HEAD, 0), (BODY, 0), (HEAD, aead.MAX_HEAD_BYTES + 1), (BODY, aead.PIECE_BYTES + 1)):
         with pytest.raises(ValueError, match="expected 1 to"):
             sealer.seal_into(kind, bytes(size), room)
-        with pytest.raises(RecordRefused):
+        with pytest.raises(BytesRefused):
             Opener.parse_prefix((kind << 24 | size).to_bytes(4, "big"))
     for kind in (0, 3, 255):
-        with pytest.raises(RecordRefused, match="kind"):
+        with pytest.raises(BytesRefused, match="kind"):
             Opener.parse_prefix((kind << 24 | 1).to_bytes(4, "big"))
 
 
@@ -125,14 +126,14 @@ def test_no_altered_record_opens(plain: bytes, data: st.DataObject) -> None:
     altered = bytearray(record)
     for position in data.draw(st.sets(st.integers(0, len(record) - 1), min_size=1, max_size=4)):
         altered[position] ^= data.draw(st.integers(1, 255))
-    with pytest.raises(RecordRefused):
+    with pytest.raises(BytesRefused):
         opened(Opener(KEY), bytes(altered))
 
 
 @given(st.binary(min_size=4, max_size=400))
 @settings(max_examples=1000)
 def test_noise_is_no_record(noise: bytes) -> None:
-    with pytest.raises(RecordRefused):
+    with pytest.raises(BytesRefused):
         opened(Opener(KEY), noise)
 
 

@@ -10,7 +10,8 @@ import pytest
 from OpenSSL import SSL
 
 from equipoise.dht.direct.credential import make_certificate
-from equipoise.dht.direct.tls import TlsFault, TlsSession, make_context
+from equipoise.dht.direct.errors import Refused
+from equipoise.dht.direct.tls import TlsSession, make_context
 
 GREETING = bytes(range(33))
 
@@ -73,7 +74,7 @@ def test_more_than_a_greeting_inside_tls_is_refused(sessions) -> None:
     meet(client, server)
     server.feed(client.seal(GREETING + b"more"))
     assert opened(server, len(GREETING)) == GREETING
-    with pytest.raises(TlsFault, match="more than its greeting"):
+    with pytest.raises(Refused, match="more than its greeting"):
         server.leave()
 
 
@@ -102,7 +103,7 @@ def test_an_altered_record_ends_the_session(sessions) -> None:
     sealed = bytearray(client.seal(b"x" * 1000))
     sealed[500] ^= 1
     server.feed(bytes(sealed))
-    with pytest.raises(TlsFault, match="bad record mac"):
+    with pytest.raises(Refused, match="bad record mac"):
         opened(server, 1000)
 
 
@@ -113,10 +114,10 @@ def test_a_farewell_and_an_end_are_told(sessions) -> None:
     client._tls.shutdown()
     server.feed(client.seal())
     assert opened(server, 4) == b"last"
-    with pytest.raises(TlsFault, match="closed by the other end"):
+    with pytest.raises(Refused, match="closed by the other end"):
         opened(server, 1)
     client.end()
-    with pytest.raises(TlsFault, match="closed by the other end"):
+    with pytest.raises(Refused, match="closed by the other end"):
         opened(client, 1)
 
 
@@ -128,19 +129,19 @@ def test_older_versions_are_refused(sessions) -> None:
     with pytest.raises(ssl.SSLWantReadError):
         context.wrap_bio(coming, going).do_handshake()
     sessions[1].feed(going.read())
-    with pytest.raises(TlsFault, match=r"version|protocol") as fault:
+    with pytest.raises(Refused, match=r"version|protocol") as fault:
         sessions[1].shake_hands()
     assert fault.value.why == "tls failure"
 
 
 def test_who_shows_no_certificate_is_refused(sessions) -> None:
     nobody = TlsSession(SSL.Context(SSL.TLS_CLIENT_METHOD), server=False)
-    with pytest.raises(TlsFault, match="certificate") as fault:
+    with pytest.raises(Refused, match="certificate") as fault:
         meet(nobody, sessions[1])
     assert fault.value.why == "tls failure"
 
 
 def test_noise_is_refused_at_its_first_bytes(sessions) -> None:
     sessions[1].feed(b"GET / HTTP/1.1\r\n")
-    with pytest.raises(TlsFault):
+    with pytest.raises(Refused):
         sessions[1].shake_hands()
