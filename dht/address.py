@@ -79,11 +79,7 @@ class ListenAddress:
 
 
 def parse_address(text: str) -> Address:
-    """Parse what `--join` takes: `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT/p2p/PEERID`, optionally through a relay.
-
-    Raises:
-        AddressError: It is malformed.
-    """
+    """Parse `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT/p2p/PEERID`, or through a relay; raises AddressError if not so."""
     _, host, port, rest = _parse(text, EXAMPLE)
     relayed = len(rest) == 5 and rest[0] == "p2p" and rest[2] == "p2p-circuit"
     if relayed:
@@ -95,7 +91,7 @@ def parse_address(text: str) -> Address:
 
 
 def parse_listen(text: str) -> ListenAddress:
-    """Parse what `--listen` takes: `/ip4|ip6/ADDRESS/tcp/PORT`; raises AddressError if it is malformed."""
+    """Parse `/ip4|ip6/ADDRESS/tcp/PORT`, as for `--listen`; raises AddressError if it is malformed."""
     protocol, host, port, _ = _parse(text, LISTEN_EXAMPLE)
     if protocol not in ("ip4", "ip6"):
         raise _error(text, "expected /ip4 or /ip6 to listen on", LISTEN_EXAMPLE)
@@ -103,7 +99,7 @@ def parse_listen(text: str) -> ListenAddress:
 
 
 def parse_announce(text: str) -> str:
-    """Check what `--announce` takes, `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT`; raises AddressError if it is malformed."""
+    """Check `/ip4|ip6|dns|dns4|dns6/HOST/tcp/PORT`, as for `--announce`; raises AddressError if it is malformed."""
     _parse(text, ANNOUNCE_EXAMPLE)
     return text
 

@@ -1,10 +1,10 @@
-"""How others reach this peer: it has itself dialled, finds relays if that fails, and relays for others if asked to.
+"""The ways to this peer: it has itself dialled, finds relays if that fails, and relays for others if asked to.
 
 Peers dial each other back on request, which is how one behind a NAT finds out that it is. That is like libp2p's
 AutoNAT, which p2pd would take a quarter of a minute to ask, and asks of public addresses only. The asker names ports
 and addresses; only its own machine is dialled: the IP address that its connection comes from, and, where that is a
 private one, others of the same private networks. A try is one TCP connection and the greeting that libp2p's listeners
-send, or, at the direct port, one question of `stun`; so nobody can be made to dial a third party.
+send, or, at the direct port, one question of `direct.listener`; so nobody can be made to dial a third party.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import msgspec
 from humanfriendly.text import pluralize
 
 from equipoise.dht import messages
-from equipoise.dht.address import AddressError, is_relayed, parse_address, parse_listen
-from equipoise.dht.dialer import GREETING, Unreached, probe, told
+from equipoise.dht.address import AddressError, parse_address, parse_listen
+from equipoise.dht.dialer import GREETING, Unreached, direct_hosts, probe, told
 from equipoise.dht.dialpolicy import network_of
-from equipoise.dht.direct import stun
+from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
@@ -34,7 +34,7 @@ from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
 from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayClient, Trials
 from equipoise.dht.relay.messages import HOP_PROTOCOL
-from equipoise.dht.relay.service import RelayRules, RelayService
+from equipoise.dht.relay.service import RelayService
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
@@ -85,7 +85,7 @@ class Ask(messages.Versioned, frozen=True, kw_only=True):
 
 
 class Answer(messages.Versioned, frozen=True, kw_only=True):
-    """What came of it.
+    """The outcome of the tries that were asked for.
 
     Attributes:
         reached: Addresses that led to the asker, in the form that `--listen` takes.
@@ -176,6 +176,7 @@ class Reach:
         mates: Tells the records of all others in this peer's runs.
         direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
         relays: The relays in use.
+        handlers: The unary handlers to register with p2pd.
         listeners: Where p2pd is to send streams for this.
     """
 
@@ -185,9 +186,9 @@ class Reach:
         protocol: RecordProtocol,
         folder: Path,
         hidden: str = "",
-        relay: RelayRules | None = None,
+        relay: float | None = None,
     ) -> None:
-        """`hidden` says why this peer cannot be dialled, if that is known; `relay` what to relay for others."""
+        """`hidden` says why this peer cannot be dialled, if that is known; `relay` the bytes a second to relay."""
         self.on_change: Callable[[], None] = lambda: None
         self.listening: Callable[[], Iterable[str]] = tuple
         self.mates: Callable[[], Iterable[Readiness]] = tuple
@@ -207,6 +208,7 @@ class Reach:
             StreamListener(HOP_PROTOCOL, folder / "hop.sock", MAX_HOPS, self._service.handle),
             StreamListener(TRIAL_PROTOCOL, folder / "trial.sock", MAX_TRIALS, trials.receive),
         )
+        self.handlers: dict[str, CallHandler] = {DIALBACK: self._answer}
         self._met = asyncio.Event()
         self._tasks = TaskSet()
         self._keeping: asyncio.Task[None] | None = None
@@ -238,18 +240,14 @@ class Reach:
         # Neighbours see what is on this side of the router only; NATs are of IPv4.
         return sorted(found, key=lambda at: (not ipaddress.ip_address(at[0]).is_global, ":" in at[0]))
 
-    def handlers(self) -> dict[str, CallHandler]:
-        """Return the unary handlers to register with p2pd."""
-        return {DIALBACK: self._answer}
-
     def meet(self, peer: str, relays: bool) -> None:
         """Take note of a peer that can be asked, and of whether it relays for others."""
-        known = peer in self._offers
-        self._offers.pop(peer, None)
+        if relays and peer not in self._offers:
+            self.relays.look.set()
         if relays:
-            self._offers[peer] = None  # Heard of last: whoever is gone for good is forgotten first.
-            if not known:
-                self.relays.look.set()
+            self._offers[peer] = None  # Heard of last: a relay that is gone for good is forgotten first.
+        else:
+            self._offers.pop(peer, None)
         self._met.set()
 
     def doubt(self) -> None:
@@ -264,13 +262,11 @@ class Reach:
 
     def status(self) -> ReachStatus:
         """Return how others reach this peer, without waiting."""
-        relay = self._service.status()
-        state = self._verdict.verdict
+        state, reason, relay = self._verdict.verdict, self._verdict.reason, self._service.status()
         if state != "private":
-            return ReachStatus(state, self._verdict.reason, (), relay)
-        relays = tuple(self.relays.held)
-        reason = f"{self.relays.reason}; not dialled: {self._verdict.reason}"
-        return ReachStatus("relayed" if relays else "unreachable", reason, relays, relay)
+            return ReachStatus(state, reason, (), relay)
+        relays, why = tuple(self.relays.held), f"{self.relays.reason}; not dialled: {reason}"
+        return ReachStatus("relayed" if relays else "unreachable", why, relays, relay)
 
     async def run(self) -> None:
         """Ask, and look for relays where that may be needed, until cancelled."""
@@ -347,7 +343,7 @@ class Reach:
 
 
 def stands_in(mates: Iterable[Readiness]) -> bool:
-    """Whether a relayed peer should say that it can be dialled, given the records of all others in its runs.
+    """Tell whether a relayed peer should say that it can be dialled, given the records of all others in its runs.
 
     A group needs a member that the others can open channels to: it owns shares. A relayed peer can, slowly and at a
     third party's expense, so it offers itself only where it knows others and none of them can be dialled. The
@@ -366,11 +362,9 @@ def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
             address = parse_address(text)
         except AddressError:
             continue
-        if address.relayed:
-            continue
-        found |= dict.fromkeys((host, address.port) for host in seen)
-        if any(_neighbours(host, address.host) for host in seen):
-            found[address.host, address.port] = None
+        if not address.relayed:
+            near = [address.host] if any(_neighbours(host, address.host) for host in seen) else []
+            found |= dict.fromkeys((host, address.port) for host in (*seen, *near))
     return list(found)[:MAX_TARGETS]
 
 
@@ -382,11 +376,8 @@ async def greeted(host: str, port: int) -> None:
 async def answered(host: str, port: int) -> None:
     """Open a connection on which a direct listener must answer a question; raises Unreached if nobody does."""
     async with told(host, port):
-        connection = await connect(host, port)
-        try:
-            await stun.ask(connection)
-        finally:
-            connection.close()
+        with await connect(host, port) as connection:
+            await ask_origin(connection)
 
 
 async def _try_all(where: list[tuple[str, int]], attempt: Probe) -> Answer:
@@ -405,13 +396,8 @@ async def _try_all(where: list[tuple[str, int]], attempt: Probe) -> Answer:
     )
 
 
-def direct_hosts(paths: Iterable[str]) -> list[str]:
-    """Return the IP addresses at the other ends of p2pd's connections, those through relays left out."""
-    return list(dict.fromkeys(path.split("/")[2] for path in paths if not is_relayed(path)))
-
-
 def _neighbours(seen: str, host: str) -> bool:
-    """Whether both are of one private network: the asker is a neighbour, and may be dialled there.
+    """Tell whether both are of one private network: the asker is a neighbour, and may be dialled there.
 
     Not another network of this machine's, and never this machine itself unless the asker is on it: by what is said of
     why a dial failed, a neighbour could look around in places where it has no business.

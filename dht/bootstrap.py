@@ -124,10 +124,7 @@ class Joining:
     def look(self, alive: frozenset[str], remembered: Sequence[str], now: float) -> list[Way]:
         """Look around at `now`; return the ways to try, each of which ends in `ended`.
 
-        Args:
-            alive: PeerIDs in contact with this peer now.
-            remembered: PeerIDs met before, the latest first.
-            now: Seconds of one monotonic clock.
+        The peers `alive` are in contact with this one; those `remembered` were met before, the latest first.
         """
         alone, self._alone = self._alone, not alive
         for way, one in self._given.items():

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
@@ -92,9 +92,8 @@ class Dialer:
         self.connected = frozenset(self.paths) - {self._own}
         self._asked = now = time.monotonic()
         for peer, paths in self.paths.items():
-            for path in paths:
-                if not is_relayed(path):
-                    self._policy.meet(peer, path.split("/")[2], now)
+            for host in direct_hosts(paths):
+                self._policy.meet(peer, host, now)
         return self.connected
 
     async def reach(self, peer: str) -> None:
@@ -186,10 +185,14 @@ class Dialer:
     def _cause(self, address: Address, message: str) -> Unreached:
         """Return why libp2p cannot connect; while it only pauses after a failure, why that attempt failed."""
         known = self._causes.get(address.text)
-        if known is not None and "dial backoff" in message:
-            return Unreached(known.state, str(known))
-        cause = self._causes[address.text] = _classify(address, message)
-        return cause
+        if known is None or "dial backoff" not in message:
+            known = self._causes[address.text] = _classify(address, message)
+        return Unreached(known.state, str(known))
+
+
+def direct_hosts(paths: Iterable[str]) -> list[str]:
+    """Return the IP addresses at the other ends of p2pd's connections, those through relays left out."""
+    return list(dict.fromkeys(path.split("/")[2] for path in paths if not is_relayed(path)))
 
 
 async def probe(host: str, port: int, greeting: bytes = b"") -> None:
@@ -227,9 +230,8 @@ async def told(host: str, port: int) -> AsyncIterator[None]:
 def _classify(address: Address, message: str) -> Unreached:
     where = f"{address.host} port {address.port}"
     if "peer id mismatch" in message:
-        found = message.partition("remote key matches ")[2].split()
-        other = printable(found[0], 64) if found else "another peer"
-        return Unreached("wrong peer", f"{other} answers at {where}, expected {address.peer}")
+        [other, *_] = message.partition("remote key matches ")[2].split() or ["another peer"]
+        return Unreached("wrong peer", f"{printable(other, 64)} answers at {where}, expected {address.peer}")
     if "dial backoff" in message:
         return Unreached("failed", f"libp2p pauses after failed attempts at {where}")
     if "negotiate security protocol" in message:

@@ -75,13 +75,10 @@ class _Host:
 
 
 class DialPolicy:
-    """Decides before each try, and is told how it ended. Sans IO.
-
-    Args:
-        networks: Tells the private networks that this machine is in.
-    """
+    """Decides before each try, and is told how it ended. Sans IO."""
 
     def __init__(self, networks: Callable[[], Iterable[Network]]) -> None:
+        """`networks` tells the private networks that this machine is in."""
         self._networks = networks
         self._met: LruDict[tuple[str, str], float] = LruDict(MAX_MET)
         self._failures: LruDict[tuple[str, Place], _Failure] = LruDict(MAX_PLACES)

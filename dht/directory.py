@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 
 from equipoise.dht import records
 from equipoise.dht.autonat import Reach
@@ -128,7 +127,6 @@ class RunDirectory:
         self._sequence = itertools.count(sequence)
         self._own: dict[str, _Own] = {}
         self._searched: dict[str, float] = {}
-        self._program = f"equipoise {_version()}"
         protocol.on_record = self._on_record
 
     @property
@@ -206,7 +204,6 @@ class RunDirectory:
             reach=reach.state,
             why=reach.reason[: records.MAX_WHY_CHARACTERS],
             addresses=protocol.addresses,
-            program=self._program,
             name=self.name,
             credential=self.credential(),
             **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
@@ -279,10 +276,3 @@ class RunDirectory:
             own.publisher.publish(own.kept, [record.peer])
             if own.record.dialable != self._reach.dialable:
                 self._renew(own)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("equipoise")
-    except metadata.PackageNotFoundError:
-        return "of unknown version"

@@ -74,8 +74,7 @@ def verify(peer: str, domain: str, data: bytes, signature: bytes) -> bool:
 def load_or_create(home: Path) -> Identity:
     """Return the identity kept in `home`, made on first use (directory 0700, file 0600, written atomically).
 
-    Raises:
-        IdentityError: The file is readable by others, is not ours, or holds no Ed25519 key.
+    Raises IdentityError if the file is readable by others, is not ours, or holds no Ed25519 key.
     """
     path = home / IDENTITY_FILE
     try:

@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,8 +39,9 @@ LINE_CHARACTERS = 300
 MAX_UNARY_BYTES = 256 * 1024
 """Longest unary message that p2pd takes; ours carry at most 64 KB of records beside some protobuf."""
 
-MAX_SOCKET_PATH_BYTES = 103
-"""sun_path holds 108 bytes with the final zero on Linux, 104 on macOS."""
+MAX_BASE_BYTES = 55
+"""Longest path in which a directory for sockets is made. A socket's own path, with the names of that directory, a
+trial's and its own, has at most 48 bytes more, and fits into sun_path: 104 on macOS, 108 on Linux."""
 LIBP2P_PORT = 31337
 """Tried at the first start where no port is named; a router can forward it once and for all."""
 DIRECT_PORT = 31338
@@ -123,9 +124,7 @@ class P2pd:
     async def start(cls, options: P2pdOptions) -> P2pd:
         """Start p2pd and wait until it takes requests.
 
-        Raises:
-            ListenError: A listen address is taken or not this machine's.
-            P2pdError: p2pd does not start for another reason.
+        Raises ListenError if a listen address is taken or not this machine's, P2pdError if it does not start otherwise.
         """
         for address in options.listen:
             check_free(address)
@@ -217,44 +216,21 @@ def listen_error(address: ListenAddress, error: OSError, option: str) -> ListenE
     return ListenError(f"cannot listen on {address.text}: {error.strerror or error}; {hint}")
 
 
-@dataclass(frozen=True)
-class Claim:
-    """Addresses to listen on, which no other daemon on this machine takes until `release`.
+def claim(
+    listen: Sequence[ListenAddress], wish: int, locks: contextlib.ExitStack
+) -> tuple[ListenAddress, ...]:
+    """Return the addresses, each with a port: where none is named (port 0), `wish` if it is free, else any.
 
-    Attributes:
-        listen: The addresses, each with its port.
-        drawn: The port that was chosen where none was named; 0 if all were.
+    No other daemon on this machine takes one of them until `locks` are closed. Raises ListenError if an address is
+    taken or not this machine's.
     """
-
-    listen: tuple[ListenAddress, ...]
-    drawn: int
-    _locks: contextlib.ExitStack
-
-    def release(self) -> None:
-        """Leave the ports to others; idempotent."""
-        self._locks.close()
-
-
-def claim(listen: Sequence[ListenAddress], wishes: Iterable[int]) -> Claim:
-    """Find a port for each address that names none (port 0), and hold all of them.
-
-    Args:
-        listen: The addresses.
-        wishes: Ports to try, in order, before the system draws a free one.
-
-    Raises:
-        ListenError: An address is taken or not this machine's.
-    """
-    wishes = tuple(wishes)
-    taken: list[ListenAddress] = []
-    with contextlib.ExitStack() as locks:
-        for address in listen:
-            check_free(address)
-            found, lock = _take(address, wishes)
-            taken.append(found)
-            locks.enter_context(lock)
-        drawn = next((one.port for one, asked in zip(taken, listen, strict=True) if asked.port == 0), 0)
-        return Claim(tuple(taken), drawn, locks.pop_all())
+    taken = []
+    for address in listen:
+        check_free(address)
+        found, lock = _take(address, wish)
+        taken.append(found)
+        locks.enter_context(lock)
+    return tuple(taken)
 
 
 def with_port(address: ListenAddress, port: int) -> ListenAddress:
@@ -262,8 +238,8 @@ def with_port(address: ListenAddress, port: int) -> ListenAddress:
     return ListenAddress(f"{address.text.rpartition('/')[0]}/{port}", address.host, port)
 
 
-def _take(address: ListenAddress, wishes: Sequence[int]) -> tuple[ListenAddress, socket.socket]:
-    for port in (address.port,) if address.port else (*wishes, *_draws(address)):
+def _take(address: ListenAddress, wish: int) -> tuple[ListenAddress, socket.socket]:
+    for port in filter(None, (address.port,) if address.port else (wish, *_draws(address))):
         lock = _lock(address.host, port)
         if lock is None:
             continue
@@ -310,25 +286,13 @@ def _binary() -> Path:
 
 
 def make_runtime_dir() -> Path:
-    """Make a fresh directory in $XDG_RUNTIME_DIR or the system's temporary one, and sweep those of dead daemons.
-
-    Raises:
-        OSError: It cannot be made, or its path is too long for a unix socket.
-    """
+    """Make a fresh directory in $XDG_RUNTIME_DIR or the system's temporary one, and sweep those of dead daemons."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    if not base.is_dir() or not os.access(base, os.W_OK) or len(bytes(base)) > MAX_SOCKET_PATH_BYTES - 48:
+    if not base.is_dir() or not os.access(base, os.W_OK) or len(bytes(base)) > MAX_BASE_BYTES:
         base = Path("/tmp")
-    _sweep(base)
-    made = Path(tempfile.mkdtemp(prefix=f"eqp-{os.getpid()}-", dir=base))
-    if len(bytes(made / "streams.sock")) > MAX_SOCKET_PATH_BYTES:
-        made.rmdir()
-        raise OSError(f"expected a runtime directory with a short path, got {made}; set XDG_RUNTIME_DIR")
-    return made
-
-
-def _sweep(base: Path) -> None:
     for entry in base.glob("eqp-*"):
         match = _NAME.fullmatch(entry.name)
         with contextlib.suppress(OSError):
             if match and entry.lstat().st_uid == os.geteuid() and not psutil.pid_exists(int(match[1])):
                 shutil.rmtree(entry, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"eqp-{os.getpid()}-", dir=base))

@@ -129,9 +129,10 @@ class P2pdClient:
         answer: bytes = await _bounded(call, f"call {peer}", seconds)
         return answer
 
-    async def listen_streams(self, protocol: str, path: Path) -> None:
-        """Have p2pd hand inbound streams of `protocol` to the unix socket `path`."""
-        handler = {"addr": Multiaddr(f"/unix{path}").to_bytes(), "proto": [protocol], "balanced": False}
+    async def send_streams(self, listener: StreamListener) -> None:
+        """Have p2pd hand inbound streams of a protocol to its listener."""
+        address = Multiaddr(f"/unix{listener.path}").to_bytes()
+        handler = {"addr": address, "proto": [listener.protocol], "balanced": False}
         (await self._ask("accept streams", type="STREAM_HANDLER", streamHandler=handler)).close()
 
     async def open_stream(self, peer: str, protocol: str, seconds: float = REQUEST_SECONDS) -> Stream:
@@ -182,12 +183,12 @@ async def _bounded(request: Awaitable[Any], what: str, seconds: float = 0.0) -> 
 
 
 class StreamListener:
-    """Listens for the streams of one protocol, which p2pd hands over."""
+    """Listens at a unix socket, `path`, for the streams of one `protocol`, which p2pd hands over."""
 
     def __init__(self, protocol: str, path: Path, most: int, handler: StreamHandler) -> None:
         """`most` streams are handled at once; further ones are closed."""
-        self._protocol = protocol
-        self._path = path
+        self.protocol = protocol
+        self.path = path
         self._most = most
         self._handler = handler
         self._acceptor: Acceptor | None = None
@@ -197,25 +198,21 @@ class StreamListener:
     def listen(self) -> None:
         """Start to take streams from p2pd."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(str(self._path))
+        listening.bind(str(self.path))
         self._acceptor = Acceptor(listening, self._most, self._take)
-
-    async def attach(self, link: P2pdClient) -> None:
-        """Have a (new) p2pd send streams here; raises P2pdClientError if p2pd does not answer."""
-        await link.listen_streams(self._protocol, self._path)
 
     async def stop(self) -> None:
         """Take no more streams, end those that are handled; idempotent."""
         if self._acceptor is not None:
             self._acceptor.close()
             self._acceptor = None
-            self._path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
         await self._tasks.stop()
 
     def _take(self, connection: socket.socket, _: str) -> None:
         if len(self._tasks) >= self._most:
             connection.close()
-            _log.debug("a stream of %s is closed: %d are open, the maximum", self._protocol, self._most)
+            _log.debug("a stream of %s is closed: %d are open, the maximum", self.protocol, self._most)
             return
         stream = Stream(connection)
         # Closed here and not in the task, which may be cancelled before it begins.
@@ -230,6 +227,6 @@ class StreamListener:
             with self._per_peer.counting(peer):
                 await self._handler(peer, relayed, stream)
         except (ConnectionError, TimeoutError, ValueError) as error:
-            _log.debug("a stream of %s: %s", self._protocol, error)
+            _log.debug("a stream of %s: %s", self.protocol, error)
         except Exception:
-            _log.exception("the handler of a stream of %s failed", self._protocol)
+            _log.exception("the handler of a stream of %s failed", self.protocol)

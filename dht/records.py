@@ -32,7 +32,6 @@ MAX_TTL_SECONDS = 60.0
 MAX_RUN_BYTES = 128
 MAX_REASON_CHARACTERS = 200
 MAX_WHY_CHARACTERS = 160
-MAX_PROGRAM_CHARACTERS = 64
 MAX_NAME_CHARACTERS = 64
 MAX_SPEC_CHARACTERS = 128
 """Longest hash of a spec: 512 bits in hex."""
@@ -92,7 +91,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         addresses: Where it listens, in the form that `--join` takes.
         ttl: Seconds after its arrival until it is void.
         issued: The author's idea of the swarm's clock, seconds since 1970.
-        program: Name and version of the program.
         name: What people call it.
         credential: What others need to open direct channels with it (`direct.credential`); verified when it is used.
     """
@@ -113,7 +111,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     reach: ReachState = "unknown"
     why: Annotated[str, msgspec.Meta(max_length=MAX_WHY_CHARACTERS)] = ""
     addresses: Addresses = ()
-    program: Annotated[str, msgspec.Meta(max_length=MAX_PROGRAM_CHARACTERS)] = ""
     name: Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARACTERS)] = ""
     credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
 

@@ -1,4 +1,4 @@
-"""What strangers wrote: decoded within bounds, and made fit for a terminal and a log; files that may be anything."""
+"""Bytes and text of strangers, decoded within bounds and made fit for a terminal; files that may be anything."""
 
 from __future__ import annotations
 
@@ -17,17 +17,15 @@ _T = TypeVar("_T")
 
 
 class Malformed(ValueError):
-    """Bytes of a stranger are not what they must be; the message says why, in one line."""
+    """Bytes of a stranger, or a record, are not as they must be; the message says why, in one line."""
 
 
 def decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes, limit: int, what: str = "message") -> _T:
     """Decode one msgpack value of at most `limit` bytes.
 
     msgspec bounds the rest by itself, also in fields that it skips: it recurses no deeper than Python may, and takes no
-    memory for elements that are announced and not there.
-
-    Raises:
-        Malformed: It is longer, cut off, of another type, too deep, or bytes follow it.
+    memory for elements that are announced and not there. Raises Malformed if the value is longer, cut off, of another
+    type, too deep, or bytes follow it.
     """
     if len(data) > limit:
         raise Malformed(f"malformed {what}: expected at most {limit} bytes, got {len(data)}")

@@ -14,16 +14,14 @@ from equipoise.dht.p2pd_client import CallHandler, P2pdClient, P2pdClientError
 FIRST_RESTART_SECONDS = 0.1
 MAX_RESTART_SECONDS = 5.0
 """Longest pause before p2pd is started again if it dies at every start."""
-HEALTHY_SECONDS = 30.0
-"""After so long a run the next restart is quick again."""
 WATCH_SECONDS = 1.0
-"""How often p2pd is asked something; a hung one is killed after two answers that do not come."""
+"""Time between two questions to p2pd; a hung one is killed after two answers that do not come."""
 MAX_SILENT_WATCHES = 2
 END_SECONDS = 0.2
-"""From the break of the connection to the news that the process has ended."""
+"""Longest time from the break of the connection to the news that the process has ended."""
 REATTACH_ATTEMPTS = 4
 REATTACH_SECONDS = 0.2
-"""p2pd takes a moment to free the calls that the broken attachment had registered."""
+"""Pause between attempts: p2pd takes a moment to free the calls that the broken attachment had registered."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +50,6 @@ class Supervisor:
         self._dialer = dialer
         self._calls = calls
         self._launched = launched
-        self._options: P2pdOptions | None = None
         self._p2pd: P2pd | None = None
         self._task: asyncio.Task[None] | None = None
         self.on_addresses: Callable[[], None] = lambda: None
@@ -70,9 +67,8 @@ class Supervisor:
 
     async def start(self, options: P2pdOptions) -> None:
         """Start p2pd, and again whenever it ends, on the same ports; raises P2pdError if it does not start once."""
-        self._options = options
-        await self._launch()
-        self._task = asyncio.create_task(self._keep_running())
+        p2pd = await self._launch(options)
+        self._task = asyncio.create_task(self._keep_running(p2pd, options))
 
     async def stop(self) -> None:
         """End p2pd."""
@@ -84,47 +80,41 @@ class Supervisor:
             await self._p2pd.stop()
         self.reason = "stopped"
 
-    async def _launch(self) -> None:
-        assert self._options is not None, "not started"
-        self._p2pd = await P2pd.start(self._options)
+    async def _launch(self, options: P2pdOptions) -> P2pd:
+        p2pd = self._p2pd = await P2pd.start(options)
         try:
             await self._attach()
             await self._launched()
         except P2pdClientError as error:
             await self._link.detach()
-            await self._p2pd.stop()
+            await p2pd.stop()
             raise P2pdError(f"p2pd started but does not answer: {error}") from error
+        return p2pd
 
     async def _attach(self) -> None:
         await self._link.attach(self._calls)
         self.addresses = await self._link.identify()
         self.reason = ""
 
-    async def _keep_running(self) -> None:
-        loop = asyncio.get_running_loop()
-        delay = 0.0
+    async def _keep_running(self, p2pd: P2pd, options: P2pdOptions) -> None:
         while True:
-            began = loop.time()
-            self.reason = await self._until_broken()
+            self.reason = await self._until_broken(p2pd)
             _log.warning("%s; starting it again", self.reason)
             await self._link.detach()
-            if loop.time() - began > HEALTHY_SECONDS:
-                delay = 0.0
+            await p2pd.stop()
+            delay = 0.0
             while self.reason:
                 try:
-                    if self._p2pd is not None:
-                        await self._p2pd.stop()
-                    await self._launch()
+                    p2pd = await self._launch(options)
                     self.restarts += 1
-                except (P2pdError, P2pdClientError) as error:
+                except P2pdError as error:
                     self.reason = str(error)
                     _log.warning("%s", error)
                     delay = backoff(delay, FIRST_RESTART_SECONDS, MAX_RESTART_SECONDS)
                     await asyncio.sleep(delay)
 
-    async def _until_broken(self) -> str:
-        assert self._p2pd is not None
-        ended = asyncio.create_task(self._p2pd.wait())
+    async def _until_broken(self, p2pd: P2pd) -> str:
+        ended = asyncio.create_task(p2pd.wait())
         silent = asyncio.create_task(self._until_silent())
         try:
             while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import time
@@ -21,13 +22,12 @@ from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.direct.transport import DEFAULT_LAYER, DirectTransport
 from equipoise.dht.directory import RunDirectory
 from equipoise.dht.identity import load_or_create
-from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, Claim, P2pdOptions, claim, make_runtime_dir
+from equipoise.dht.p2pd import DIRECT_PORT, LIBP2P_PORT, P2pdOptions, claim, make_runtime_dir
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.peer_cache import PeerCache
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.punch.puncher import Puncher
 from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
-from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import ReachStatus, State, SwarmStatus
 from equipoise.dht.supervisor import Supervisor
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SwarmOptions:
-    """How to take part in a swarm.
+    """Options of a member of a swarm.
 
     Attributes:
         name: What people call this daemon; others show it.
@@ -55,7 +55,7 @@ class SwarmOptions:
         upnp: Whether to ask the router for a port mapping; None: where this machine has private addresses only.
         direct_listen: Multiaddrs to accept direct channels on; by default any free port of the hosts of `listen`.
         channel: How direct channels carry frames; `plain` does not encrypt, and is refused beyond loopback.
-        relay: What to relay for peers that cannot be dialled; None: nothing.
+        relay: Bytes a second to relay for peers that cannot be dialled; None: nothing.
     """
 
     name: str = ""
@@ -66,7 +66,7 @@ class SwarmOptions:
     upnp: bool | None = None
     direct_listen: Sequence[str] = ()
     channel: Layer = DEFAULT_LAYER
-    relay: RelayRules | None = None
+    relay: float | None = None
 
 
 class Swarm:
@@ -83,11 +83,8 @@ class Swarm:
     def __init__(self, home: Path, options: SwarmOptions | None = None) -> None:
         """Check everything that can be checked without a network.
 
-        Raises:
-            AddressError: A listen or join address is malformed.
-            IdentityError: The identity file in `home` cannot be used.
-            OSError: No directory for sockets can be made.
-            ValueError: The channel `plain` is asked for beyond loopback.
+        Raises AddressError if an address is malformed, IdentityError if the identity file in `home` cannot be used,
+        OSError without a directory for sockets, ValueError if the channel `plain` is asked for beyond loopback.
         """
         self._options = options or SwarmOptions()
         self._join = [multiaddr.parse_address(text) for text in dict.fromkeys(self._options.join)]
@@ -100,10 +97,10 @@ class Swarm:
         self._memory = PeerCache(home)
         self._runtime = make_runtime_dir()
         self._build()
-        self._claim: Claim | None = None
+        self._ports = contextlib.ExitStack()
         self._moved: list[str] = []
         self._supervisor = Supervisor(
-            self._link, self._dialer, self._protocol.handlers() | self._reach.handlers(), self._on_launched
+            self._link, self._dialer, self._protocol.handlers() | self._reach.handlers, self._on_launched
         )
         self._supervisor.on_addresses = self._on_addresses
         self._tasks = TaskSet()
@@ -156,7 +153,7 @@ class Swarm:
         return [f"{address}/p2p/{self.peer}" for address in far or addresses]
 
     def name(self, peer: str) -> str:
-        """Return what people call `peer`, by its own word, fit for a terminal; empty if it has not said."""
+        """Return the name of `peer`, by its own word, fit for a terminal; empty if it has not told one."""
         if peer == self.peer:
             return self._options.name
         said = self._protocol.record_store.newest(peer)
@@ -195,12 +192,7 @@ class Swarm:
         return ReachStatus(state, printable("; ".join((*why, said.why))))
 
     async def start(self) -> None:
-        """Start libp2p and begin to look for the swarm; returns without waiting for peers.
-
-        Raises:
-            ListenError: A listen address is taken or not this machine's.
-            P2pdError: p2pd does not start.
-        """
+        """Start libp2p and begin to look for the swarm, without waiting for peers; raises P2pdError as `P2pd.start`."""
         try:
             listen = self._take_ports()
             for listener in self._listeners:
@@ -219,17 +211,18 @@ class Swarm:
         options, (kept, kept_direct) = self._options, self._memory.ports
         usual, usual_direct = (0, 0) if options.listen else (LIBP2P_PORT, DIRECT_PORT)
         wished, wished_direct = kept or usual, kept_direct or usual_direct
-        self.direct.start([wished_direct] if wished_direct else [])
+        self.direct.start(wished_direct)
         direct = 0 if options.direct_listen else self.direct.port
-        self._claim = claim(self._listen, [wished] if wished else [])
+        listen = claim(self._listen, wished, self._ports)
+        drawn = next((one.port for one, asked in zip(listen, self._listen, strict=True) if not asked.port), 0)
         self._moved = [
             f"port {before} is used by another program; this daemon listens on port {now} from now on"
-            for before, now in ((kept, self._claim.drawn), (kept_direct, direct))
+            for before, now in ((kept, drawn), (kept_direct, direct))
             if before and now and before != now
         ]
-        self._memory.keep_ports(self._claim.drawn, direct)
+        self._memory.keep_ports(drawn, direct)
         self._memory.save()
-        return self._claim.listen
+        return listen
 
     def _p2pd_options(self, listen: tuple[multiaddr.ListenAddress, ...]) -> P2pdOptions:
         upnp = self._options.upnp
@@ -252,8 +245,7 @@ class Swarm:
             await listener.stop()
         await self._supervisor.stop()
         await self._protocol.traversals.join()
-        if self._claim is not None:
-            self._claim.release()
+        self._ports.close()
         shutil.rmtree(self._runtime, ignore_errors=True)
 
     def status(self) -> SwarmStatus:
@@ -292,11 +284,13 @@ class Swarm:
 
     def _twins(self) -> list[str]:
         """Return warnings of other daemons that have this one's identity."""
+        ports = {text.split("/")[4] for text in self._listening}
         found = [
             f"--join {address.text} names this daemon's own identity, but not one of its addresses: if another machine "
             "runs there, it has a copy of this home; start one of the two with another --home"
             for address in self._join
-            if address.peer == self.peer and self._supervisor.addresses and not self._is_own(address)
+            if address.peer == self.peer and ports and address.text not in self.addresses
+            if not (multiaddr.is_loopback(address.host) and str(address.port) in ports)
         ]
         if self._protocol.doubled_until > time.monotonic():
             found.append(
@@ -304,11 +298,6 @@ class Swarm:
                 "stop one of the two, and start it with another --home"
             )
         return found
-
-    def _is_own(self, address: multiaddr.Address) -> bool:
-        ports = {text.split("/")[4] for text in self._listening}
-        near = multiaddr.is_loopback(address.host) and str(address.port) in ports
-        return near or address.text in self.addresses
 
     def _mates(self) -> list[Readiness]:
         store, now = self._protocol.record_store, time.monotonic()
@@ -331,7 +320,7 @@ class Swarm:
     async def _on_launched(self) -> None:
         self._tell_addresses()
         for listener in self._listeners:
-            await listener.attach(self._link)
+            await self._link.send_streams(listener)
         self._reach.renew()
         # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
         await self._dialer.refresh()

@@ -80,11 +80,9 @@ class FramedChannel:
         return self._stream.arrived
 
     async def send(self, header: bytes, body: Buffer = b"") -> None:
-        """Send one frame.
+        """Send one frame; raises ValueError if the header or body exceeds its maximum.
 
-        Raises:
-            ConnectionError: The channel is closed or broken, or the peer does not read.
-            ValueError: The header or body exceeds its maximum.
+        Raises ConnectionError if the channel is closed or broken, or the peer does not read.
         """
         header_size, body_size = len(header), memoryview(body).nbytes
         if header_size > MAX_HEADER_BYTES or body_size > MAX_BODY_BYTES:
@@ -109,11 +107,9 @@ class FramedChannel:
             raise self._broken("receive from", error) from None
 
     async def receive(self, place: Place) -> tuple[bytes, memoryview]:
-        """Receive one frame into the buffer that `place` gives for its body.
+        """Receive one frame into the buffer that `place` gives for its body; an error of `place` closes the channel.
 
-        Raises:
-            ConnectionError: The channel is closed or broken, or a length exceeds its maximum.
-            Exception: Whatever `place` raised; the channel is closed.
+        Raises ConnectionError if the channel is closed or broken, or a length exceeds its maximum.
         """
         within = False
         try:

@@ -9,7 +9,6 @@ from equipoise.averaging.aio.router import Router
 from equipoise.dht.direct.handshake import Layer
 from equipoise.dht.identity import IDENTITY_FILE, Identity, IdentityError, verify
 from equipoise.dht.p2pd import P2pdError
-from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.swarm import Swarm, SwarmOptions
 from equipoise.peer.config import Config
 from equipoise.peer.errors import EquipoiseError, HomeError, unusable
@@ -49,7 +48,7 @@ async def start_parts(config: Config) -> tuple[Swarm, Router]:
         client_mode=config.client_mode,
         direct_listen=config.direct_listen,
         channel=cast(Layer, config.channel),
-        relay=RelayRules(config.relay_bandwidth) if config.relay else None,
+        relay=config.relay_bandwidth if config.relay else None,
     )
     try:
         swarm = Swarm(Path(config.home), options)

@@ -75,12 +75,9 @@ _RATCHET = b"equipoise direct aead 1 ratchet"
 
 
 def traffic_key(secrets: tuple[bytes, bytes], peers: tuple[str, str], *, of_dialler: bool) -> bytes:
-    """Return the first key of one direction.
+    """Return the first key of one direction: that in which the dialling side sends if `of_dialler`, else the other.
 
-    Args:
-        secrets: 32 random bytes of the dialling and of the accepting side.
-        peers: Their PeerIDs, in the same order.
-        of_dialler: Whether the key is for what the dialling side sends.
+    `secrets` are 32 random bytes of the dialling and of the accepting side, `peers` their PeerIDs in that order.
     """
     direction = b"dialler" if of_dialler else b"acceptor"
     info = b" ".join((b"equipoise direct aead 1", direction, *(peer.encode() for peer in peers)))

@@ -56,13 +56,11 @@ class OwnCertificate:
     expires: float
 
 
-def make_certificate(
-    peer: str, now: float, life: float = CERTIFICATE_LIFE_SECONDS, authority: bool = False
-) -> OwnCertificate:
+def make_certificate(peer: str, now: float) -> OwnCertificate:
     """Make a key and its certificate.
 
     Equal subjects make OpenSSL look for the wrong issuer and refuse genuine certificates: each gets its own, the PeerID
-    and a random number. `authority` is for tests of what an attacker might make.
+    and a random number.
     """
     key = Ed25519PrivateKey.generate()
     parts = {NameOID.COMMON_NAME: peer, NameOID.SERIAL_NUMBER: secrets.token_hex(SERIAL_BYTES)}
@@ -74,8 +72,8 @@ def make_certificate(
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(_moment(now - BACKDATED_SECONDS))
-        .not_valid_after(_moment(now + life))
-        .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
+        .not_valid_after(_moment(now + CERTIFICATE_LIFE_SECONDS))
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, None)
     )
     expires = certificate.not_valid_after_utc.timestamp()
@@ -85,11 +83,9 @@ def make_certificate(
 def check_certificate(der: bytes, peer: str, now: float) -> float:
     """Check that a stranger's certificate is one that `peer`'s daemon made for itself; return when it expires.
 
-    The name inside is what keeps a member from presenting another's certificate as its own and passing the other's
-    connections on as its own: only who holds the certificate's key could have signed that name.
-
-    Raises:
-        Refused: It is malformed, not Ed25519, not self-signed, another peer's, or not valid now.
+    The name inside keeps a member from presenting another's certificate as its own, and passing the other's connections
+    on as its own: only the holder of the certificate's key could have signed that name. Raises Refused if the
+    certificate is malformed, not Ed25519, not self-signed, another peer's, or not valid now.
     """
     try:
         certificate = x509.load_der_x509_certificate(der)
@@ -153,15 +149,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def issue(
-    identity: Identity,
-    certificate: OwnCertificate,
-    addresses: Sequence[tuple[str, int]],
-    now: float,
-    life: float = LIFE_SECONDS,
+    identity: Identity, certificate: OwnCertificate, addresses: Sequence[tuple[str, int]], now: float
 ) -> bytes:
     """Sign a credential; addresses that nobody would take are left out, and of those that do not fit the last ones."""
     told = [f"{host} {port}" for host, port in addresses if is_host(host)][:MAX_ADDRESSES]
-    expires = min(now + life, certificate.expires)
+    expires = min(now + LIFE_SECONDS, certificate.expires)
     while True:
         signed = _signed(identity.peer, certificate.der, tuple(told), expires)
         data = _encode(_Wire(certificate.der, tuple(told), expires, identity.sign(_DOMAIN, signed)))

@@ -101,8 +101,7 @@ async def secure(
         preface: What was agreed.
         dialler: Whether this side has dialled.
 
-    Raises:
-        Refused: The other side is not who it must be, refuses this side, or ends the connection.
+    Raises Refused if the other side is not the peer that it must be, refuses this side, or ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
     loop = asyncio.get_running_loop()
@@ -163,12 +162,7 @@ async def _read(connection: socket.socket, tls: TlsSession) -> None:
 async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:
     """Return a stream that proves and encrypts nothing; the caller has checked that it stays on this machine.
 
-    Args:
-        connection: Non-blocking, after the preface; it is taken over, and closed if this fails.
-        dialler: Whether this side has dialled.
-
-    Raises:
-        Refused: The other side ended the connection.
+    The connection is taken over as by `secure`. Raises Refused if the other side has ended it.
     """
     stream = PlainStream(socket.socket(fileno=connection.detach()))
     with _closed_if_refused(stream):

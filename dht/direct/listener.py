@@ -1,15 +1,18 @@
-"""The TCP port of direct channels: where others find it, and how many strangers may stand at the door at once."""
+"""The TCP port of direct channels: its addresses, its bound on strangers, and its answer to where they come from."""
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import ipaddress
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, TypeVar
+import struct
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 from equipoise.dht.address import ListenAddress, is_ip, is_loopback
 from equipoise.dht.dialpolicy import Place
+from equipoise.dht.direct.errors import Refused
+from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.sockets import prepare
 from equipoise.dht.limits import Tally
 from equipoise.dht.p2pd import ListenError, listen_error, with_port
@@ -20,7 +23,13 @@ BACKLOG = 128
 MAX_WAITING = 64
 """Most connections that have not proved who they are: each costs a descriptor, a task and some KB."""
 
-Guest = TypeVar("Guest")
+_ORIGIN_MAGIC = b"EQPM"
+_ORIGIN = struct.Struct("!4s16sH")
+ORIGIN_BYTES = _ORIGIN.size
+ORIGIN_QUESTION = _ORIGIN_MAGIC.ljust(PREFACE_BYTES, b"\0")
+"""First bytes of a connection that asks where it comes from. They have the size of a preface and get a shorter answer,
+in the clear: a peer is told no more than its own address, and nobody trusts it further than to be found there (libp2p's
+identify tells observed addresses likewise; RFC 8489, STUN, section 2)."""
 
 
 class Listener:
@@ -38,21 +47,17 @@ class Listener:
         """The addresses listened on, (host, port)."""
         return [one.socket.getsockname()[:2] for one in self._acceptors]
 
-    def start(self, wishes: Sequence[int] = ()) -> None:
-        """Begin to listen.
+    def start(self, wish: int) -> None:
+        """Begin to listen; where no port is named (port 0), at `wish` if that is free, else at any.
 
-        Args:
-            wishes: Ports to try, in order, for an address that names none (port 0), before the system draws one.
-
-        Raises:
-            ListenError: An address is taken or not this machine's.
+        Raises ListenError if an address is taken or not this machine's.
         """
         for address in self._wanted:
-            for port in () if address.port else wishes:
-                with contextlib.suppress(ListenError):
-                    self._listen(with_port(address, port))
-                    break
-            else:
+            try:
+                self._listen(address if address.port else with_port(address, wish))
+            except ListenError:
+                if address.port or not wish:
+                    raise
                 self._listen(address)
 
     def stop(self) -> None:
@@ -78,14 +83,10 @@ class Listener:
 
 
 def endpoints(hosts: Iterable[str], bound: Sequence[Place], *, forwarded: bool) -> list[Place]:
-    """Return where others reach listeners of this machine, best first.
+    """Return where others reach the listeners `bound` on this machine, best first.
 
+    The machine, or one that forwards ports here if `forwarded`, has the IP addresses and names `hosts`, best first.
     Hosts that only this machine reaches are left out if there are others: on another machine they are that machine.
-
-    Args:
-        hosts: IP addresses and names of this machine, best first.
-        bound: What is listened on, (host, port).
-        forwarded: Whether `hosts` are those of a machine that forwards ports here.
     """
     found = [(host, port) for host in hosts for own, port in bound if _serves(own, host, forwarded)]
     found += [(own, port) for own, port in bound if not ipaddress.ip_address(own).is_unspecified]
@@ -102,27 +103,26 @@ def _serves(own: str, host: str, forwarded: bool) -> bool:
     return forwarded or named == listening or listening.is_unspecified
 
 
-class Gate(Generic[Guest]):
+class Gate:
     """Strangers by the address that they come from. Sans IO.
 
     When it is full, the oldest stranger of the address that has the most goes: a flood from few addresses meets itself,
     and a peer at another address gets in. An honest handshake takes milliseconds; the oldest is slow or idle.
     """
 
-    def __init__(self, limit: int = MAX_WAITING) -> None:
-        self._limit = limit
-        self._waiting: dict[Guest, str] = {}
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, str] = {}
         self._counts = Tally()
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def enter(self, guest: Guest, address: str) -> Guest | None:
-        """Let `guest` of an IP address in; return who has to go for it, if anybody."""
+    def enter(self, guest: Hashable, address: str) -> Any:
+        """Let `guest` of an IP address in; return the guest that has to go for it, or None."""
         evicted, host = None, address
-        if ":" in address:  # What one customer has of IPv6 addresses: 2**64.
+        if ":" in address:  # One customer has 2**64 addresses of IPv6.
             host = str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
-        if len(self._waiting) >= self._limit:
+        if len(self._waiting) >= MAX_WAITING:
             most = max(self._counts.values())
             evicted = next(one for one, home in self._waiting.items() if self._counts[home] == most)
             self.leave(evicted)
@@ -130,8 +130,39 @@ class Gate(Generic[Guest]):
         self._counts[host] += 1
         return evicted
 
-    def leave(self, guest: Guest) -> None:
+    def leave(self, guest: Hashable) -> None:
         """Forget `guest`; idempotent."""
         host = self._waiting.pop(guest, None)
         if host is not None:
             self._counts.drop(host)
+
+
+def origin_answer(host: str, port: int) -> bytes:
+    """Return the `ORIGIN_BYTES` that tell an asker where it comes from; IPv4 as IPv6 maps it (RFC 4291, 2.5.5.2)."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    mapped = b"\0" * 10 + b"\xff\xff" + address.packed if address.version == 4 else address.packed
+    return _ORIGIN.pack(_ORIGIN_MAGIC, mapped, port)
+
+
+def parse_origin(data: bytes) -> tuple[str, int]:
+    """Return the address and port in an answer; raises Refused if it is none."""
+    if len(data) != ORIGIN_BYTES:
+        raise Refused("went away", f"expected {ORIGIN_BYTES} bytes, got {len(data)}")
+    magic, packed, port = _ORIGIN.unpack(data)
+    if magic != _ORIGIN_MAGIC or not port:
+        raise Refused("malformed preface", "it does not answer as a direct listener does")
+    address = ipaddress.IPv6Address(packed)
+    return str(address.ipv4_mapped or address), port
+
+
+async def ask_origin(connection: socket.socket) -> tuple[str, int]:
+    """Ask a direct listener, on a fresh connection, where that comes from; raises OSError if it does not answer."""
+    loop = asyncio.get_running_loop()
+    await loop.sock_sendall(connection, ORIGIN_QUESTION)
+    data = b""
+    while len(data) < ORIGIN_BYTES:
+        got = await loop.sock_recv(connection, ORIGIN_BYTES - len(data))
+        if not got:
+            break
+        data += got
+    return parse_origin(data)

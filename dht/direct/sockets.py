@@ -117,15 +117,9 @@ def wake_at(connection: socket.socket, count: int) -> None:
 
 
 async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda host: True) -> socket.socket:
-    """Connect to one address within `DIAL_SECONDS`.
+    """Connect to an IP address or name within `DIAL_SECONDS`; raises OSError if nobody answers, or it is not known.
 
-    Args:
-        host: IP address or name.
-        port: TCP port.
-        permits: Says whether the IP address that a name stands for may be dialled.
-
-    Raises:
-        OSError: Nobody answers, or the name is not known.
+    `permits` says whether the IP address that a name stands for may be dialled.
     """
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as failed:

@@ -63,13 +63,10 @@ class TlsSession:
 
     OpenSSL gets a record at a time, so that nothing of what follows TLS is lost in it, until the session is told to
     `stay` or to `leave`.
-
-    Args:
-        context: Whom to trust, and this side's certificate (`make_context`).
-        server: Whether this side accepts.
     """
 
     def __init__(self, context: SSL.Context, *, server: bool) -> None:
+        """`context` is from `make_context`; `server` is the side that accepts."""
         self._tls = SSL.Connection(context)
         if server:
             self._tls.set_accept_state()
@@ -121,8 +118,7 @@ class TlsSession:
     def open_into(self, view: memoryview) -> int:
         """Fill `view` from what was fed, as far as that goes; return how much.
 
-        Raises:
-            Refused: What was fed is not authentic, or the other side has ended TLS.
+        Raises Refused if what was fed is not authentic, or the other side has ended TLS.
         """
         read = self._tls.recv_into
         done, whole = 0, len(view)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
-from equipoise.dht.direct import handshake, stun
+from equipoise.dht.direct import handshake
 from equipoise.dht.direct.allowlist import Admitted, Allowlist
 from equipoise.dht.direct.credential import Presence, fingerprint_of
 from equipoise.dht.direct.errors import Refusals, Refused, Why
 from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
-from equipoise.dht.direct.listener import Gate, Listener, endpoints
-from equipoise.dht.direct.punched_channels import PunchedChannels
+from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
 from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
@@ -30,10 +30,84 @@ HANDSHAKE_SECONDS = 5.0
 """Longest handshake of a peer that dials this one, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
 """Longest wait of a dialling peer for its admission: its manifest comes here a moment later than to it."""
+PARKED_SECONDS = 600.0
+"""Longest time that a channel waits for a round; some rounds are minutes apart."""
 MAX_FAILURES = 1024
 """Most peers remembered with the reason why they could not be dialled: as many as are admitted."""
 DEFAULT_LAYER: Layer = "aead"
 """A quarter of the processor time of TLS' records: `aead` states figures, how sure they are, and when to choose TLS."""
+
+
+class PunchedChannels:
+    """Channels that were opened ahead of the round that will use them, through holes in NATs.
+
+    A round that is under way goes on as it began. The side that counts as the one that has dialled keeps the channel
+    until a round asks for one; the other side hands it on when the first byte comes through it.
+    """
+
+    def __init__(self, serve: Callable[[FramedChannel], Awaitable[None]]) -> None:
+        """`serve` takes over a channel that the other side has begun to use, and returns when that is over."""
+        self._serve = serve
+        self._kept: dict[str, tuple[FramedChannel, asyncio.Task[None]]] = {}
+        self._newest: dict[str, FramedChannel] = {}
+        self._tasks = TaskSet()
+
+    def park(self, channel: FramedChannel, *, dialled: bool) -> None:
+        """Keep a channel until it is taken (`dialled`) or used by the other side."""
+        self._newest = {peer: one for peer, one in self._newest.items() if not one.closed}
+        self._newest[channel.peer] = channel
+        task = self._tasks.spawn(self._keep(channel) if dialled else self._hold(channel))
+        if dialled:
+            before, _ = self._kept.get(channel.peer, (None, None))
+            self._kept[channel.peer] = channel, task
+            if before is not None:
+                before.close()
+
+    def keeps(self, peer: str) -> bool:
+        """Whether a channel to `peer` can be taken."""
+        return peer in self._kept
+
+    def open(self, peer: str) -> bool:
+        """Whether a punched channel with `peer` is open, in use or not."""
+        channel = self._newest.get(peer)
+        return channel is not None and not channel.closed
+
+    async def take(self, peer: str) -> FramedChannel | None:
+        """Return the channel to `peer` that is kept, for good; None if there is none or it has broken."""
+        channel, watch = self._kept.pop(peer, (None, None))
+        if channel is None or watch is None:
+            return None
+        # One task at a time may wait for its bytes.
+        watch.cancel()
+        try:
+            await asyncio.wait({watch})
+        except asyncio.CancelledError:
+            channel.close()
+            raise
+        return None if channel.closed else channel
+
+    async def stop(self) -> None:
+        """Keep nothing any more; idempotent. Channels are closed by whoever counts them."""
+        await self._tasks.stop()
+
+    async def _keep(self, channel: FramedChannel) -> None:
+        # The other side speaks only when spoken to: whatever comes, it is the end.
+        await self._first_byte(channel)
+        if self._kept.get(channel.peer, (None, None))[0] is channel:
+            del self._kept[channel.peer]
+        channel.close()
+
+    async def _hold(self, channel: FramedChannel) -> None:
+        if await self._first_byte(channel):
+            await self._serve(channel)
+        channel.close()
+
+    async def _first_byte(self, channel: FramedChannel) -> bool:
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            async with asyncio.timeout(PARKED_SECONDS):
+                await channel.wait_readable()
+                return True
+        return False
 
 
 class DirectTransport:
@@ -64,8 +138,7 @@ class DirectTransport:
             clock: Tells the swarm's time, seconds since 1970, by which credentials expire.
             policy: Says which addresses of credentials are dialled, and how often.
 
-        Raises:
-            ValueError: Unencrypted channels are to be listened for where other machines reach them.
+        Raises ValueError if unencrypted channels are to be listened for where other machines reach them.
         """
         if layer == "plain" and not all(is_loopback(one.host) for one in listen):
             raise ValueError("channels without encryption are for measurements on loopback addresses only")
@@ -77,7 +150,7 @@ class DirectTransport:
         self._allowlist = Allowlist(clock)
         self._listener = Listener(listen, self._accept)
         self._refusals = Refusals()
-        self._gate: Gate[asyncio.Task[None]] = Gate()
+        self._gate = Gate()
         self.channels = OpenChannels()
         self._failures: LruDict[str, str] = LruDict(MAX_FAILURES)
         self.punched = PunchedChannels(self.channels.handle)
@@ -130,18 +203,13 @@ class DirectTransport:
         """Run `handler` in a task of its own for every accepted channel; None stops accepting."""
         self.channels.handler = handler
 
-    def start(self, wishes: Sequence[int] = ()) -> None:
-        """Begin to listen, at `wishes` first where no port is named; raises ListenError if an address is not free."""
-        self._listener.start(wishes)
+    def start(self, wish: int = 0) -> None:
+        """Begin to listen, at port `wish` if it is free where none is named; raises ListenError as `Listener.start`."""
+        self._listener.start(wish)
         self.tell(host for host, _ in self._listener.bound)
 
     def tell(self, hosts: Iterable[str], *, forwarded: bool = False) -> None:
-        """Tell others that this machine is reached at these hosts, best first.
-
-        Args:
-            hosts: IP addresses and names.
-            forwarded: Whether they are those of a machine that forwards ports here.
-        """
+        """Tell others that this machine, or one that forwards ports here, is reached at these hosts, best first."""
         self._presence.tell(endpoints(hosts, self._listener.bound, forwarded=forwarded))
 
     async def stop(self) -> None:
@@ -198,14 +266,8 @@ class DirectTransport:
     ) -> FramedChannel:
         """Make a connection that both sides have opened at once a channel, as if one had dialled the other.
 
-        Args:
-            peer: Who must be at the other end.
-            connection: Non-blocking; it is taken over, and closed if this fails.
-            address: Of the other end.
-            dialled: Whether this side counts as the one that has.
-
-        Raises:
-            ConnectionError: It is not who it must be, was not admitted, or went away.
+        The connection, non-blocking, with `peer` at `address`, is taken over. This side counts as the one that has
+        `dialled`, or the other does. Raises ConnectionError if another peer is there, it was not admitted, or goes.
         """
         try:
             keep_alive(connection)
@@ -260,8 +322,8 @@ class DirectTransport:
         try:
             async with asyncio.timeout(HANDSHAKE_SECONDS):
                 opening = await handshake.receive_opening(connection)
-                if opening == stun.QUESTION:
-                    await asyncio.get_running_loop().sock_sendall(connection, stun.encode_answer(*address))
+                if opening == ORIGIN_QUESTION:
+                    await asyncio.get_running_loop().sock_sendall(connection, origin_answer(*address))
                     return
                 if self.channels.handler is None:
                     return

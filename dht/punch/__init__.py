@@ -1,6 +1,6 @@
 """Holes through NATs: two peers that nobody can dial open a direct channel to each other.
 
-Both learn from public peers where their connections come from (`port`), tell each other over the relayed stream that
+Both learn from public peers where their connections come from, tell each other over the relayed stream that
 they have, and open one TCP connection from both ends at once, so that each router takes the other's packets for answers
 (Ford, Srisuresh and Kegel 2005, "Peer-to-Peer Communication Across Network Address Translators", section 4). When to
 begin is agreed as in libp2p's DCUtR (libp2p specs, relay/DCUtR.md): `machine` decides, `puncher` acts. What

@@ -100,16 +100,14 @@ class Punch:
     """One side of one attempt.
 
     Attributes:
-        deadline: When `Tick` is due, in the caller's time.
-        tries: How many were begun.
-        finished: Whether it is over; nothing is to be handled then.
+        deadline: When `Tick` is due, in the caller's time; infinity once it is over, when nothing is to be handled.
+        tries: Number of tries that were begun.
     """
 
     def __init__(self, begins: bool) -> None:
         """`begins` for the side that speaks first."""
         self.deadline = float("inf")
         self.tries = 0
-        self.finished = False
         self._begins = begins
         self._phase: Phase = "measuring"
         self._awaited: type[messages.Message] = Candidates
@@ -238,7 +236,7 @@ class Punch:
         return self._missed or f"nobody answered at {sought}"
 
     def _finish(self, reason: str, told: str | None = None, tell: bool = True) -> list[Action]:
-        self.finished, self.deadline = True, float("inf")
+        self.deadline = float("inf")
         tell = tell and (self._begins or bool(reason))
         words = (reason if told is None else told)[: messages.MAX_REASON_CHARACTERS]
         last: list[Action] = [Say(messages.End(words))] if tell else []

@@ -50,14 +50,10 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 
 
 def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Candidates:
-    """Return this peer's places by what public peers have said.
+    """Return this peer's places: those that public peers have `seen` its connections come from, and those `inside`.
 
     Most observers must agree on the address: a single lying observer could have peers connect to any host. Raises
     ConnectionError, and why, if they have said nothing, or do not agree.
-
-    Args:
-        seen: Where each of them saw a connection come from; all left from one local port.
-        inside: That port's own addresses.
     """
     seen = list(seen)
     # A neighbour sees what is inside, which helps nobody beyond the router.

@@ -14,16 +14,16 @@ import logging
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
-from equipoise.dht.dialer import Dialer, Unreached
+from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import IdentityError, load_or_create
 from equipoise.dht.limits import LruDict, backoff
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
-from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
+from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.relay.messages import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import PROTOCOL_VERSION
@@ -61,6 +61,10 @@ class RelayError(Exception):
     """A relay gives no place, or is of no use; the message says why."""
 
 
+REFUSALS = RelayError, ConnectionError, Malformed
+"""Errors for which a relay is not used."""
+
+
 @dataclass(frozen=True)
 class Held:
     """A place at a relay that has passed its trial.
@@ -83,7 +87,7 @@ class Unfit:
     Attributes:
         reason: Why, one line.
         retry: When to try it again, on the monotonic clock.
-        delay: How long that was from the failure.
+        delay: Seconds from the failure to `retry`.
     """
 
     reason: str
@@ -119,12 +123,12 @@ class RelayClient:
 
     @property
     def reason(self) -> str:
-        """What relays there are, or why there is none, in one line."""
-        if self.held:
-            return ", ".join(f"relay {_short(relay)}: {held.trial}" for relay, held in self.held.items())
-        if self.refused:
-            return ", ".join(f"relay {_short(relay)}: {one.reason}" for relay, one in self.refused.items())
-        return "no peer that it has met relays for others (--relay)"
+        """The relays there are, or why there is none, in one line."""
+        found = {relay: held.trial for relay, held in self.held.items()}
+        found = found or {relay: unfit.reason for relay, unfit in self.refused.items()}
+        # The beginnings of PeerIDs are alike.
+        told = ", ".join(f"relay ..{relay[-8:]}: {how}" for relay, how in found.items())
+        return told or "no peer that it has met relays for others (--relay)"
 
     async def run(self) -> None:
         """Find relays and keep them, until cancelled."""
@@ -159,14 +163,15 @@ class RelayClient:
                 await self._attempt(relay, refused)
 
     async def _renew(self, relay: str, held: Held) -> None:
+        failure = ""
         try:
             await self._reserve(relay)
-        except RelayError as error:
-            if self.held.get(relay) is held:
-                self._drop(relay, str(error), FIRST_RETRY_SECONDS)
-        else:
-            if self.held.get(relay) is held:
-                self.held[relay] = Held(held.address, time.monotonic(), held.trial)
+        except REFUSALS as error:
+            failure = str(error)
+        if self.held.get(relay) is held:
+            self.held[relay] = replace(held, since=time.monotonic())
+            if failure:
+                self._drop(relay, failure, FIRST_RETRY_SECONDS)
 
     async def _attempt(self, relay: str, before: Unfit | None) -> None:
         era = self._era
@@ -175,7 +180,7 @@ class RelayClient:
             trial = await self._trials.conduct(address)
             if era != self._era:
                 raise RelayError("p2pd was started again meanwhile")
-        except RelayError as error:
+        except REFUSALS as error:
             delay = backoff(before.delay if before else 0.0, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
             self.refused[relay] = Unfit(str(error), time.monotonic() + delay, delay)
             self._pause_until = time.monotonic() + GAP_SECONDS
@@ -194,11 +199,8 @@ class RelayClient:
 
     async def _place(self, relay: str) -> Address:
         """Take a place at `relay`; return this peer's address there."""
-        try:
-            await self._dialer.reach(relay)
-            await self._dialer.refresh()
-        except (Unreached, P2pdClientError) as error:
-            raise RelayError(str(error)) from error
+        await self._dialer.reach(relay)
+        await self._dialer.refresh()
         limit = await self._reserve(relay)
         if 0 < limit.bytes < TRIAL_BYTES:
             raise RelayError(f"it says that it cuts connections after {limit.bytes} bytes")
@@ -219,28 +221,19 @@ class RelayClient:
         try:
             async with asyncio.timeout(RESERVE_SECONDS):
                 stream = await self._link.open_stream(relay, HOP_PROTOCOL, RESERVE_SECONDS)
-                try:
+                with contextlib.closing(stream):
                     await send(stream, Hop(kind=Kind.RESERVE))
                     answer = await receive(stream, Hop)
-                finally:
-                    stream.close()
         except TimeoutError:
             raise RelayError(f"no answer within {RESERVE_SECONDS:.0f} s") from None
-        except (ConnectionError, Malformed) as error:
-            raise RelayError(str(error)) from error
         if answer.kind != Kind.STATUS or answer.status != Status.OK:
             raise RelayError(f"it gives no place: {describe(answer.status)}")
         return answer.limit
 
 
-def _short(peer: str) -> str:
-    """The end of a PeerID; the beginnings are alike."""
-    return f"..{peer[-8:]}"
-
-
 @dataclass
 class _Transfer:
-    """The one under way: PeerID of the peer that sends, bytes that have arrived."""
+    """The trial under way: PeerID of the peer that sends, bytes that have arrived."""
 
     peer: str
     received: int = 0
@@ -304,7 +297,7 @@ class Trials:
 
 @contextlib.asynccontextmanager
 async def _attached(options: P2pdOptions) -> AsyncIterator[P2pdClient]:
-    """A p2pd of its own for the while; raises P2pdError if it does not start, LinkError if it does not answer."""
+    """A p2pd of its own for the while; raises P2pdError or P2pdClientError."""
     p2pd, link = await P2pd.start(options), P2pdClient(options.control)
     try:
         await link.attach({})

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from dataclasses import dataclass
 
 import base58
 
@@ -21,8 +20,6 @@ from equipoise.dht.state import RelayStatus
 from equipoise.dht.streams import Stream, StreamClosed, closed_on_failure
 from equipoise.dht.tasks import end
 
-DEFAULT_BANDWIDTH = 12.5e6
-"""Bytes per second, 100 Mbit/s: each comes in once and goes out once; a favour should not take a whole uplink."""
 MAX_RESERVATIONS = 128
 """go-libp2p's own default."""
 MAX_CIRCUITS = 64
@@ -41,19 +38,6 @@ CHUNK_BYTES = 64 * 1024
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RelayRules:
-    """Bounds on the relaying of this daemon.
-
-    Attributes:
-        bandwidth: Bytes a second of all circuits together, both directions.
-        circuit_bytes: Most that one circuit may carry in each direction before it is cut; 0: anything.
-    """
-
-    bandwidth: float = DEFAULT_BANDWIDTH
-    circuit_bytes: int = 0
-
-
 class RequestRefused(Exception):
     """A request is refused; the message says why, `status` is the answer."""
 
@@ -63,13 +47,16 @@ class RequestRefused(Exception):
 
 
 class RelayService:
-    """Answers `HOP_PROTOCOL` in p2pd's place; without rules it refuses everybody."""
+    """Answers `HOP_PROTOCOL` in p2pd's place.
 
-    def __init__(self, link: P2pdClient, dialer: Dialer, rules: RelayRules | None) -> None:
+    All circuits together carry `bandwidth` bytes a second, both directions; without a bandwidth it refuses everybody.
+    """
+
+    def __init__(self, link: P2pdClient, dialer: Dialer, bandwidth: float | None) -> None:
         self._link = link
         self._dialer = dialer
-        self._rules = rules
-        self._bucket = TokenBucket(rules.bandwidth if rules else 1.0)
+        self._bandwidth = bandwidth
+        self._bucket = TokenBucket(bandwidth or 1.0)
         self._reserved: dict[str, float] = {}
         self._circuits = Tally()
         self._bytes = 0
@@ -81,9 +68,9 @@ class RelayService:
 
     def status(self) -> RelayStatus | None:
         """Return a snapshot; None if this peer does not relay."""
-        if self._rules is None:
+        if self._bandwidth is None:
             return None
-        return RelayStatus(self._rules.bandwidth, len(self._reserved), self._open, self._bytes, self._refused)
+        return RelayStatus(self._bandwidth, len(self._reserved), self._open, self._bytes, self._refused)
 
     async def handle(self, peer: str, relayed: bool, stream: Stream) -> None:
         """Serve one request of `peer`; raises ConnectionError if it or p2pd goes away, TimeoutError if it is silent."""
@@ -100,21 +87,21 @@ class RelayService:
                 request = await messages.receive(stream, Hop)
         except Malformed as error:
             raise RequestRefused(Status.MALFORMED_MESSAGE, str(error)) from None
-        if self._rules is None or relayed:
+        if self._bandwidth is None or relayed:
             why = "it is relayed itself" if relayed else "this peer does not relay"
             raise RequestRefused(Status.PERMISSION_DENIED, why)
         if request.kind == Kind.RESERVE:
-            await self._reserve(peer, stream, self._rules)
+            await self._reserve(peer, stream)
         elif request.kind == Kind.CONNECT:
             target = base58.b58encode(request.peer.id[:64]).decode()
             self._check(peer, target)
             # Counted before anything is waited for: whoever asks many times at once gets no more.
             with self._circuits.counting(peer, target):
-                await self._carry(peer, target, stream, self._rules)
+                await self._carry(peer, target, stream)
         else:
             raise RequestRefused(Status.UNEXPECTED_MESSAGE, f"kind {request.kind}")
 
-    async def _reserve(self, peer: str, stream: Stream, rules: RelayRules) -> None:
+    async def _reserve(self, peer: str, stream: Stream) -> None:
         now = time.monotonic()
         self._reserved = {one: until for one, until in self._reserved.items() if until > now}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
@@ -127,7 +114,7 @@ class RelayService:
         _log.info("relaying for %s", peer)
         # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
         expires = {"expires": 2**40}
-        answer = Hop(kind=Kind.STATUS, reservation=expires, limit=_limit(rules), status=Status.OK)
+        answer = Hop(kind=Kind.STATUS, reservation=expires, status=Status.OK)
         await messages.send(stream, answer)
 
     def _check(self, peer: str, target: str) -> None:
@@ -142,19 +129,19 @@ class RelayService:
         if self._reserved.get(target, 0.0) < time.monotonic():
             raise RequestRefused(Status.NO_RESERVATION, f"{target} has not asked for it")
 
-    async def _carry(self, peer: str, target: str, stream: Stream, rules: RelayRules) -> None:
+    async def _carry(self, peer: str, target: str, stream: Stream) -> None:
         if target not in await self._dialer.refresh():
             self._reserved.pop(target, None)
             raise RequestRefused(Status.NO_RESERVATION, f"{target} is not connected")
         try:
-            other = await self._call(peer, target, rules)
+            other = await self._call(peer, target)
         except (ConnectionError, Malformed, TimeoutError) as error:
             why = str(error) or f"{target} does not answer within {ANSWER_SECONDS:.0f} s"
             raise RequestRefused(Status.CONNECTION_FAILED, why) from None
         with contextlib.closing(other):
-            await messages.send(stream, Hop(kind=Kind.STATUS, limit=_limit(rules), status=Status.OK))
+            await messages.send(stream, Hop(kind=Kind.STATUS, status=Status.OK))
             ways = ((stream, other), (other, stream))
-            pumps = [asyncio.create_task(self._pump(*way, rules)) for way in ways]
+            pumps = [asyncio.create_task(self._pump(*way)) for way in ways]
             try:
                 done, _ = await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
                 why = next(iter(done)).result()
@@ -162,37 +149,30 @@ class RelayService:
                 await end(pumps)
             _log.info("the circuit from %s to %s has ended: %s", peer, target, why)
 
-    async def _call(self, peer: str, target: str, rules: RelayRules) -> Stream:
+    async def _call(self, peer: str, target: str) -> Stream:
         """Open the half of a circuit that leads to `target`; raises an error if `target` does not agree."""
         caller = {"id": base58.b58decode(peer)}
         with closed_on_failure(
             await self._link.open_stream(target, messages.STOP_PROTOCOL, ANSWER_SECONDS)
         ) as other:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await messages.send(other, Stop(kind=StopKind.CONNECT, peer=caller, limit=_limit(rules)))
+                await messages.send(other, Stop(kind=StopKind.CONNECT, peer=caller))
                 answer = await messages.receive(other, Stop)
             if answer.status != Status.OK:
                 raise P2pdClientError(f"{target} answers: {messages.describe(answer.status)}")
         return other
 
-    async def _pump(self, source: Stream, sink: Stream, rules: RelayRules) -> str:
+    async def _pump(self, source: Stream, sink: Stream) -> str:
         """Carry bytes one way until that ends; return why."""
-        chunk, left = memoryview(bytearray(CHUNK_BYTES)), rules.circuit_bytes or float("inf")
+        chunk = memoryview(bytearray(CHUNK_BYTES))
         try:
-            while left > 0:
+            while True:
                 async with asyncio.timeout(IDLE_SECONDS):
-                    count = await source.receive_some(chunk[: int(min(left, CHUNK_BYTES))])
+                    count = await source.receive_some(chunk)
                 await self._bucket.take(count)
                 await sink.send(chunk[:count])
                 self._bytes += count
-                left -= count
         except TimeoutError:
             return f"nothing came for {IDLE_SECONDS:.0f} s"
         except StreamClosed as error:
             return str(error)
-        return f"it has carried {rules.circuit_bytes} bytes, the most allowed"
-
-
-def _limit(rules: RelayRules) -> dict[str, int] | None:
-    # None at all where nothing is bounded: libp2p opens no ordinary streams on connections that have a limit.
-    return {"bytes": rules.circuit_bytes} if rules.circuit_bytes else None

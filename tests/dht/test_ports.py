@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from pathlib import Path
@@ -18,30 +19,26 @@ ANY = (parse_listen("/ip4/127.0.0.1/tcp/0"),)
 
 
 def test_a_wished_port_is_taken_and_the_next_daemon_draws_another(unused_port: int) -> None:
-    first = claim(ANY, [unused_port])
-    second = claim(ANY, [unused_port])
-    try:
-        assert first.listen[0].text == f"/ip4/127.0.0.1/tcp/{unused_port}"
-        assert first.drawn == unused_port
-        assert second.drawn not in (0, unused_port)
-    finally:
-        first.release()
-        second.release()
-    third = claim(ANY, [unused_port])
-    third.release()
-    assert third.drawn == unused_port
+    with contextlib.ExitStack() as locks:
+        [first] = claim(ANY, unused_port, locks)
+        [second] = claim(ANY, unused_port, locks)
+        assert first.text == f"/ip4/127.0.0.1/tcp/{unused_port}"
+        assert first.port == unused_port
+        assert second.port not in (0, unused_port)
+    with contextlib.ExitStack() as locks:
+        [third] = claim(ANY, unused_port, locks)
+    assert third.port == unused_port
 
 
 def test_a_port_that_is_named_is_taken_or_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         named = parse_listen(f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}")
         with pytest.raises(ListenError, match="Address already in use"):
-            claim([named], [])
-    first = claim([named], [])
-    assert (first.listen, first.drawn) == ((named,), 0)
-    with pytest.raises(ListenError, match="another daemon is taking the same port"):
-        claim([*ANY, named], [])
-    first.release()
+            claim([named], 0, contextlib.ExitStack())
+    with contextlib.ExitStack() as locks:
+        assert claim([named], 0, locks) == (named,)
+        with pytest.raises(ListenError, match="another daemon is taking the same port"):
+            claim([*ANY, named], 0, locks)
 
 
 def test_ports_survive_in_the_home(tmp_path: Path) -> None:

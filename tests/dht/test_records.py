@@ -122,7 +122,6 @@ def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) ->
         {"reason": "x" * 201},
         {"run": "x" * 129},
         {"run": ""},
-        {"program": "x" * 65},
         {"spec": "x" * 129},
         {"addresses": ("/a",) * 5},
         {"addresses": ("/" * 513,)},

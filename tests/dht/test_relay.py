@@ -30,10 +30,13 @@ from equipoise.dht.relay.messages import (
     describe,
     receive,
 )
-from equipoise.dht.relay.service import RelayRules
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.streams import StreamClosed, receive_message, send_message
 from equipoise.dht.swarm import Swarm
+from fakes.cutting import cutting
+
+RATE = 12.5e6
+"""Bytes a second that a relay carries."""
 
 P2PD_ANSWER = bytes.fromhex("0802" + "1a0a0880c486d80612020102" + "220608781080800828" + "64")
 """p2pd's own answer to a reservation, its addresses and voucher cut short: 2 minutes and 128 KiB."""
@@ -132,7 +135,7 @@ def relayed(member: Swarm) -> bool:
 
 
 async def test_members_in_client_mode_reach_each_other_through_a_relay(members, until) -> None:
-    relay = await members.start("relay", relay=RelayRules())
+    relay = await members.start("relay", relay=RATE)
     first = await members.start("first", join=relay.addresses, client_mode=True)
     second = await members.start("second", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(first) and relayed(second))
@@ -156,7 +159,7 @@ async def test_members_in_client_mode_reach_each_other_through_a_relay(members, 
 
 
 async def test_a_relayed_member_survives_its_p2pd(members, until) -> None:
-    relay = await members.start("relay", relay=RelayRules())
+    relay = await members.start("relay", relay=RATE)
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(hidden))
     os.kill(hidden.status().p2pd_pid, signal.SIGKILL)
@@ -176,34 +179,31 @@ async def test_nobody_relays_unasked(members, until) -> None:
     assert public.status().reach.relaying is None
 
 
-@pytest.mark.parametrize("honest", [True, False])
-async def test_a_relay_that_cuts_is_not_used(members, until, monkeypatch, honest: bool) -> None:
-    if not honest:
-        monkeypatch.setattr(service, "_limit", lambda rules: None)
-    relay = await members.start("relay", relay=RelayRules(circuit_bytes=128 * 1024))
+async def test_a_relay_that_cuts_is_not_used(members, until, monkeypatch) -> None:
+    monkeypatch.setattr(service.RelayService, "_pump", cutting(128 * 1024))
+    relay = await members.start("relay", relay=RATE)
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
-    why = "cuts connections after 131072 bytes" if honest else "the relay cut the connection"
-    await until(lambda: why in hidden.status().reach.reason)
+    await until(lambda: "the relay cut the connection" in hidden.status().reach.reason)
     assert hidden.status().reach.state == "unreachable"
     assert hidden.addresses == []
 
 
 async def test_p2pds_own_relay_is_not_used(members, until, monkeypatch) -> None:
-    attach = StreamListener.attach
+    send_streams = P2pdClient.send_streams
 
-    async def leave_relaying_to_p2pd(self: StreamListener, link: P2pdClient) -> None:
-        if self._protocol != HOP_PROTOCOL:
-            await attach(self, link)
+    async def leave_relaying_to_p2pd(self: P2pdClient, listener: StreamListener) -> None:
+        if listener.protocol != HOP_PROTOCOL:
+            await send_streams(self, listener)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StreamListener, "attach", leave_relaying_to_p2pd)
-        relay = await members.start("relay", relay=RelayRules())
+        patch.setattr(P2pdClient, "send_streams", leave_relaying_to_p2pd)
+        relay = await members.start("relay", relay=RATE)
     hidden = await members.start("hidden", join=relay.addresses, client_mode=True)
     await until(lambda: "cuts connections after 131072 bytes" in hidden.status().reach.reason)
 
 
 async def test_a_relay_leads_only_to_those_who_asked(members, until) -> None:
-    relay = await members.start("relay", relay=RelayRules())
+    relay = await members.start("relay", relay=RATE)
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
 
@@ -225,7 +225,7 @@ async def test_a_relay_leads_only_to_those_who_asked(members, until) -> None:
 
 
 async def test_members_find_out_whether_they_can_be_dialled(members, until) -> None:
-    first = await members.start("first", relay=RelayRules())
+    first = await members.start("first", relay=RATE)
     second = await members.start("second", join=first.addresses)
     # Says that it listens where it does not, as one behind a NAT does.
     wrong = await members.start("wrong", join=first.addresses, announce=("/ip4/127.0.0.1/tcp/9",))
@@ -267,7 +267,7 @@ async def test_nobody_is_dialled_back_without_end(members, until) -> None:
 
 async def test_who_says_nothing_to_a_relay_is_let_go(members, until, monkeypatch) -> None:
     monkeypatch.setattr(service, "ANSWER_SECONDS", 0.2)
-    relay = await members.start("relay", relay=RelayRules())
+    relay = await members.start("relay", relay=RATE)
     client = await members.start("client", join=relay.addresses, client_mode=True)
     await until(lambda: relayed(client))
     listener = relay._reach.listeners[0]

@@ -20,7 +20,6 @@ from equipoise.dht.relay.service import (
     CHUNK_BYTES,
     MAX_CIRCUITS,
     MAX_CIRCUITS_PER_PEER,
-    RelayRules,
     RelayService,
 )
 from equipoise.dht.state import RelayStatus
@@ -36,8 +35,8 @@ MUCH = 64 * CHUNK_BYTES
 class Relay:
     """A relay service whose p2pd is made up; every stream is one end of a socket pair."""
 
-    def __init__(self, rules: RelayRules) -> None:
-        self.service = RelayService(self, self, rules)  # type: ignore[arg-type]
+    def __init__(self, bandwidth: float) -> None:
+        self.service = RelayService(self, self, bandwidth)  # type: ignore[arg-type]
         self.called: asyncio.Queue[Stream] = asyncio.Queue()
         self.ends: list[Stream] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -107,13 +106,13 @@ class Clock:
 
 @pytest.fixture
 async def relay(request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
-    relay = Relay(getattr(request, "param", RelayRules()))
+    relay = Relay(getattr(request, "param", 12.5e6))
     await answer(await relay.ask(TARGET, Hop(kind=Kind.RESERVE)))
     yield relay
     await relay.close()
 
 
-@pytest.mark.parametrize("relay", [RelayRules(bandwidth=RATE)], indirect=True)
+@pytest.mark.parametrize("relay", [RATE], indirect=True)
 async def test_both_directions_together_are_carried_as_fast_as_allowed_and_no_faster(
     relay: Relay, until, monkeypatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,13 +26,14 @@ LISTEN = ["--listen", "/ip4/0.0.0.0/tcp/4001"]
 VALUES = 200_000
 ROUNDS = 20
 
-CUTTING = """
+CUTTING = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[1])!r})
 from equipoise.dht.relay import service
 from equipoise.peer.cli import main
+from fakes.cutting import cutting
 
-# Cuts every circuit after so many bytes, and says nothing of it.
-service._limit = lambda rules: None
-service.RelayRules.__init__.__defaults__ = (12.5e6, %d)
+service.RelayService._pump = cutting(%d)
 main()
 """
 

@@ -17,7 +17,14 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
 from equipoise.dht.direct import allowlist, credential, handshake, transport
-from equipoise.dht.direct.credential import OwnCertificate, fingerprint_of, issue, make_certificate, parse
+from equipoise.dht.direct.credential import (
+    CERTIFICATE_LIFE_SECONDS,
+    OwnCertificate,
+    fingerprint_of,
+    issue,
+    make_certificate,
+    parse,
+)
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import Preface, parse_preface
 from equipoise.dht.direct.streams import PlainStream
@@ -141,9 +148,12 @@ async def test_a_copy_of_a_members_certificate_with_another_key_is_refused(peers
     assert target.status().channels == 0
 
 
-async def test_a_member_that_is_an_authority_vouches_for_nobody(peers, dial, layer) -> None:
+async def test_a_member_that_is_an_authority_vouches_for_nobody(peers, dial, layer, monkeypatch) -> None:
     target, member = peers.make("target", layer), peers.identity("member")
-    authority = make_certificate(member.peer, time.time(), authority=True)
+    rights = x509.BasicConstraints(ca=True, path_length=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(x509, "BasicConstraints", lambda ca, path_length: rights)
+        authority = make_certificate(member.peer, time.time())
     target.admit(member.peer, forge(peers, "member", (), authority))
     name = x509.load_der_x509_certificate(authority.der).subject
     key = Ed25519PrivateKey.generate()
@@ -170,7 +180,7 @@ async def test_equal_subjects_do_not_matter(peers, dial, layer, monkeypatch) -> 
 async def test_an_expired_credential_is_refused(peers, monkeypatch) -> None:
     first, second = peers.pair()
     with pytest.raises(ValueError, match="expired"):
-        first.admit(second.peer, forge(peers, "second", [], life=-1.0))
+        first.admit(second.peer, forge(peers, "second", [], now=time.time() - 8 * 86400))
     monkeypatch.setattr(first._allowlist, "_clock", lambda: time.time() + 8 * 86400)
     with pytest.raises(ValueError, match="expired"):
         first.admit(second.peer, second.credential)
@@ -181,16 +191,15 @@ async def test_an_expired_credential_is_refused(peers, monkeypatch) -> None:
 
 async def test_an_expired_certificate_is_refused(peers, dial, layer) -> None:
     member, target = peers.pair(layer)
-    old = make_certificate(member.peer, time.time() - 7200, life=3600.0)
+    old = make_certificate(member.peer, time.time() - CERTIFICATE_LIFE_SECONDS - 60)
     with pytest.raises(ValueError, match="not valid at this time"):
         target.admit(
             member.peer, forge(peers, "first", (), dataclasses.replace(old, expires=time.time() + 60))
         )
     # TLS refuses it as well, should it expire between admission and connection.
     known = target._allowlist[member.peer]
-    target._allowlist[member.peer] = allowlist.Admitted(
-        dataclasses.replace(known.credential, certificate=old.der), fingerprint_of(old.der)
-    )
+    credential = dataclasses.replace(known.credential, certificate=old.der)
+    target._allowlist[member.peer] = allowlist.Admitted(known.signed, credential, fingerprint_of(old.der))
     await turned_away(dial, member.peer, target, old, layer)
     assert refused(target) == {"expired": 2}
 
@@ -253,11 +262,11 @@ async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, diall
     assert [stream.closed for stream in made] == [True]
 
 
-def forge(peers, name: str, where, own: OwnCertificate | None = None, life: float = 3600.0) -> bytes:
+def forge(peers, name: str, where, own: OwnCertificate | None = None, now: float = 0.0) -> bytes:
     """A credential of the identity `name` with whatever certificate and addresses."""
     identity = peers.identity(name)
     own = own or make_certificate(identity.peer, time.time())
-    return issue(identity, own, where, time.time(), life)
+    return issue(identity, own, where, now or time.time())
 
 
 def certificate_of(peer) -> bytes:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.dht.direct import transport
+from equipoise.dht.direct import listener, transport
 from equipoise.dht.direct.errors import Refusals, Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import MAX_WAITING, Gate
@@ -25,8 +25,9 @@ GROWTH_BYTES = 32 * 1024 * 1024
 """Far above what 3,000 strangers leave behind, far below what they would if each left a buffer."""
 
 
-def test_the_oldest_of_the_greediest_address_goes() -> None:
-    gate: Gate[int] = Gate(4)
+def test_the_oldest_of_the_greediest_address_goes(monkeypatch) -> None:
+    monkeypatch.setattr(listener, "MAX_WAITING", 4)
+    gate = Gate()
     assert [gate.enter(guest, host) for guest, host in enumerate("aabc")] == [None] * 4
     assert gate.enter(4, "d") == 0
     assert gate.enter(5, "b") == 1
@@ -36,8 +37,9 @@ def test_the_oldest_of_the_greediest_address_goes() -> None:
     assert len(gate) == 0
 
 
-def test_one_network_of_ipv6_is_one_address() -> None:
-    gate: Gate[int] = Gate(3)
+def test_one_network_of_ipv6_is_one_address(monkeypatch) -> None:
+    monkeypatch.setattr(listener, "MAX_WAITING", 3)
+    gate = Gate()
     for guest, host in enumerate(("192.0.2.1", "2001:db8::1", "2001:db8::2%eth0")):
         gate.enter(guest, host)
     assert gate.enter(3, "192.0.2.1") == 1

@@ -9,8 +9,7 @@ import pytest
 
 from equipoise.dht.punch import machine, puncher
 from equipoise.dht.punch.messages import PUNCH_PROTOCOL, End, decode
-from equipoise.dht.punch.port import SharedPort
-from equipoise.dht.relay.service import RelayRules
+from equipoise.dht.punch.puncher import SharedPort
 from equipoise.dht.streams import receive_message
 from equipoise.dht.swarm import Swarm
 
@@ -43,7 +42,7 @@ async def knows_another(member: Swarm) -> bool:
 async def trio(members, until, monkeypatch) -> Trio:
     monkeypatch.setattr(puncher, "CHECK_SECONDS", 0.01)
     monkeypatch.setattr(puncher, "PATIENCE_SECONDS", 0.0)
-    relay = await members.start("relay", relay=RelayRules())
+    relay = await members.start("relay", relay=12.5e6)
     elsewhere = {"join": relay.addresses, "announce": ("/ip4/127.0.0.1/tcp/9",)}
     hidden = await asyncio.gather(*(members.start(name, **elsewhere) for name in ("a", "b")))
     for member in hidden:

@@ -66,7 +66,7 @@ class Meeting:
                 self.now, _, side, event = heapq.heappop(self._due)
             else:
                 self.now, event = machine.deadline, Tick()
-            if not self.machines[side].finished:
+            if self.machines[side].deadline < float("inf"):
                 self._perform(side, self.machines[side].handle(event, self.now))
         return self.reasons
 
@@ -233,7 +233,7 @@ def test_what_is_said_out_of_turn_ends_it(message) -> None:
 def test_a_try_cannot_be_asked_for_twice() -> None:
     machine = answering()
     assert "another try" in over(machine.handle(Heard(Probe(1)), 0.5))
-    assert machine.finished
+    assert machine.deadline == float("inf")
 
 
 numbers = st.integers(1, MAX_TRIES)
@@ -253,7 +253,7 @@ def test_whatever_comes_it_ends_and_tries_no_more_than_it_may(begins: bool, said
     actions = machine.start(now)
     for event in itertools.chain(said, itertools.repeat(Tick())):
         tries += sum(isinstance(action, Try) for action in actions)
-        if machine.finished:
+        if machine.deadline == float("inf"):
             break
         if event == Tick():
             assert machine.deadline - now <= max(ANSWER_SECONDS, MEASURE_SECONDS)

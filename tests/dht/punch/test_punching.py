@@ -8,14 +8,13 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from equipoise.dht.direct import punched_channels, stun
+from equipoise.dht.direct import listener, transport
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
 from equipoise.dht.punch.messages import Candidates, encode
-from equipoise.dht.punch.port import SharedPort
-from equipoise.dht.punch.puncher import PunchDriver
+from equipoise.dht.punch.puncher import PunchDriver, SharedPort
 from equipoise.dht.streams import Stream, send_message
 from equipoise.dht.transport import FramedChannel
 from fakes.direct import Peers, introduce, port_of, refused
@@ -116,7 +115,7 @@ async def test_a_parked_channel_that_breaks_is_forgotten(hidden: Hidden, until) 
 
 @pytest.mark.parametrize("dialled", [True, False])
 async def test_what_no_round_wants_is_closed(hidden: Hidden, until, monkeypatch, dialled: bool) -> None:
-    monkeypatch.setattr(punched_channels, "PARKED_SECONDS", 0.1)
+    monkeypatch.setattr(transport, "PARKED_SECONDS", 0.1)
     introduce(hidden.first, hidden.second)
     first, second = await hidden.punch()
     own, channel = (hidden.first, first) if dialled else (hidden.second, second)
@@ -179,20 +178,22 @@ async def test_a_stream_that_ends_ends_it(hidden: Hidden) -> None:
 async def test_everybody_is_told_where_it_comes_from(peers: Peers, dial) -> None:
     public = peers.make("public")
     connection = await dial(public, "127.0.0.9")
-    assert await stun.ask(connection) == connection.getsockname()
+    assert await listener.ask_origin(connection) == connection.getsockname()
     assert refused(public) == {}
 
 
 @pytest.mark.parametrize("place", [("192.0.2.1", 5001), ("2001:db8::1", 1)])
 def test_answers_survive_the_wire(place: tuple[str, int]) -> None:
-    assert stun.parse_answer(stun.encode_answer(*place)) == place
-    assert len(stun.QUESTION) == PREFACE_BYTES > stun.ANSWER_BYTES
+    assert listener.parse_origin(listener.origin_answer(*place)) == place
+    assert len(listener.ORIGIN_QUESTION) == PREFACE_BYTES > listener.ORIGIN_BYTES
 
 
-@pytest.mark.parametrize("answer", [b"", b"x" * stun.ANSWER_BYTES, stun.encode_answer("192.0.2.1", 0)])
+@pytest.mark.parametrize(
+    "answer", [b"", b"x" * listener.ORIGIN_BYTES, listener.origin_answer("192.0.2.1", 0)]
+)
 def test_an_answer_that_is_none_is_refused(answer: bytes) -> None:
     with pytest.raises(Refused):
-        stun.parse_answer(answer)
+        listener.parse_origin(answer)
 
 
 async def test_connections_of_one_port_leave_from_one_port(peers: Peers) -> None:
@@ -208,7 +209,7 @@ async def test_connections_of_one_port_leave_from_one_port(peers: Peers) -> None
 
 
 async def test_public_peers_that_say_nothing_are_not_waited_for(silent, monkeypatch) -> None:
-    monkeypatch.setattr("equipoise.dht.punch.port.MIRROR_SECONDS", 0.1)
+    monkeypatch.setattr("equipoise.dht.punch.puncher.MIRROR_SECONDS", 0.1)
     port = SharedPort()
     with pytest.raises(ConnectionError, match="no public peer"):
         await port.measure([silent, ("127.0.0.1", 9)])
