@@ -187,7 +187,7 @@ class Pulse:
 
     def heard(self, peer: str, now: float) -> None:
         """`peer` has said something."""
-        self._peers[peer] = _Peer(now, self._peers[peer].asked if peer in self._peers else False)
+        self._peers[peer] = _Peer(now, peer in self._peers and self._peers[peer].asked)
 
     def doubt(self) -> None:
         """Take every peer for silent: each is asked next."""
@@ -318,16 +318,13 @@ class Bootstrap:
             await self._attempts.stop()
 
     async def _attempt(self, way: Way) -> None:
-        state: AddressState
+        state: AddressState = "failed"
+        reason, before = "internal error", self.machine.why_alone()
         try:
             state, reason = await self._outcome(way)
-        except Exception as error:
-            # A bug of ours, which must not be why this way is never tried again.
-            _log.exception("an attempt at %s failed", way.address or way.peer)
-            state, reason = "failed", f"internal error: {error!r}"
-        before = self.machine.why_alone()
-        self.machine.ended(way, state, reason, time.monotonic())
-        self._changed.set()
+        finally:  # A bug of ours must not be why this way is never tried again.
+            self.machine.ended(way, state, reason, time.monotonic())
+            self._changed.set()
         if self.machine.why_alone() != before:
             _log.info("way into the swarm %s: %s", way.address or way.peer, reason)
 

@@ -16,18 +16,12 @@ from typing import Any
 
 import base58
 
+from equipoise.dht import streams
 from equipoise.dht.address import is_relayed
 from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2
 from equipoise.dht.limits import Tally
 from equipoise.dht.sanitize import printable
-from equipoise.dht.streams import (
-    Acceptor,
-    Stream,
-    closed_on_failure,
-    connect_unix,
-    receive_message,
-    send_message,
-)
+from equipoise.dht.streams import Acceptor, Stream, receive_message
 from equipoise.dht.tasks import TaskSet
 
 REQUEST_SECONDS = 5.0
@@ -146,8 +140,8 @@ class P2pdClient:
         return stream
 
     async def _request(self, request: Any) -> Stream:
-        with closed_on_failure(await connect_unix(str(self.control))) as stream:
-            await send_message(stream, request.SerializeToString())
+        with streams.closed_on_failure(await streams.connect_unix(str(self.control))) as stream:
+            await streams.send_message(stream, request.SerializeToString())
             response = p2pd_pb2.Response.FromString(await receive_message(stream))
             if response.type == p2pd_pb2.Response.ERROR:
                 raise P2pdClientError(printable(response.error.msg, ERROR_CHARACTERS))

@@ -15,7 +15,7 @@ import hashlib
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -144,12 +144,14 @@ class Kept(msgspec.Struct, frozen=True):
     remaining: float
 
 
-class _Envelope(msgspec.Struct, frozen=True):
+class Envelope(msgspec.Struct, frozen=True):
+    """The encoded record and its signature."""
+
     payload: bytes
     signature: bytes
 
 
-_envelopes = msgspec.msgpack.Decoder(_Envelope)
+_envelopes = msgspec.msgpack.Decoder(Envelope)
 _records = msgspec.msgpack.Decoder(Readiness)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -169,31 +171,22 @@ def seal(record: Readiness, identity: Identity) -> bytes:
     """Sign and encode a record; raises Malformed if it breaks a bound."""
     payload = _encode(record)
     _read(payload)
-    data = _encode(_Envelope(payload, identity.sign(_DOMAIN, _signed(record.run, payload))))
+    data = _encode(Envelope(payload, identity.sign(_DOMAIN, _signed(record.run, payload))))
     if len(data) > MAX_RECORD_BYTES:
         raise Malformed(f"expected a record of at most {MAX_RECORD_BYTES} bytes, got {len(data)}")
     return data
 
 
-class Claim(NamedTuple):
-    """A record whose signature has not been verified."""
-
-    record: Readiness
-    payload: bytes
-    signature: bytes
-
-    def verify(self) -> Readiness:
-        """Return the record; raises Forged if it is not signed by the peer that it names."""
-        record = self.record
-        if not verify(record.peer, _DOMAIN, _signed(record.run, self.payload), self.signature):
-            raise Forged(f"the record is not signed by {printable(record.peer, 64)}")
-        return record
-
-
-def unseal(data: bytes) -> Claim:
-    """Decode a record without verifying its signature; raises Malformed if it is malformed, or breaks a bound."""
+def unseal(data: bytes) -> tuple[Readiness, Envelope]:
+    """Decode a record that `check` has not seen yet; raises Malformed if it is malformed, or breaks a bound."""
     envelope = decode(_envelopes, data, MAX_RECORD_BYTES, "record")
-    return Claim(_read(envelope.payload), envelope.payload, envelope.signature)
+    return _read(envelope.payload), envelope
+
+
+def check(record: Readiness, envelope: Envelope) -> None:
+    """Verify the signature of a record; raises Forged if it is not signed by the peer that it names."""
+    if not verify(record.peer, _DOMAIN, _signed(record.run, envelope.payload), envelope.signature):
+        raise Forged(f"the record is not signed by {printable(record.peer, 64)}")
 
 
 def _signed(run: str, payload: bytes) -> bytes:
@@ -261,8 +254,7 @@ class RecordStore:
             raise Malformed(f"expected 0 to {MAX_TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         if self.knows(found, now):
             return None
-        claim = unseal(found.data)
-        record = claim.record
+        record, envelope = unseal(found.data)
         if record.peer != found.subkey:
             raise Malformed("expected the subkey to be the record's author")
         if key_of(record.run, shard_of(record.peer)) != found.key:
@@ -272,7 +264,8 @@ class RecordStore:
         known = self._entries.get((record.peer, record.run))
         if known is not None and record.sequence <= known.sequence:
             raise Malformed(f"sequence {record.sequence} is not after {known.sequence}")
-        return self._enter(claim.verify(), found, now)
+        check(record, envelope)
+        return self._enter(record, found, now)
 
     def current(self, run: str, now: float) -> list[Entry]:
         """Return the entries of `run` that are not void and whose authors have not left, sorted by PeerID."""

@@ -163,10 +163,11 @@ class Swarm:
         """Return how this member reaches `peer`: by what is open, or came of trying, and else by what it says."""
         if peer == self.peer:
             return self._reach.status()
-        if self.direct.punched.open(peer):
-            return ReachStatus("direct", "hole punched through both NATs")
-        if self.direct.channels.has(peer):
-            return ReachStatus("direct", "a direct channel is open")
+        if channels := self.direct.channels.having(peer):
+            punched = any(channel.punched for channel in channels)
+            return ReachStatus(
+                "direct", "hole punched through both NATs" if punched else "a direct channel is open"
+            )
         said = self._protocol.record_store.newest(peer)
         connected = peer in self._dialer.connected
         failure = self._dialer.failures.get(peer)

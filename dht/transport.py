@@ -1,4 +1,4 @@
-"""Frames between peers over libp2p streams: what `equipoise.averaging.ports.Transport` and `Channel` ask for.
+"""Frames between peers over libp2p streams, as `equipoise.averaging.ports.Transport` and `Channel` ask for them.
 
 On the wire a frame is two big-endian u32, the lengths of header and body, then both. PeerIDs are authenticated by
 libp2p's handshake, in p2pd.
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 Place = Callable[[bytes, int], memoryview]
 Handler = Callable[["FramedChannel"], Awaitable[None]]
-"""What becomes of an accepted channel; it is closed when that ends."""
+"""Has an accepted channel, which is closed when the handler ends."""
 
 
 class FramedChannel:
@@ -50,10 +50,12 @@ class FramedChannel:
 
     Attributes:
         peer: PeerID of the other end.
+        punched: Whether it leads through a hole in both NATs.
     """
 
     def __init__(self, peer: str, stream: Stream, closed: Callable[[FramedChannel], None]) -> None:
         self.peer = peer
+        self.punched = False
         self._stream = stream
         self._closed = closed
         self._sending = asyncio.Lock()
@@ -61,7 +63,7 @@ class FramedChannel:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed at this end."""
+        """True once it is closed at this end."""
         return self._stream.closed
 
     @property
@@ -96,7 +98,7 @@ class FramedChannel:
             except StreamClosed as error:
                 raise self._broken("send to", error) from None
             except BaseException:
-                self._close("a send was abandoned within a frame")
+                self.close("a send was abandoned within a frame")
                 raise
 
     async def wait_readable(self) -> None:
@@ -121,7 +123,7 @@ class FramedChannel:
         except BaseException:
             # Bytes of a frame may have moved: nothing after them can be understood.
             if within:
-                self._close("a receive was abandoned within a frame")
+                self.close("a receive was abandoned within a frame")
             raise
 
     async def _receive(self, place: Place) -> tuple[bytes, memoryview]:
@@ -144,11 +146,8 @@ class FramedChannel:
         await stream.receive_into(view)
         return header, view
 
-    def close(self) -> None:
+    def close(self, why: str = "closed by this peer") -> None:
         """Close the stream; idempotent."""
-        self._close("closed by this peer")
-
-    def _close(self, why: str) -> None:
         if not self._stream.closed:
             self._stream.close(why)
             self._closed(self)
@@ -156,12 +155,12 @@ class FramedChannel:
     def _broken(self, what: str, error: StreamClosed) -> StreamClosed:
         if isinstance(error, BytesRefused):
             _log.info("dropped a channel with %s: %s", self.peer, error)
-        self._close(str(error))
+        self.close(str(error))
         return StreamClosed(f"{what} {self.peer}: {error}")
 
 
 class OpenChannels:
-    """The channels of one transport that are open.
+    """The open channels of one transport.
 
     Attributes:
         handler: Has each channel that another peer has opened; None: none is accepted.
@@ -174,13 +173,13 @@ class OpenChannels:
     def __len__(self) -> int:
         return len(self._channels)
 
-    def has(self, peer: str) -> bool:
-        """Tell whether one with `peer` is open."""
-        return any(channel.peer == peer for channel in self._channels)
+    def having(self, peer: str) -> list[FramedChannel]:
+        """Return those with `peer`."""
+        return [channel for channel in self._channels if channel.peer == peer]
 
     def check_room(self, peer: str) -> None:
         """Check that one more channel with `peer` stays within bounds; raises ConnectionError if it does not."""
-        if sum(channel.peer == peer for channel in self._channels) >= MAX_CHANNELS_PER_PEER:
+        if len(self.having(peer)) >= MAX_CHANNELS_PER_PEER:
             raise ConnectionError(f"{MAX_CHANNELS_PER_PEER} channels with {peer} are open, the maximum")
         if len(self._channels) >= MAX_CHANNELS:
             raise ConnectionError(f"{MAX_CHANNELS} channels are open, the maximum")
@@ -231,7 +230,7 @@ class Libp2pTransport:
 
     @property
     def dialable(self) -> bool:
-        """Whether others can open channels to this peer."""
+        """True if others can open channels to this peer."""
         return self._dialable()
 
     async def open(self, peer: str) -> FramedChannel:

@@ -1,4 +1,4 @@
-"""Direct channels with members of a group: what `equipoise.averaging.ports.DirectTransport` asks for."""
+"""Direct channels with members of a group, as `equipoise.averaging.ports.DirectTransport` asks for them."""
 
 from __future__ import annotations
 
@@ -49,13 +49,11 @@ class PunchedChannels:
         """`serve` takes over a channel that the other side has begun to use, and returns when that is over."""
         self._serve = serve
         self._kept: dict[str, tuple[FramedChannel, asyncio.Task[None]]] = {}
-        self._newest: dict[str, FramedChannel] = {}
         self._tasks = TaskSet()
 
     def park(self, channel: FramedChannel, *, dialled: bool) -> None:
         """Keep a channel until it is taken (`dialled`) or used by the other side."""
-        self._newest = {peer: one for peer, one in self._newest.items() if not one.closed}
-        self._newest[channel.peer] = channel
+        channel.punched = True
         task = self._tasks.spawn(self._keep(channel) if dialled else self._hold(channel))
         if dialled:
             before, _ = self._kept.get(channel.peer, (None, None))
@@ -64,13 +62,8 @@ class PunchedChannels:
                 before.close()
 
     def keeps(self, peer: str) -> bool:
-        """Whether a channel to `peer` can be taken."""
+        """Tell whether a channel to `peer` can be taken."""
         return peer in self._kept
-
-    def open(self, peer: str) -> bool:
-        """Whether a punched channel with `peer` is open, in use or not."""
-        channel = self._newest.get(peer)
-        return channel is not None and not channel.closed
 
     async def take(self, peer: str) -> FramedChannel | None:
         """Return the channel to `peer` that is kept, for good; None if there is none or it has broken."""
@@ -186,12 +179,12 @@ class DirectTransport:
             self.on_meet(peer)
 
     def reaches(self, peer: str) -> bool:
-        """Whether `peer` was admitted and says where it listens, or a channel to it is there already."""
+        """Tell whether `peer` was admitted and says where it listens, or a channel to it is there already."""
         admitted = self._allowlist.get(peer)
         return admitted is not None and (bool(admitted.credential.addresses) or self.punched.keeps(peer))
 
     def failure(self, peer: str) -> str:
-        """Why the last dial of `peer` opened no channel; empty if one was opened since, or it is not to be dialled."""
+        """Return why the last dial of `peer` failed; empty if a channel opened since, or it is not to be dialled."""
         return self._failures.get(peer, "") if self.reaches(peer) else ""
 
     @property

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from equipoise.dht import streams
 from equipoise.dht.autonat import Reach
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.direct.listener import ask_origin
@@ -25,14 +26,7 @@ from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.punch import machine, messages
 from equipoise.dht.punch.messages import PUNCH_PROTOCOL, Candidates, Place, judge
 from equipoise.dht.sanitize import Malformed, printable
-from equipoise.dht.streams import (
-    Acceptor,
-    Stream,
-    StreamClosed,
-    closed_on_failure,
-    receive_message,
-    send_message,
-)
+from equipoise.dht.streams import Acceptor, Stream, StreamClosed
 from equipoise.dht.tasks import TaskSet, sleep_until
 from equipoise.dht.transport import FramedChannel
 
@@ -226,7 +220,7 @@ class SharedPort:
     async def _dial(self, place: Place) -> socket.socket | None:
         """Return a connection; None if it was refused."""
         try:
-            with closed_on_failure(self._bound(place[0])) as connection:
+            with streams.closed_on_failure(self._bound(place[0])) as connection:
                 await asyncio.get_running_loop().sock_connect(connection, place)
                 if connection.getsockname() == connection.getpeername():
                     raise ConnectionError("that is this port itself")
@@ -251,7 +245,7 @@ class SharedPort:
 
     def _bound(self, host: str) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with closed_on_failure(socket.socket(family, socket.SOCK_STREAM)) as connection:
+        with streams.closed_on_failure(socket.socket(family, socket.SOCK_STREAM)) as connection:
             connection.setblocking(False)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -316,7 +310,7 @@ class PunchDriver:
     async def _perform(self, action: machine.Action) -> None:
         match action:
             case machine.Say(message):
-                await send_message(self._stream, messages.encode(message))
+                await streams.send_message(self._stream, messages.encode(message))
             case machine.Measure():
                 self._tasks.spawn(self._measure())
             case machine.Try(targets):
@@ -328,7 +322,7 @@ class PunchDriver:
         try:
             while True:
                 await self._stream.wait_readable()
-                data = await receive_message(self._stream, messages.MAX_MESSAGE_BYTES)
+                data = await streams.receive_message(self._stream, messages.MAX_MESSAGE_BYTES)
                 await self._events.put(machine.Heard(messages.decode(data)))
         except (StreamClosed, Malformed) as error:
             await self._events.put(machine.Broke(str(error)))
@@ -404,7 +398,7 @@ class Puncher:
 
     def _begins(self, peer: str) -> bool:
         """Whether it is for this side to begin a punch, and there is need of one."""
-        return self._direct.peer < peer and not self._direct.channels.has(peer)
+        return self._direct.peer < peer and not self._direct.channels.having(peer)
 
     async def _begin(self, peer: str) -> None:
         try:
@@ -419,7 +413,7 @@ class Puncher:
     async def _answer(self, peer: str, relayed: bool, stream: Stream) -> None:
         refusal = self._refusal(peer)[: messages.MAX_REASON_CHARACTERS]
         if refusal:
-            await send_message(stream, messages.encode(messages.End(refusal)))
+            await streams.send_message(stream, messages.encode(messages.End(refusal)))
             async with asyncio.timeout(HANG_UP_SECONDS):
                 await stream.wait_readable()
             return

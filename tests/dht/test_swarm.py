@@ -119,7 +119,7 @@ async def test_one_with_an_open_direct_channel_is_reached_by_it_whatever_it_says
     assert "client mode" in first.reach(client.peer).reason
     channel = await client.direct.open(first.peer)
     for one, other in ((first, client), (client, first)):
-        await until(lambda one=one, other=other: one.direct.channels.has(other.peer))
+        await until(lambda one=one, other=other: one.direct.channels.having(other.peer))
         assert one.reach(other.peer) == ReachStatus("direct", "a direct channel is open")
     channel.close()
     await until(lambda: "client mode" in first.reach(client.peer).reason)

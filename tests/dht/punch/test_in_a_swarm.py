@@ -64,7 +64,9 @@ async def test_members_of_a_round_get_a_hole_for_the_next(trio: Trio, until, mon
         member.direct.serve(serve)
     await trio.meet(until)
     for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
-        await until(lambda one=one, other=other: one.direct.punched.open(other.peer))
+        await until(
+            lambda one=one, other=other: any(made.punched for made in one.direct.channels.having(other.peer))
+        )
         reached = one.reach(other.peer)
         assert reached.state == "direct"
         assert reached.reason.startswith("hole punched")
@@ -74,8 +76,8 @@ async def test_members_of_a_round_get_a_hole_for_the_next(trio: Trio, until, mon
     assert (await accepted.get()).peer == trio.first.peer
     # Closed when idle, as rounds do, it is there again for one that comes minutes later.
     channel.close()
-    assert not trio.first.direct.channels.has(trio.second.peer)
-    await until(lambda: trio.first.direct.punched.open(trio.second.peer))
+    assert not trio.first.direct.channels.having(trio.second.peer)
+    await until(lambda: any(made.punched for made in trio.first.direct.channels.having(trio.second.peer)))
 
 
 async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
@@ -92,7 +94,7 @@ async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
         reached = one.reach(other.peer)
         assert reached.state == "relayed"
         assert "nobody answered at 127.0.0.1" in reached.reason
-        assert not one.direct.channels.has(other.peer)
+        assert not one.direct.channels.having(other.peer)
     assert (await trio.first.transport.open(trio.second.peer)).peer == trio.second.peer
 
 

@@ -83,8 +83,8 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
     hidden.first.punched.park(first, dialled=True)
     hidden.second.punched.park(second, dialled=False)
     for one, other in ((hidden.first, hidden.second), (hidden.second, hidden.first)):
-        assert one.channels.has(other.peer)
-        assert one.punched.open(other.peer)
+        assert one.channels.having(other.peer)
+        assert any(made.punched for made in one.channels.having(other.peer))
     assert hidden.first.reaches(hidden.second.peer)
     assert not hidden.second.reaches(hidden.first.peer)
     assert peers.accepted.empty()
@@ -99,7 +99,7 @@ async def test_a_channel_through_a_hole_is_parked_until_a_round_wants_it(
     await accepted.send(b"and back")
     assert await said(channel) == b"and back"
     channel.close()
-    assert not hidden.first.punched.open(hidden.second.peer)
+    assert not any(made.punched for made in hidden.first.channels.having(hidden.second.peer))
     with pytest.raises(ConnectionError, match="listens nowhere"):
         await hidden.first.open(hidden.second.peer)
 
@@ -110,7 +110,7 @@ async def test_a_parked_channel_that_breaks_is_forgotten(hidden: Hidden, until) 
     hidden.first.punched.park(first, dialled=True)
     second.close()
     await until(lambda: not hidden.first.reaches(hidden.second.peer))
-    assert not hidden.first.channels.has(hidden.second.peer)
+    assert not hidden.first.channels.having(hidden.second.peer)
 
 
 @pytest.mark.parametrize("dialled", [True, False])
