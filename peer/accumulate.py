@@ -10,10 +10,10 @@ from equipoise.averaging.outcome import check_weight
 from equipoise.averaging.schema import SchemaError
 
 LIMIT = torch.finfo(torch.float32).max
-"""No partial sum may exceed it."""
+"""Bound of all partial sums."""
 
 LAYOUTS = (torch.strided, torch.sparse_coo)
-"""Sparse gradients, as those of nn.Embedding(sparse=True), are added to the rows that they touch."""
+"""Layouts of gradients. Sparse ones, as those of nn.Embedding(sparse=True), are added to the rows that they touch."""
 
 
 class NotFinite(SchemaError):
@@ -100,7 +100,7 @@ class Accumulator:
             gradient = gradients[name]
             if gradient is not None:
                 _check(name, gradient, total)
-                # Of a sparse one the rows that were touched, each once, summed in fp32.
+                # Of a sparse gradient the rows that were touched, each once, summed in fp32.
                 own = gradient.detach()
                 present[name] = own.float().coalesce() if own.is_sparse else own
         for name in gradients.keys() - self._sums.keys():

@@ -30,10 +30,10 @@ JOIN_SECONDS = 20.0
 """Mapping the memory and announcing the run; the network is not waited for."""
 
 FIRST_PAUSE = 0.25
-"""Seconds from the loss of a daemon to the first look whether one is back; twice as many after each look."""
+"""Seconds from the loss of a daemon to the first look for another; the pause doubles after each look."""
 
 MAX_PAUSE = 2.0
-"""Longest of them; a look costs a file lock."""
+"""Longest pause between two looks; a look costs a file lock."""
 
 WEATHER_LOOKS = 3
 """Refusals for one reason before a script is told: a daemon that hung may hold the old connection for a moment."""
@@ -88,20 +88,20 @@ class Client:
 
         Args:
             name: 1 to 59 printable characters.
-            tensors: What to average, on CPU or GPU: a mapping of names to tensors, a list, or an nn.Module. Of a module
-                `average` exchanges all parameters and persistent floating-point buffers, and `step` the gradients of
-                the parameters that require them; buffers have none and are left alone by `step`.
-            strategy: Who meets whom. `allreduce:quorum=2`: all that are ready, or as many as a group holds, round by
-                round. `gossip:topology=random`: pairs, whenever two peers are free; also `exponential` and `ring`.
-            rule: How contributions become one vector: `mean`.
-            codec: How values travel: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors of
-                fewer than 256 values, and a module's buffers, travel in fp32 whatever it is. None takes the strategy's
-                own: `int8`, and `fp16` for gossip, which exchanges parameters.
+            tensors: The tensors to average, on CPU or GPU: a mapping of names to tensors, a list, or an nn.Module. Of a
+                module `average` exchanges all parameters and persistent floating-point buffers, and `step` the
+                gradients of the parameters that require them; `step` leaves buffers alone.
+            strategy: The form of the groups. `allreduce:quorum=2`: all that are ready, or as many as a group holds,
+                round by round. `gossip:topology=random`: pairs, whenever two are free; also `exponential` and `ring`.
+            rule: The rule that makes one vector of the contributions: `mean`.
+            codec: The encoding of values: `fp32`, `fp16`, `bf16`, `int8`, with options as in `int8:block=256`. Tensors
+                of fewer than 256 values, and a module's buffers, always travel in fp32. None takes the strategy's own:
+                `int8`, and `fp16` for gossip, which exchanges parameters.
             group_size: Most peers that average together in one round, 2 to 64.
             part_values: Values per part of a share, a multiple of 256 and of the codec's block.
-            weights: What counts of a contributor's weight: `capped:10` is at most 10 times the median of the group's
-                contributors, so that no peer makes the mean its own by what it claims. `any` is all of it, for swarms
-                whose members are known and differ by more than that.
+            weights: The limit of a contributor's weight: `capped:10` is 10 times the median of the group's
+                contributors, so that no peer makes the mean its own by its claim. `any` is no limit, for swarms whose
+                members are known and differ by more than that.
 
         Raises:
             SchemaError: There are no tensors, or one cannot be averaged; names it.
@@ -126,14 +126,13 @@ class Client:
         options = RunSpec.create(swarm_name(name, AVERAGE), binding.schema, options).options
         request = JoinRun(name, options, binding.schema, binding.gradients, binding.values)
         link = self._link
-        region = _share(link, request)
-        run = Run(link, request, binding, region, self._join)
+        run = Run(link, request, binding, _share(link, request), self._join)
         with self._lock:
             self._joined = [*(one for one in self._joined if not one.left), run]
         return run
 
     def status(self) -> Status:
-        """What the daemon is doing, and why."""
+        """The status of the daemon, and its reasons."""
         return self._link.ask(AskStatus())
 
     def peers(self) -> tuple[PeerRow, ...]:
@@ -170,16 +169,18 @@ class Client:
             return
         plan = "this script goes on without, and connects when one is back"
         log.warning("; ".join(part for part in (reason, plan, error.hint) if part))
-        threading.Thread(target=self._reconnect, name="equipoise-reconnect", daemon=True).start()
+        search = threading.Thread(
+            target=self._reconnect, args=[self._reopen], name="equipoise-reconnect", daemon=True
+        )
+        search.start()
 
-    def _reconnect(self) -> None:
+    def _reconnect(self, reopen: Callable[[], Link]) -> None:
         """Look for a daemon on the home until one has taken this client and its runs."""
-        assert self._reopen is not None, "a daemon can be back"
         pause, refusals = FIRST_PAUSE, Counter[str]()
         while not self._closing.wait(pause):
             pause = min(2 * pause, MAX_PAUSE)
             try:
-                self._renew(self._reopen())
+                self._renew(reopen())
                 return
             except (NoDaemon, DaemonLost) as error:
                 log.debug("no daemon yet: %s", error)

@@ -1,4 +1,4 @@
-"""What has been started and goes on in the daemon: rounds and downloads, and what a script gets of them."""
+"""Rounds and downloads that go on in the daemon, and their results."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ DOWNLOAD_GRACE = 10.0
 
 
 class Pending(ABC, Generic[Ended]):
-    """What the daemon is working on for this client; collected once, by the first thread that calls `result`."""
+    """Work of the daemon for this client; collected once, by the first thread that calls `result`."""
 
     what: ClassVar[str]
-    """What it is, in messages."""
+    """Name of the work in messages."""
 
     grace: ClassVar[float]
     """Seconds past its deadline in which the daemon must have answered."""
@@ -67,7 +67,7 @@ class Pending(ABC, Generic[Ended]):
 
         Raises:
             TimeoutError: It is still going on; call again later.
-            Refused: The daemon did not begin it; says why.
+            Refused: The daemon did not begin it.
         """
         limit = max(self._deadline + self.grace - time.monotonic(), 0.0)
         if timeout is not None and timeout < limit and not self.wait(timeout):
@@ -81,7 +81,7 @@ class Pending(ABC, Generic[Ended]):
 
     @abstractmethod
     def _collect(self, limit: float) -> Ended | EquipoiseError:
-        """Wait `limit` seconds for the daemon's answer, and do what follows from it."""
+        """Wait `limit` seconds for the daemon's answer, and return the result."""
 
 
 class PendingRound(Pending[Outcome]):
@@ -126,7 +126,7 @@ class PendingRound(Pending[Outcome]):
 
 
 class Fetched(FetchOutcome, frozen=True, kw_only=True):
-    """What a download came to, and what it brought.
+    """The outcome of a download, and the image.
 
     Attributes:
         image: u8 [bytes] in shared memory, of this process alone from now on; None if not ok.
@@ -136,11 +136,11 @@ class Fetched(FetchOutcome, frozen=True, kw_only=True):
 
 
 class Recovered(MeanOutcome, frozen=True, kw_only=True):
-    """What became of a mean that this peer missed, and what it holds.
+    """The outcome of a download of a mean that this peer missed, and the mean.
 
     Attributes:
-        values: By name, fp32, in shared memory: what `Run.mean` would hold. Empty if not ok.
-        buffers: By name, fp32: what the module's buffers would become.
+        values: Values of the parameters' gradients, by name, fp32, in shared memory. Empty if not ok.
+        buffers: Values of the module's buffers, by name, fp32.
     """
 
     values: Named = field(default_factory=dict)
@@ -148,23 +148,17 @@ class Recovered(MeanOutcome, frozen=True, kw_only=True):
 
 
 class _Download(Pending[Ended]):
-    """Something that the daemon downloads into memory of this process."""
+    """A download by the daemon into memory of this process."""
 
     what = "download"
     grace = DOWNLOAD_GRACE
 
-    def __init__(
-        self, link: Link, run: str, request: messages.RunRequest[Any], timeout: float, memory: SharedMemory
-    ) -> None:
-        """Begin; `memory` is where it goes, and taken over."""
-        deadline = time.monotonic() + check_timeout(timeout)
-        try:
-            super().__init__(link, link.start(request, [memory.fd]), deadline)
-        except BaseException:
-            memory.close()
-            raise
-        self._run = run
-        self._memory = memory
+    def __init__(self, link: Link, request: messages.FetchState | messages.FetchMean, size: int) -> None:
+        """Begin, with at most `size` bytes."""
+        deadline = time.monotonic() + check_timeout(request.timeout)
+        self._run = request.run
+        self._memory = SharedMemory.reserve(size)  # It closes itself where the request cannot be sent.
+        super().__init__(link, link.start(request, [self._memory.fd]), deadline)
 
     def cancel(self) -> None:
         """End it; `result` then says that it was cancelled, unless it had ended before."""
@@ -184,7 +178,7 @@ class _Download(Pending[Ended]):
 
     @abstractmethod
     def _take(self, limit: float) -> Ended:
-        """The end of the download, once the daemon says it."""
+        """Wait `limit` seconds for the end of the download, and return it."""
 
     @abstractmethod
     def _failed(self, reason: str) -> Ended:
@@ -193,12 +187,6 @@ class _Download(Pending[Ended]):
 
 class PendingFetch(_Download[Fetched]):
     """The download of a state; see `Run.fetch`."""
-
-    def __init__(
-        self, link: Link, run: str, at_least: int, limit: int, timeout: float, among: tuple[str, ...] = ()
-    ) -> None:
-        request = messages.FetchState(run, at_least, limit, timeout, among)
-        super().__init__(link, run, request, timeout, SharedMemory.reserve(limit))
 
     def _take(self, limit: float) -> Fetched:
         outcome = self._link.wait(self._reply, limit)
@@ -212,8 +200,8 @@ class PendingFetch(_Download[Fetched]):
 class PendingMean(_Download[Recovered]):
     """The download of a mean; see `Run.recover`."""
 
-    def __init__(self, link: Link, request: messages.FetchMean, read: Reader) -> None:
-        super().__init__(link, request.run, request, request.timeout, SharedMemory.reserve(request.size))
+    def __init__(self, link: Link, request: messages.FetchMean, size: int, read: Reader) -> None:
+        super().__init__(link, request, size)
         self._read = read
 
     def _take(self, limit: float) -> Recovered:

@@ -1,4 +1,4 @@
-"""What a run exchanges: tensors (`average`) or gradients (`step`).
+"""The purposes of a run: it exchanges tensors (`average`) or gradients (`step`).
 
 A peer that averages must never meet one that steps, since the mean of parameters and gradients is garbage that nobody
 would notice. So each purpose is a run of its own in the swarm, under a name of its own.

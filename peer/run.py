@@ -25,42 +25,36 @@ from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
 from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
-from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, check_timeout
+from equipoise.peer.futures import PendingFetch, PendingMean, PendingRound, check_timeout
 from equipoise.peer.purposes import AVERAGE, STEP
 from equipoise.peer.shared_memory import VALUE_BYTES, Region, shared_copy
 from equipoise.peer.tensors import Binding, Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
-    from equipoise.peer.training.checkpoint_writer import Checkpoints
+    from equipoise.peer.training.checkpoint import Checkpoints
     from equipoise.peer.training.optimizer import SwarmOptimizer
     from equipoise.peer.training.options import OptionKeywords
 
 STATE_SECONDS = 0.25
-"""A daemon that is busy encoding may take so long to answer; `state` then says what it said last."""
+"""Longest wait of `state` for a daemon that is busy encoding; it then returns the last answer."""
 
 LOOK_SECONDS = 0.05
-"""Seconds between two looks at how many peers are there."""
+"""Seconds between two looks at the number of peers."""
 
 SHORTEST_TIMEOUT = 0.001
-"""What a round is given at least, where preparing its contribution took all of the caller's timeout."""
+"""Least timeout of a round, where preparing its contribution took all of the caller's timeout."""
 
 AGREE_SECONDS = 20.0
-"""Time to look who is there, and to ask those who have agreed on something else what it is."""
+"""Time for the daemon to look for peers, and to ask those that have agreed on something else for their terms."""
 
 OFFER_SECONDS = 60.0
-"""To digest an image, after the one before; a gigabyte takes a second on a busy machine."""
+"""Time to digest an image, after the one before; a gigabyte takes a second on a busy machine."""
 
 LEAVE_SECONDS = 10.0
-"""The daemon first finishes or fails an open round, which it bounds itself by less."""
+"""Time to leave: the daemon first finishes or fails an open round, which it bounds itself by less."""
 
 SETTLE_SECONDS = 1.0
-"""The outcome of that round is sent right after."""
-
-Peers = tuple[str, ...]
-"""PeerIDs."""
-
-Write = Callable[[Region, Mapping[str, torch.Tensor]], None]
-"""Writes the mean that the shared memory holds into the tensors."""
+"""Time for the outcome of that round, which the daemon sends right after."""
 
 log = logging.getLogger(__name__)
 
@@ -72,16 +66,16 @@ class Run:
 
     Attributes:
         name: The run's name.
-        mean: By name, fp32, on the tensors' devices: what the last ok `step` came to. Empty before the first one.
-        options: How it averages.
-        request: By which it was joined.
+        mean: The mean of the last ok `step`, by name, fp32, on the tensors' devices. Empty before the first one.
+        options: The strategy, rule, codec and sizes that its peers share.
+        request: The request that joined it, for a daemon that takes the place of a lost one.
         left: Whether it was left.
-        terms: What was agreed on.
-        agreed: The request by which it was, for a daemon that takes the place of a lost one.
-        trained_by: What steps it, once something does; one thing only can.
+        terms: The terms that `agree` was given.
+        agreed: The request of `agree`, for a daemon that takes the place of a lost one.
+        trained_by: Name of the optimizer or loop that steps it; only one can.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
-        rounds_ok: How many rounds were ok.
-        rounds_failed: How many were not.
+        rounds_ok: Number of rounds that were ok.
+        rounds_failed: Number of rounds that were not.
     """
 
     def __init__(
@@ -123,20 +117,20 @@ class Run:
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
         """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
 
-        This peer is refused where more live peers of the run have something else than have the same; of one against
-        one, the later. A later one's mistake turns nobody away: `state`, `status` and `peers` say what differs.
+        This peer is refused where more live peers of the run have other terms than have the same; of one against one,
+        the later. A later peer's mistake turns nobody away: `state`, `status` and `peers` name the difference.
 
         Args:
-            terms: What must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to
-                64 and 256 characters of printable ASCII. Nothing acts on them.
+            terms: Must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to 64
+                and 256 characters of printable ASCII. Nothing acts on them.
             buffers: Whether the module's persistent floating-point buffers, as the statistics of BatchNorm, travel
                 behind the gradients, in fp32 whatever the codec. They travel as they are when `step` is called, and are
                 overwritten by their weighted mean when its outcome is collected. Integer ones, as counters, never do.
 
         Raises:
-            Refused: The peers who are there have something else; says what. Or the run has accumulated or stepped.
+            Refused: The peers of the run have other terms, which it names. Or the run has accumulated or stepped.
             SpecError: A term is too long or not printable.
-            SchemaError: There are no buffers to speak of, since the run was not joined with a module.
+            SchemaError: The run was not joined with a module, so it has no buffers.
             DaemonLost: The daemon has gone.
         """
         agreed = check_terms(terms)
@@ -174,13 +168,13 @@ class Run:
             ValueError: The weight or the timeout is out of range.
             RoundPending: A round of this run has not been collected.
         """
-        pending = self._start_average(weight, timeout, self._replace)
+        pending = self._start_average(weight, timeout, moves=False)
         return pending.result() if wait else pending
 
     def shift(self, weight: float = 1.0, timeout: float = 30.0) -> PendingRound:
-        """Average a copy of the tensors, and move them by what the mean differs from it: tensors += mean - copy.
+        """Average a copy of the tensors, and move them by its difference from the mean: tensors += mean - copy.
 
-        For loops that go on changing the tensors while the round does: what they did meanwhile is kept.
+        For loops that go on changing the tensors during the round: those changes are kept.
 
         Args:
             weight: A finite number above 0.
@@ -196,10 +190,10 @@ class Run:
         """
         if weight == 0:
             raise ValueError("expected a weight above 0: an observer has no copy to move from, call average")
-        return self._start_average(weight, timeout, self._move)
+        return self._start_average(weight, timeout, moves=True)
 
     def accumulate(self, gradients: Gradients, weight: float = 1.0) -> None:
-        """Add weight * gradient, in fp32 on the tensors' device, to what this peer contributes to the next step.
+        """Add weight * gradient, in fp32 on the tensors' device, to this peer's contribution to the next step.
 
         Args:
             gradients: A module (its parameters' `.grad`), a mapping by name, or a list in order. None counts as zeros.
@@ -229,17 +223,17 @@ class Run:
     def step(
         self, timeout: float = 30.0, wait: bool = True, state: StateId | None = None
     ) -> Outcome | PendingRound:
-        """Exchange what has been accumulated for the mean of all that the group has accumulated.
+        """Exchange the accumulated gradients for the mean of all that the group has accumulated.
 
         If ok, `mean` holds it, and where the run was joined with a module that nothing of ours trains, so does the
         `.grad` of its parameters, in their dtype; sparse for the weight of an `nn.Embedding(sparse=True)` that nothing
-        else uses. What was accumulated is dropped only if this peer's contribution counted. A peer that has accumulated
-        nothing observes. What is accumulated while a step with `wait=False` goes on belongs to the next.
+        else uses. The contribution is dropped only if it counted. A peer that has accumulated nothing observes.
+        Gradients that are accumulated while a step with `wait=False` goes on belong to the next.
 
         Args:
             timeout: Seconds after which the round has ended one way or the other.
             wait: Whether to wait for the outcome. If not, `mean` is written by `PendingRound.result`.
-            state: Which state of the run this peer holds; the outcome says it of all members that said one.
+            state: The state of the run that this peer holds; the outcome has those of all members that gave one.
 
         Raises:
             ValueError: The timeout is out of range.
@@ -281,7 +275,7 @@ class Run:
 
     @property
     def state(self) -> RunState:
-        """Where the next round stands: `NoPeers`, `Gathering`, `Exchanging` or `Idle`; never waits for peers or rounds.
+        """Standing of the next round: `NoPeers`, `Gathering`, `Exchanging` or `Idle`; never waits for peers or rounds.
 
         Where the daemon has gone it is `NoPeers`, with that as its reason.
         """
@@ -314,11 +308,11 @@ class Run:
     def progress(self, target: float | None = None) -> Progress:
         """Weight accumulated towards the next step, here and in the swarm; only here, where the daemon has gone.
 
-        Another peer's counts if it answers, and up to twice what it contributed last: beyond that it is only its word.
+        Another peer's claim counts if that peer answers, and up to twice its last contribution.
 
         Args:
-            target: Weight that all together are to accumulate, if there is such a thing: what a peer says that has not
-                contributed yet counts up to its fair share of it, and a round that falls short of it names in
+            target: Weight that all peers together are to accumulate, if any. The claim of a peer that has not
+                contributed yet counts up to its fair share of the target. A round that falls short of it names in
                 `Outcome.events` the peers that gave less than was counted on.
         """
         local = self.accumulated
@@ -334,8 +328,8 @@ class Run:
         Where the daemon has gone there is nobody to serve, and nothing happens.
 
         Args:
-            state: What it is a snapshot of.
-            image: Its bytes; all who hold that state must make the same of it.
+            state: The state that the snapshot is of.
+            image: Its bytes; all peers that hold that state must make the same.
 
         Raises:
             ValueError: It is empty, or larger than can be served.
@@ -345,48 +339,38 @@ class Run:
         with contextlib.closing(shared), contextlib.suppress(DaemonLost):
             self._link.ask(messages.OfferState(self.name, state, shared.capacity), OFFER_SECONDS, [shared.fd])
 
-    @overload
     def fetch(
-        self, at_least: int, limit: int, timeout: float = ..., wait: Literal[True] = ..., among: Peers = ...
-    ) -> Fetched: ...
-    @overload
-    def fetch(
-        self, at_least: int, limit: int, timeout: float = ..., *, wait: Literal[False], among: Peers = ...
-    ) -> PendingFetch: ...
-
-    def fetch(
-        self, at_least: int, limit: int, timeout: float = 60.0, wait: bool = True, among: Peers = ()
-    ) -> Fetched | PendingFetch:
+        self, at_least: int, limit: int, timeout: float = 60.0, among: tuple[str, ...] = ()
+    ) -> PendingFetch:
         """Download a snapshot of the run's state from all peers that have the same, verified; one at a time.
 
         Args:
             at_least: The first epoch that is of use.
             limit: Most bytes that the image may have.
             timeout: Seconds after which it has ended one way or the other.
-            wait: Whether to wait for the end.
             among: PeerIDs, at most 256, of the only peers to take it from, while any of them is there.
 
         Raises:
             ValueError: The timeout is out of range.
             Refused: The limit is more than there can be; a download is going on (when its result is asked for).
         """
-        pending = PendingFetch(self._link, self.name, at_least, limit, timeout, among)
-        return pending.result() if wait else pending
+        request = messages.FetchState(self.name, at_least, limit, timeout, among)
+        return PendingFetch(self._link, request, limit)
 
     def recover(
         self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
     ) -> PendingMean:
         """Get from other peers the mean that the group applied to a state, where this peer missed it.
 
-        Daemons keep the last few of a run whose `step` is given states, with the signed votes of the round's majority,
-        which prove what it came to. One download at a time, of this or by `fetch`.
+        Daemons keep the last few means of a run whose `step` is given states, with the signed votes of the round's
+        majority, which prove them. One download at a time, of this or by `fetch`.
 
         Args:
             after: The state.
             timeout: Seconds after which it has ended one way or the other; if nobody has it, that is known soon.
-            proved: Whether the caller will check where it leads to; if not, most of those by whom this peer knows
-                its state, from its last round or snapshot, must have voted for it.
-            patient: Where nobody has it: whether to wait for those who are not as far.
+            proved: Whether the caller will check the state that it leads to; if not, most of the peers from which this
+                peer knows its state, by its last round or snapshot, must have voted for the mean.
+            patient: Whether to wait for peers that are not as far, where nobody has it.
 
         Raises:
             ValueError: The timeout is out of range.
@@ -394,10 +378,10 @@ class Run:
         """
         size = VALUE_BYTES * self._binding.stepping.size
         request = messages.FetchMean(self.name, after, size, timeout, proved, patient)
-        return PendingMean(self._link, request, self._binding.named)
+        return PendingMean(self._link, request, size, self._binding.named)
 
     def take(self) -> Accumulator | None:
-        """Take back what has been accumulated and is not part of a round that is going on; None if nothing has."""
+        """Take back the accumulated gradients that are not part of a round that is going on; None without any."""
         with self._lock:
             taken, self._accumulated = self._accumulated, None
             self._report()
@@ -410,7 +394,7 @@ class Run:
 
     @property
     def source(self) -> Tensors:
-        """What the run was joined with."""
+        """The tensors that the run was joined with."""
         return self._binding.source
 
     def optimizer(
@@ -433,17 +417,15 @@ class Run:
             CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
             Refused: Its parameters are not the optimizer's.
         """
-        # Who only averages need not load it.
-        from equipoise.peer.training.checkpoint_writer import Keeper
+        # A script that only averages need not load it.
+        from equipoise.peer.training.checkpoint import Keeper
         from equipoise.peer.training.optimizer import SwarmOptimizer
         from equipoise.peer.training.options import Options, from_keywords
 
         optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
         if checkpoints is not None:
             optimizer.register_step_post_hook(Keeper(optimizer.member, self, checkpoints).after_step)
-        self.before_leaving(
-            optimizer.leave
-        )  # After the keeper: what it keeps at last is what this ends with.
+        self.before_leaving(optimizer.leave)  # After the keeper, whose last checkpoint is of the final state.
         return optimizer
 
     def tell(self, topic: messages.Topic, line: str) -> None:
@@ -454,7 +436,7 @@ class Run:
 
     @property
     def schema(self) -> Schema:
-        """What `step` exchanges: gradients, and the buffers that travel with them."""
+        """The tensors of `step`: gradients, and the buffers that travel with them."""
         return self._binding.stepping.schema
 
     @property
@@ -463,9 +445,7 @@ class Run:
         return self._link.welcome.home
 
     def branch(self, name: str, tensors: Tensors, strategy: str | None = None) -> Run:
-        """Join another run, of this name and with these tensors, with the options of this one, of which it is a part.
-
-        Its strategy may be another.
+        """Join a run that is a part of this one, with its options but for the name, the tensors and the strategy.
 
         Raises:
             SchemaError: One of the tensors cannot be averaged; names it.
@@ -545,12 +525,11 @@ class Run:
             reasons[0] or "others were there, but the script ended before a round",
         )
 
-    def _count(self, outcome: Outcome | None) -> None:
-        if outcome is None:
-            return
-        if outcome.ok:
+    def _collected(self, outcome: Outcome | None) -> None:
+        self.pending = None
+        if outcome is not None and outcome.ok:
             self.rounds_ok, self._last_ok = self.rounds_ok + 1, outcome
-        else:
+        elif outcome is not None:
             self.rounds_failed, self._why_not = self.rounds_failed + 1, outcome.reason
 
     def _require_idle(self) -> None:
@@ -573,8 +552,8 @@ class Run:
         self.pending = PendingRound(self._link, request, deadline, settle)
         return self.pending
 
-    def _start_average(self, weight: float, timeout: float, write: Write) -> PendingRound:
-        """Contribute the tensors; `write` writes the mean into the tensors, if the round is ok."""
+    def _start_average(self, weight: float, timeout: float, moves: bool) -> PendingRound:
+        """Contribute the tensors; if the round is ok, they become the mean, or move by its difference."""
         deadline = time.monotonic() + check_timeout(timeout)
         weight = check_weight(weight)
         with self._lock:
@@ -584,32 +563,27 @@ class Run:
                 self._binding.averaged.flatten(tensors, region.contribution)
             else:
                 region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
-            settle = partial(self._averaged, tensors=tensors, region=region, write=write)
+            settle = partial(self._averaged, tensors=tensors, region=region, moves=moves)
             return self._start(AVERAGE, weight, deadline, settle)
 
     def _averaged(
-        self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, write: Write
+        self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, moves: bool
     ) -> None:
         with self._lock:
-            self.pending = None
-            self._count(outcome)
+            self._collected(outcome)
             if outcome is not None and outcome.ok:
                 # They may have been reshaped; half of them must not be written.
                 self._binding.schema.check(tensors)
-                write(region, tensors)
-
-    def _replace(self, region: Region, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._binding.averaged.unflatten(region.result, tensors)
-
-    def _move(self, region: Region, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._binding.averaged.shift(region.contribution, region.result, tensors)
+                if moves:
+                    self._binding.averaged.shift(region.contribution, region.result, tensors)
+                else:
+                    self._binding.averaged.unflatten(region.result, tensors)
 
     def _stepped(
         self, outcome: Outcome | None, tensors: Mapping[str, torch.Tensor], region: Region, me: str
     ) -> None:
         with self._lock:
-            self.pending = None
-            self._count(outcome)
+            self._collected(outcome)
             if outcome is not None and outcome.counted(me):
                 self._drop()
             else:
@@ -623,23 +597,21 @@ class Run:
         self._link.start(messages.ReportAccumulated(self.name, self.accumulated))
 
     def _drop(self) -> None:
-        """Forget what has been contributed; its memory serves again."""
+        """Forget the contribution; its memory serves again."""
         self._spare, self._contributed = self._contributed, None
         if self._spare is not None:
             self._spare.clear()
 
     def _keep(self) -> None:
-        """Take back what has been contributed, with what was accumulated since."""
+        """Take back the contribution, and merge the gradients that were accumulated since."""
         contributed, self._contributed = self._contributed, None
-        if contributed is None:
-            return
-        if self._accumulated is not None:
+        if contributed is not None and self._accumulated is not None:
             contributed.merge(self._accumulated)
-        self._accumulated = contributed
+        self._accumulated = contributed or self._accumulated
 
 
 def _others(state: RunState) -> int:
-    """How many others are known, at least."""
+    """Least number of other peers that are known."""
     match state:
         case Idle(peers):
             return peers

@@ -1,4 +1,4 @@
-"""What a daemon does for its clients: a session is one client's part in one run.
+"""The daemon's work for its clients: a session is one client's part in one run.
 
 It has shared memory and a run driver for each purpose. Each purpose is a run of the swarm, with its own schema, and is
 joined when it is first used. A script that steps agrees on terms after its join; any other is announced as averaging.
@@ -23,7 +23,7 @@ from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.dht.records import MAX_RUNS_PER_PEER
-from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun
+from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress
 from equipoise.peer.errors import Refused
 from equipoise.peer.history import History
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, run_specs
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
     from equipoise.dht.swarm import Swarm
 
 MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
-"""Runs of one daemon. The others keep so many records of one peer, and each purpose of a run has one of its own."""
+"""Most runs of one daemon. The others keep so many records of one peer, and each purpose of a run has its own."""
 
 ANNOUNCE_SECONDS = 0.5
 """Time for a script to agree on terms, before the run that it has joined is announced to those that average."""
 
 OVERTIME = 0.5
-"""Seconds that a round may exceed its timeout before the session gives it up; half of what the caller is promised."""
+"""Seconds that a round may exceed its timeout before the session gives it up: half of the caller's grace."""
 
 REPORT_SECONDS = 0.02
-"""A script may accumulate a thousand times a second; each report is a signed record to other peers."""
+"""Least time between two reports, each a signed record to other peers; a script may accumulate 1,000 times a second."""
 
 SEARCH_SECONDS = 5.0
-"""A search of the directory takes some milliseconds; where it takes longer, whoever is there is met later."""
+"""Longest search of the directory. It takes some milliseconds; peers that it does not find in time are met later."""
 
 COMPARE_SECONDS = 5.0
-"""Two questions to those who have another spec, each of which may stay unanswered for 2 s."""
+"""Time for two questions to the peers of another spec, each of which may stay unanswered for 2 s."""
 
 LEAVE_SECONDS = 5.0
-"""An open round is finished or failed within that; the driver's own bound on a stalled peer is 2 s."""
+"""Time to finish or fail an open round; the driver's own bound on a stalled peer is 2 s."""
 
 SPREAD_EXCHANGES = 20
-"""The last exchanges over which the spread is the mean: it tells where the run stands now."""
+"""Number of the last exchanges over which the spread is the mean: it is to be the present one."""
 
 JUST_JOINED = "it has just been joined"
 
@@ -70,19 +70,24 @@ class Session:
 
     Attributes:
         name: The run's name as the client calls it.
-        client: Who that is.
+        client: The client, as messages name it.
     """
 
-    def __init__(
-        self, router: Router, swarm: Swarm, name: str, specs: dict[str, RunSpec], region: Region, client: str
-    ) -> None:
-        self.name = name
+    def __init__(self, router: Router, swarm: Swarm, request: JoinRun, region: Region, client: str) -> None:
+        """Join as the client asks; its vectors lie in `region`.
+
+        Raises:
+            ValueError: An option or the schema is not valid, or the region is too small.
+        """
+        self.name = request.run
         self.client = client
         self._router = router
         self._swarm = swarm
-        self._specs = dict(specs)
-        self._joined = specs.get(STEP)
         self._region: Region | None = region
+        self._specs = run_specs(request)
+        for spec in self._specs.values():
+            self._require_room(spec)
+        self._joined = self._specs.get(STEP)
         self._run_drivers: dict[str, RunDriver] = {}
         self._purpose = AVERAGE
         self._told: dict[str, str] = {}
@@ -98,19 +103,14 @@ class Session:
         """Have `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
 
         Raises:
-            Refused: The peers who are there have something else; says what. Or the run has stepped on other terms, or
-                has no gradients.
+            Refused: The peers of the run have other terms. Or the run has stepped on others, or has no gradients.
             ValueError: A term is too long or not printable, or a buffer is named as a gradient is.
         """
         if self._joined is None:
             raise _nothing_to(STEP, self.name)
         both = Schema((*self._joined.schema.tensors, *buffers.tensors))
         agreed = RunSpec.create(self._joined.name, both, self._joined.options, dict(terms))
-        if self._region is not None and agreed.layout.size > self._region.values:
-            raise Refused(
-                f"expected shared memory of {agreed.layout.size} values for gradients and buffers, "
-                f"it holds {self._region.values}"
-            )
+        self._require_room(agreed)
         async with self._joining:
             if STEP in self._run_drivers and agreed != self._specs[STEP]:
                 hint = "agree before the first accumulate and step, or leave the run and join it again"
@@ -130,7 +130,7 @@ class Session:
     async def start_round(
         self, purpose: str, weight: float, timeout: float, state: StateId | None = None
     ) -> Outcome:
-        """Exchange what the shared memory holds; the outcome is there by `timeout` and `OVERTIME`.
+        """Exchange the contribution in the shared memory; the outcome is there by `timeout` and `OVERTIME`.
 
         Raises:
             Refused: A round is going on.
@@ -150,7 +150,7 @@ class Session:
         took = outcome.seconds.get("total", 0.0)
         log.info("run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, took)
         if purpose == STEP and outcome.counted(self._swarm.peer):
-            # Until the client says what is left, the others must not count it towards the next round.
+            # Until the client reports the rest, the others must not count any towards the next round.
             self._accumulated = 0.0
             self._run_drivers[STEP].report_accumulated(0.0)
         return outcome
@@ -173,7 +173,7 @@ class Session:
         self._told[topic] = line[:MAX_TEXT]
 
     def _report(self, run_driver: RunDriver, before: float | None) -> None:
-        """Publish at once, then whatever has become of it, at most once in `REPORT_SECONDS`."""
+        """Publish the weight at once, then its later values, at most once in `REPORT_SECONDS`."""
         self._reporting = None
         if self._accumulated != before and not self.leaving:
             run_driver.report_accumulated(self._accumulated)
@@ -195,17 +195,16 @@ class Session:
         return rows
 
     async def state(self) -> RunState:
-        """Where the next round of the purpose used last stands."""
+        """Standing of the next round of the purpose used last."""
         return (await self._run_driver(self._purpose)).state
 
-    async def progress(self, target: float | None) -> tuple[float, float]:
+    async def progress(self, target: float | None) -> Progress:
         """Weight accumulated towards the next step: by this peer, and by all, as far as the others' word counts."""
-        run_driver = await self._use(STEP)
-        others = await run_driver.others_accumulated(target)
-        return self._accumulated, self._accumulated + others
+        others = await (await self._use(STEP)).others_accumulated(target)
+        return Progress(self._accumulated, self._accumulated + others, (await self.transfer()).wanted)
 
     async def transfer(self) -> Transfer:
-        """Gives and takes the run's state, among the peers that step if there are gradients."""
+        """The exchange of the run's state, among the peers that step if there are gradients."""
         purpose = STEP if STEP in self._specs else AVERAGE
         await self._use(purpose)
         return self._router.transfer(self._specs[purpose].name)
@@ -247,7 +246,7 @@ class Session:
         return await transfer.recover(request.after, request.timeout, result, request.proved, request.patient)
 
     def status(self) -> RunStatus:
-        """What `status` shows of it."""
+        """The run's part of the daemon's status."""
         spec, run_driver = self._specs[self._purpose], self._run_drivers.get(self._purpose)
         # The router may have let go of a run that is being left.
         joined = [] if self.leaving else [self._specs[purpose].name for purpose in self._run_drivers]
@@ -323,7 +322,7 @@ class Session:
             return self._run_drivers[purpose]
 
     async def _disagree(self, run_driver: RunDriver) -> None:
-        """As if nothing had been agreed on: the client may try again."""
+        """Undo the agreement: the client may try again."""
         async with self._joining:
             await run_driver.leave("others have agreed on something else")
             self._run_drivers.pop(STEP, None)
@@ -333,22 +332,21 @@ class Session:
                 self._specs[STEP] = self._joined
 
     async def _exchange(self, purpose: str, weight: float, timeout: float, state: StateId | None) -> Outcome:
-        left = Outcome(ok=False, reason="the run was left before the round began", run=self.name)
         try:
             run_driver = await self._use(purpose)
         except Refused:
             if self._leaving is None:
                 raise
-            return left
+            return self._failed("the run was left before the round began")
         region, values = self._region, self._specs[purpose].layout.size
         if region is None:
-            return left
-        contribution, result = region.contribution[:values], region.result[:values]
+            return self._failed("the run was left before the round began")
         transfer = self._router.transfer(self._specs[purpose].name)
         if state is not None:
             transfer.reach(state.epoch)
         if self._stopped:  # Before the search began.
-            return Outcome(ok=False, reason=self._stopped, run=self.name)
+            return self._failed(self._stopped)
+        contribution, result = region.contribution[:values], region.result[:values]
         outcome = await run_driver.average(contribution, result, weight, timeout, state)
         if state is not None and outcome.ok and outcome.state == state:
             transfer.reach(state.epoch + 1)
@@ -359,11 +357,18 @@ class Session:
         if not done:
             log.error("run %r: a round exceeded its timeout of %g s and was given up", self.name, timeout)
             round_.cancel()
-            reason = f"the daemon gave the round up after {timeout:g} s"
-            return Outcome(ok=False, reason=reason, run=self.name)
+            return self._failed(f"the daemon gave the round up after {timeout:g} s")
         if round_.cancelled():
-            return Outcome(ok=False, reason="the run was left before the round ended", run=self.name)
+            return self._failed("the run was left before the round ended")
         return round_.result()
+
+    def _failed(self, reason: str) -> Outcome:
+        return Outcome(ok=False, reason=reason, run=self.name)
+
+    def _require_room(self, spec: RunSpec) -> None:
+        if self._region is not None and spec.layout.size > self._region.values:
+            needed, room = spec.layout.size, self._region.values
+            raise Refused(f"expected shared memory of {needed} values for run {spec.name!r}, it holds {room}")
 
     async def _leave(self, reason: str) -> None:
         self._announcing.cancel()
@@ -386,7 +391,7 @@ class Service:
     """Joins, serves and leaves runs on behalf of clients.
 
     Attributes:
-        history: What their rounds came to.
+        history: The outcomes of their rounds.
     """
 
     def __init__(self, router: Router, swarm: Swarm, history: History) -> None:
@@ -407,13 +412,8 @@ class Service:
             ValueError: An option, the schema or the memory is not valid, or the run has a client already.
         """
         region = Region.attach(fd, request.values)
-        specs = run_specs(request)
-        if any(spec.layout.size > request.values for spec in specs.values()):
-            told = f"the shared memory holds {request.values} values, which is less than the schema has"
-            raise Refused(told)
         await self._make_room(request.run)
-        session = Session(self._router, self._swarm, request.run, specs, region, client)
-        self._sessions[request.run] = session
+        session = self._sessions[request.run] = Session(self._router, self._swarm, request, region, client)
         return session
 
     async def leave(self, session: Session, reason: str) -> None:
@@ -435,14 +435,12 @@ class Service:
             hint = "leave it there, use another name, or start another daemon with another --home"
             raise Refused(f"this daemon takes part in run {name!r} already, for {other.client}", hint)
         if len(self._sessions) >= MAX_RUNS:
-            raise Refused(
-                f"run {name!r} is one too many: this daemon takes part in {MAX_RUNS} runs already, the maximum",
-                "leave one, or start another daemon with another --home",
-            )
+            told = f"run {name!r} is one too many: this daemon takes part in {MAX_RUNS} runs already, the maximum"
+            raise Refused(told, "leave one, or start another daemon with another --home")
 
 
 def _exchanges(run_driver: RunDriver) -> Exchanges:
-    """What the exchanges of a gossip run have come to."""
+    """The outcomes of the exchanges of a gossip run, in figures."""
     outcomes = list(run_driver.history)
     apart = [one.apart for one in outcomes[-SPREAD_EXCHANGES:] if one.apart is not None]
     return Exchanges(

@@ -1,4 +1,4 @@
-"""What a user calls `tensors` and `gradients`, as named tensors, and what a run was joined with."""
+"""The `tensors` and `gradients` of a user as named tensors, and the tensors that a run was joined with."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Gradients = torch.nn.Module | Mapping[str, torch.Tensor | None] | Sequence[torch
 
 
 class Binding:
-    """The user's tensors, looked at afresh for each round, against what was joined with.
+    """The user's tensors, compared before each round with the schema of the run.
 
     Attributes:
         source: The tensors.
-        schema: What `average` exchanges.
-        gradients: What `step` exchanges gradients of.
-        buffers: What travels behind them.
+        schema: Schema of the tensors that `average` exchanges.
+        gradients: Schema of the gradients that `step` exchanges.
+        buffers: Schema of the buffers that travel behind them.
         averaged: The flat vector of `average`.
         stepping: The flat vector of `step`.
         sparse: Names of the parameters whose `.grad` is sparse.
@@ -44,16 +44,15 @@ class Binding:
         return max(self.averaged.size, self.stepping.size)
 
     def buffer_schema(self) -> Schema:
-        """What `carry` would have travel behind the gradients, in fp32 whatever the buffers are.
+        """The schema of the module's buffers, for `carry`: in fp32, whatever they are.
 
         Raises:
             SchemaError: This is no module.
         """
-        if not isinstance(self.source, torch.nn.Module):
-            kind = type(self.source).__name__
-            told = f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
-            raise SchemaError(told)
-        return buffer_schema(self.source)
+        if isinstance(self.source, torch.nn.Module):
+            return buffer_schema(self.source)
+        kind = type(self.source).__name__
+        raise SchemaError(f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers")
 
     def carry(self, buffers: Schema) -> None:
         """From now on these buffers travel behind the gradients."""
@@ -95,11 +94,11 @@ class Binding:
         return named
 
     def write_step(self, contribution: torch.Tensor, accumulated: Accumulator | None) -> None:
-        """Write what `step` contributes: mean gradients, then buffers; zeros of an observer, which may hold anything.
+        """Write the contribution of `step`: mean gradients, then buffers; zeros where nothing is `accumulated`.
 
         Args:
             contribution: The flat vector, f32, of `values` values or more.
-            accumulated: What has been accumulated, if anything.
+            accumulated: The weighted gradients of this peer, if any.
 
         Raises:
             SchemaError: A buffer has changed since join, or is not finite.
@@ -117,10 +116,10 @@ class Binding:
         mean: dict[str, torch.Tensor],
         hand_back: bool = True,
     ) -> None:
-        """Take over what a step came to.
+        """Take over the result of a step, a flat vector, f32.
 
         Args:
-            result: The flat vector, f32.
+            result: The flat vector.
             stepped: The tensors whose gradients were exchanged.
             mean: By name, fp32, on the tensors' devices; overwritten, or filled.
             hand_back: Whether to overwrite the `.grad` of a module's parameters.
@@ -148,7 +147,7 @@ class Binding:
 
 
 def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """What `average` exchanges: of a module all parameters and its persistent floating-point buffers.
+    """The tensors that `average` exchanges: of a module all parameters and its persistent floating-point buffers.
 
     Raises:
         SchemaError: It is none of these things, or a tensor cannot be written in place.
@@ -166,7 +165,7 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """What `step` exchanges gradients of: of a module its parameters that require gradients, else all tensors."""
+    """The tensors whose gradients `step` exchanges: of a module the parameters that require them, else all."""
     if isinstance(tensors, torch.nn.Module):
         return {name: parameter for name, parameter in tensors.named_parameters() if parameter.requires_grad}
     return named_tensors(tensors)
@@ -216,13 +215,12 @@ def gradient_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
 
 def buffer_schema(module: torch.nn.Module) -> Schema:
     """The schema of a module's buffers as `step` averages them: in fp32, whatever they are."""
-    named = persistent_buffers(module)
-    specs = (TensorSpec(name, tuple(one.shape), "float32", True) for name, one in named.items())
-    return Schema(tuple(specs))
+    named = persistent_buffers(module).items()
+    return Schema(tuple(TensorSpec(name, tuple(one.shape), "float32", True) for name, one in named))
 
 
 def tensor_schema(tensors: Tensors) -> Schema:
-    """The schema of what `average` exchanges.
+    """The schema of the tensors that `average` exchanges.
 
     Raises:
         SchemaError: There are no tensors, or one cannot be averaged; names it.

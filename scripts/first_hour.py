@@ -67,7 +67,7 @@ def inside(path: str) -> None:
 
     began = time.time()
     rounds: list[dict[str, Any]] = []
-    counted, agreed = Run._count, Run.wait_for
+    counted, agreed = Run._collected, Run.wait_for
     met: list[float] = []
 
     def noted(self: Run, outcome: Outcome | None) -> None:
@@ -87,7 +87,7 @@ def inside(path: str) -> None:
         met.append(time.time())
         return found
 
-    Run._count, Run.wait_for = noted, waited  # type: ignore[method-assign]
+    Run._collected, Run.wait_for = noted, waited  # type: ignore[method-assign]
     left = runpy.run_path(path, run_name="__main__")
     parameters = b"".join(one.detach().numpy().tobytes() for one in left["model"].parameters())
     told = {

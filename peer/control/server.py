@@ -210,8 +210,7 @@ class Connection:
             case messages.AskState():
                 return await session.state()
             case messages.AskProgress(_, target):
-                local, swarm = await session.progress(target)
-                return messages.Progress(local, swarm, (await session.transfer()).wanted)
+                return await session.progress(target)
             case messages.LeaveRun(run):
                 await self._daemon.service.leave(session, "its client has left the run")
                 self._sessions.pop(run, None)

@@ -16,10 +16,10 @@ from torch import nn
 from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER
 
 TEST_FRACTION = 0.5
-"""898 of 1,797 images: few enough remain for a peer's own share to be too little, which is what a swarm is for."""
+"""Share of the test: so few images remain that a peer's own are too few, which is what a swarm is for."""
 
 SPLIT_SEED = 0
-"""All processes must deal alike."""
+"""Seed of the split: all processes must deal alike."""
 
 MAX_PIXEL = 16.0
 
@@ -31,7 +31,7 @@ MODEL_SEED = 1
 
 
 class Digits(NamedTuple):
-    """Images and what they show.
+    """Images and their labels.
 
     Attributes:
         pixels: f32 [N, 64], from 0 to 1.

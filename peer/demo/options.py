@@ -1,4 +1,4 @@
-"""What `equipoise demo` can be asked for."""
+"""The options of `equipoise demo`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DemoError(EquipoiseError):
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What to show.
+    """The choices of the user.
 
     Attributes:
         peers: Daemons, each with a trainer of its own.
@@ -68,21 +68,16 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             DemoUsageError: A count is out of its range, or the codec or the strategy is unknown.
             DemoError: scikit-learn is missing.
         """
-        if not MIN_SURVIVORS <= self.peers <= MAX_PEERS:
-            raise DemoUsageError(f"expected --peers from {MIN_SURVIVORS} to {MAX_PEERS}, got {self.peers}")
-        if not 1 <= self.rounds <= MAX_ROUNDS:
-            raise DemoUsageError(f"expected --rounds from 1 to {MAX_ROUNDS}, got {self.rounds}")
-        if not 0 <= self.kill <= self.peers - MIN_SURVIVORS:
-            most = self.peers - MIN_SURVIVORS
-            told = f"expected --kill from 0 to {most}, so that {MIN_SURVIVORS} remain, got {self.kill}"
-            raise DemoUsageError(told)
-        codec = self._check_exchange()
-        if importlib.util.find_spec("sklearn") is None:
-            told = "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
-            raise DemoError(told)
-        return msgspec.structs.replace(self, codec=codec)
-
-    def _check_exchange(self) -> str:
+        most, remain = self.peers - MIN_SURVIVORS, f", so that {MIN_SURVIVORS} remain"
+        for name, given, allowed, why in (
+            ("peers", self.peers, range(MIN_SURVIVORS, MAX_PEERS + 1), ""),
+            ("rounds", self.rounds, range(1, MAX_ROUNDS + 1), ""),
+            ("kill", self.kill, range(most + 1), remain),
+        ):
+            if given not in allowed:
+                raise DemoUsageError(
+                    f"expected --{name} from {allowed[0]} to {allowed[-1]}{why}, got {given}"
+                )
         # They import torch, which the command line does without until the demo really runs.
         from equipoise.averaging.strategy import STRATEGIES
         from equipoise.compression import parse_codec
@@ -94,7 +89,10 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
             parse_codec(codec)
         except ValueError as error:
             raise DemoUsageError(f"--{option}: {error}") from error
-        return codec
+        if importlib.util.find_spec("sklearn") is None:
+            told = "the demo's data comes with scikit-learn; install it: pip install 'equipoise[demo]'"
+            raise DemoError(told)
+        return msgspec.structs.replace(self, codec=codec)
 
     @property
     def limit(self) -> float:

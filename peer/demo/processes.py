@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 STOP_SECONDS = 15.0
@@ -36,17 +37,11 @@ class Child(subprocess.Popen[bytes]):
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=_environment(os.environ),
+                env=_environment(),
                 # The terminal's Ctrl-C is for this process, which ends the children in order.
                 start_new_session=True,
                 preexec_fn=_die_with_parent(),
             )
-
-    @property
-    def output(self) -> int:
-        """File descriptor of its standard output."""
-        assert self.stdout is not None
-        return self.stdout.fileno()
 
     @property
     def ending(self) -> str:
@@ -57,7 +52,8 @@ class Child(subprocess.Popen[bytes]):
 
     def read(self) -> list[str] | None:
         """The whole lines that have come, or None where no more will come."""
-        chunk = os.read(self.output, READ_BYTES)
+        assert self.stdout is not None, "a pipe"
+        chunk = os.read(self.stdout.fileno(), READ_BYTES)
         if not chunk or len(self._unfinished) > MAX_LINE_BYTES:
             return None
         *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
@@ -77,16 +73,13 @@ class Child(subprocess.Popen[bytes]):
             return self.wait()
 
 
-class Family:
+class Family(AbstractContextManager["Family"]):
     """All children of the demo; leaving the context ends every one of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._children: list[Child] = []
         self._selector = selectors.DefaultSelector()
-
-    def __enter__(self) -> Family:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -95,19 +88,18 @@ class Family:
         """Start `command` as a child."""
         child = Child(name, command, self._folder / f"{name}.log")
         self._children.append(child)
-        self._selector.register(child.output, selectors.EVENT_READ, child)
+        assert child.stdout is not None, "a pipe"
+        self._selector.register(child.stdout, selectors.EVENT_READ, child)
         return child
 
     def hear(self, seconds: float) -> Iterator[tuple[Child, str | None]]:
-        """What the children say within `seconds`: (child, line), and (child, None) once where one says no more."""
+        """Lines of the children within `seconds`: (child, line), and (child, None) once where one says no more."""
         for key, _ in self._selector.select(max(0.0, seconds)):
             child: Child = key.data
             lines = child.read()
             if lines is None:
                 self._selector.unregister(key.fd)
-                yield child, None
-            else:
-                yield from ((child, line) for line in lines)
+            yield from ((child, line) for line in ([None] if lines is None else lines))
 
     def close(self) -> None:
         """End all children, the last started first: trainers before the daemons that they use."""
@@ -123,21 +115,18 @@ class Family:
 def daemon_command(home: Path, join: Sequence[str]) -> list[str]:
     """The command of a daemon that only this machine can reach."""
     joins = [word for address in join for word in ("--join", address)]
-    code = "from equipoise.peer.cli import main; main()"
-    return [
-        *(sys.executable, "-c", code, "daemon"),
-        *("--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", *joins),
-    ]
+    equipoise = [sys.executable, "-c", "from equipoise.peer.cli import main; main()"]
+    return [*equipoise, "daemon", "--home", str(home), "--listen", "/ip4/127.0.0.1/tcp/0", *joins]
 
 
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     # A user's own configuration is not part of the demo, and with a process per core more threads only wait.
-    kept = {name: value for name, value in environment.items() if not name.startswith("EQUIPOISE_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("EQUIPOISE_")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _die_with_parent() -> Callable[[], None] | None:
-    """On Linux, what has the kernel end a child when this process is killed and cannot end it itself."""
+    """On Linux, a function that has the kernel end a child when this process is killed and cannot end it itself."""
     if sys.platform != "linux":
         return None
     prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.

@@ -1,8 +1,9 @@
-"""What trainers tell the demo, one JSON line each; what the demo came to, and whether it really worked."""
+"""Reports of the demo's trainers, one JSON line each, and the demo's result: whether it really worked."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from statistics import fmean
 
 import msgspec
 
@@ -18,7 +19,7 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A round succeeded, and the trainer made an update with its mean.
 
     Attributes:
-        update: Which update this was, from 1.
+        update: Number of the update, from 1.
         group: Number of members of the group.
         contributors: Number of those whose gradients are in the mean.
         loss: Mean loss of the trainer's own samples since the update before.
@@ -76,43 +77,21 @@ def decode_report(line: str) -> Report:
     return _decoder.decode(line)
 
 
-class Round(msgspec.Struct, kw_only=True):
-    """One update of the swarm, from the reports of all trainers that have made it.
+class Round(Stepped, frozen=True):
+    """One update of the swarm: the mean loss, all bytes and the longest time of the trainers that have reported it.
 
     Attributes:
-        update: Its number, from 1.
-        group: Members of the group.
-        contributors: Those whose gradients are in the mean.
-        loss: Mean over the reporting trainers.
-        bytes_sent: Sum over the reporting trainers.
-        seconds: The longest that a trainer took.
         reports: Number of reporting trainers.
     """
 
-    update: int
-    group: int = 0
-    contributors: int = 0
-    loss: float = 0.0
-    bytes_sent: int = 0
-    seconds: float = 0.0
-    reports: int = 0
-
-    def add(self, report: Stepped) -> None:
-        """Take in one trainer's report."""
-        self.loss = (self.loss * self.reports + report.loss) / (self.reports + 1)
-        self.reports += 1
-        self.group, self.contributors = report.group, report.contributors
-        self.bytes_sent += report.bytes_sent
-        self.seconds = max(self.seconds, report.seconds)
+    reports: int
 
     def fp32_bytes(self, values: int) -> int:
-        """What the reporting trainers' daemons would have sent of `values` values in fp32, headers apart.
+        """Bytes that the reporting trainers' daemons would have sent of `values` values in fp32, headers apart.
 
         In a butterfly of n members each value is sent n - 1 times to its owner and n - 1 times back.
         """
-        if self.group == 0:
-            return 0
-        return 2 * (self.group - 1) * values * FP32_BYTES * self.reports // self.group
+        return 2 * (self.group - 1) * values * FP32_BYTES * self.reports // self.group if self.group else 0
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -153,67 +132,77 @@ class Ledger:
     def __init__(self, options: DemoOptions) -> None:
         self._options = options
         self._updates: dict[int, int] = {}
+        self._failed = 0
+        self._reports = defaultdict[int, list[Stepped]](list)
         self.rounds: dict[int, Round] = {}
         self.finished: dict[int, Finished] = {}
-        self.failures: list[tuple[int, Failed]] = []
 
     def add(self, trainer: int, report: Report) -> Round | None:
         """Take in a report; returns the round that it changed, if any."""
-        if isinstance(report, Finished):
-            self.finished[trainer] = report
-        elif isinstance(report, Failed):
-            self.failures.append((trainer, report))
-        else:
-            self._updates[trainer] = report.update
-            round_ = self.rounds.setdefault(report.update, Round(update=report.update))
-            round_.add(report)
-            return round_
+        match report:
+            case Finished():
+                self.finished[trainer] = report
+            case Failed():
+                self._failed += 1
+            case Stepped(update=update):
+                self._updates[trainer] = update
+                self._reports[update].append(report)
+                self.rounds[update] = _round(self._reports[update])
+                return self.rounds[update]
         return None
 
     def updates(self, trainer: int) -> int:
-        """How many updates `trainer` has made; one that missed a round has made that update later, unreported."""
+        """Updates that `trainer` has made; one that missed a round has made that update later, unreported."""
         return self._options.rounds if trainer in self.finished else self._updates.get(trainer, 0)
 
     def summarize(self, killed: frozenset[int], problems: list[str], seconds: float) -> Summary:
         """The result, given which trainers' daemons were killed and what went wrong besides."""
-        survivors = [index for index in range(self._options.peers) if index not in killed]
-        done = {index: self.finished[index] for index in survivors if index in self.finished}
-        found = [*problems, *self._problems(survivors, done, len(killed))]
-        values = next((report.values for report in done.values()), 0)
+        options = self._options
+        survivors = [index for index in range(options.peers) if index not in killed]
+        done = [self.finished[index] for index in survivors if index in self.finished]
+        accuracy = fmean(report.accuracy for report in done) if done else 0.0
+        alone = fmean(report.alone for report in done) if done else 0.0
+        digests = {report.digest for report in done}
+        found = list(problems)
+        for index in survivors:
+            if index not in self.finished:
+                found.append(f"trainer {index + 1} made {self.updates(index)} of {options.rounds} updates")
+        if len(killed) != options.kill:
+            found.append(f"{len(killed)} of {options.kill} daemons were killed")
+        if len(digests) > 1:
+            found.append("the survivors' parameters differ")
+        if done and accuracy - alone < MIN_GAIN:
+            found.append(
+                f"the swarm's accuracy is only {100 * (accuracy - alone):+.1f} points above a peer alone, "
+                f"expected {100 * MIN_GAIN:+.1f}; more --rounds help"
+            )
+        values = done[0].values if done else 0
         sent = sum(round_.bytes_sent for round_ in self.rounds.values())
         return Summary(
             ok=not found,
             problems=tuple(found),
-            peers=self._options.peers,
+            peers=options.peers,
             killed=len(killed),
             rounds=min(map(self.updates, survivors), default=0),
-            failed_rounds=len(self.failures),
-            accuracy=_mean([report.accuracy for report in done.values()]),
-            accuracy_alone=_mean([report.alone for report in done.values()]),
-            bit_identical=len(done) == len(survivors) and len({one.digest for one in done.values()}) == 1,
+            failed_rounds=self._failed,
+            accuracy=accuracy,
+            accuracy_alone=alone,
+            bit_identical=len(done) == len(survivors) and len(digests) == 1,
             bytes_sent=sent,
             bytes_saved=sum(round_.fp32_bytes(values) for round_ in self.rounds.values()) - sent,
             seconds=seconds,
         )
 
-    def _problems(self, survivors: list[int], done: Mapping[int, Finished], killed: int) -> list[str]:
-        problems = []
-        for index in survivors:
-            if index not in done:
-                made = self.updates(index)
-                problems.append(f"trainer {index + 1} made {made} of {self._options.rounds} updates")
-        if killed != self._options.kill:
-            problems.append(f"{killed} of {self._options.kill} daemons were killed")
-        if done and len({report.digest for report in done.values()}) > 1:
-            problems.append("the survivors' parameters differ")
-        gain = _mean([report.accuracy for report in done.values()]) - _mean([r.alone for r in done.values()])
-        if done and gain < MIN_GAIN:
-            problems.append(
-                f"the swarm's accuracy is only {100 * gain:+.1f} points above a peer alone, "
-                f"expected {100 * MIN_GAIN:+.1f}; more --rounds help"
-            )
-        return problems
 
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _round(reports: list[Stepped]) -> Round:
+    """The update of which these are the reports."""
+    last = reports[-1]
+    return Round(
+        update=last.update,
+        group=last.group,
+        contributors=last.contributors,
+        loss=fmean(report.loss for report in reports),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+        seconds=max(report.seconds for report in reports),
+        reports=len(reports),
+    )

@@ -20,7 +20,7 @@ from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_co
 from equipoise.peer.demo.summary import Failed, Ledger, Summary, decode_report
 
 HEAR_SECONDS = 0.5
-"""How long to listen at a time before looking at the clock."""
+"""Time to listen before the next look at the clock."""
 
 DEATH_SECONDS = 1.0
 """A child that has closed its standard output ends at once, or is made to."""
@@ -45,7 +45,7 @@ class DemoSwarm:
         self._start = time.monotonic()
 
     def run(self) -> Summary:
-        """Start everything, train, kill half-way where asked, and say what it came to.
+        """Start everything, train, kill half-way where asked, and return the result.
 
         Raises:
             DemoError: A daemon did not come up.
@@ -105,7 +105,7 @@ class DemoSwarm:
             self._kill_half_way()
 
     def _working(self) -> bool:
-        """Whether a trainer that can still finish has not."""
+        """Return whether a trainer that can still finish has not."""
         return any(child not in self._gone and not self._finished(child) for child in self._trainers)
 
     def _finished(self, trainer: Child) -> bool:
@@ -147,7 +147,7 @@ class DemoSwarm:
             self._display.note(child.ending)
 
     def _was_killed(self, child: Child) -> bool:
-        """Whether it is a daemon that was killed, or the trainer of one."""
+        """Return whether the child is a daemon that was killed, or the trainer of one."""
         group = self._trainers if child in self._trainers else self._daemons
         return group.index(child) in self._killed
 

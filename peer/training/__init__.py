@@ -5,8 +5,7 @@
 
 from equipoise.averaging.outer import Average, Nesterov
 from equipoise.averaging.state import StateId
-from equipoise.peer.training.checkpoint import CheckpointError
-from equipoise.peer.training.checkpoint_writer import Checkpoints
+from equipoise.peer.training.checkpoint import CheckpointError, Checkpoints
 from equipoise.peer.training.dcp import SwarmState
 from equipoise.peer.training.gossip import Gossip
 from equipoise.peer.training.image import Stateful

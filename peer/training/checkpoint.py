@@ -1,29 +1,40 @@
-"""The checkpoints of one run on disk: each is a directory of an image and a manifest, which is whole or not there.
+"""The checkpoints of one run: a copy at a step's boundary, a thread that writes it, and the directory that keeps them.
 
-The image is the replicated state as safetensors; the manifest, JSON, says whose state it is and which digest the image
-must have. Both are written beside their place, flushed, and renamed into it, so that a crash at any moment leaves what
-was there before. What is read back is untrusted: somebody may have copied, truncated or edited it.
+Each checkpoint is a directory of an image and a manifest, which is whole or not there. The image is the replicated
+state as safetensors. The manifest, JSON, says whose state it is and which digest the image must have. Both are written
+beside their place, flushed, and renamed into it, so that a crash at any moment leaves the earlier checkpoints. A
+checkpoint that is read back is untrusted: somebody may have copied, truncated or edited it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 import msgspec
+import numpy as np
 import torch
 from blake3 import blake3
+from numpy.typing import NDArray
 
 from equipoise.averaging.state import StateId
+from equipoise.peer.config import RESUME_ENV
 from equipoise.peer.errors import EquipoiseError
+from equipoise.peer.home import CHECKPOINTS
+from equipoise.peer.run import Run
 from equipoise.peer.training.image import Image
+from equipoise.peer.training.member import Member
 
 FORMAT = 1
 """Raised when a manifest or an image changes so that an older reader would misread it."""
@@ -35,22 +46,25 @@ PARTIAL = ".partial-"
 """Begins the name of a directory that is being written or removed."""
 
 MAX_MANIFEST_BYTES = 64 * 1024
-"""One with all terms of a run at their longest takes 12 kB; what is longer was not written here."""
+"""Longest manifest that is read: one with all terms of a run at their longest takes 12 kB."""
 
 CHUNK_BYTES = 16 * 2**20
-"""Written and read at a time, so that a digest of the first chunks need not wait for the last."""
+"""Bytes written at a time, so that a digest of the first chunks need not wait for the last."""
 
 MAX_SHOWN = 256
-"""Characters of a term that a message shows; terms that were agreed on are no longer."""
+"""Most characters of a term that a message shows; terms that were agreed on are no longer."""
 
 LOCK_FILE = ".lock"
 
 MAX_FOLDER_CHARS = 120
-"""File systems allow 255 bytes; the name of a run in other letters than ours may grow ninefold when quoted."""
+"""Most characters of a name: file systems allow 255 bytes, and quoting a name in foreign letters grows it ninefold."""
 
 Read = Callable[[torch.Tensor], Image]
+Content = NDArray[np.uint8]
 
 _NAME = re.compile(r"\Aepoch-(\d{12,16})-[0-9a-f]{8}\Z")
+
+log = logging.getLogger(__name__)
 
 
 class CheckpointError(EquipoiseError, ValueError):
@@ -58,20 +72,20 @@ class CheckpointError(EquipoiseError, ValueError):
 
 
 class Damaged(CheckpointError):
-    """This one cannot be read; an older one may be sound."""
+    """The checkpoint cannot be read; an older one may be sound."""
 
 
 class Misfit(CheckpointError):
-    """It is sound, and of something else: another run, another model, other terms."""
+    """The checkpoint is sound, and of something else: another run, another model, other terms."""
 
 
 class Subject(msgspec.Struct, frozen=True):
-    """Whose state a checkpoint holds.
+    """The training whose state a checkpoint holds.
 
     Attributes:
         run: The run's name.
-        terms: What must be the same for the state to fit: the model, the optimizer, the target batch size, ... Codec,
-            group size and protocol are none of it: they may change between two starts.
+        terms: Must be equal for the state to fit: the model, the optimizer, the target batch size, ... Codec, group
+            size and protocol are not among them: they may change between two starts.
     """
 
     run: str
@@ -79,12 +93,12 @@ class Subject(msgspec.Struct, frozen=True):
 
     @property
     def spec(self) -> str:
-        """BLAKE3 in hex of all that: equal ones fit."""
+        """BLAKE3 in hex of the subject: equal ones fit."""
         return blake3(msgspec.json.encode((self.run, sorted(self.terms.items())))).hexdigest()
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an image without reading it.
+    """The description of an image, for a reader that has not read it.
 
     Attributes:
         format: `FORMAT` of the program that wrote it.
@@ -93,7 +107,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         state: Epoch and lineage.
         size: Length of the image in bytes.
         digest: BLAKE3 of the image, 64 hexadecimal characters.
-        parent: Digest of the checkpoint that this process wrote or loaded before it; None for the first.
     """
 
     format: int
@@ -102,7 +115,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     state: StateId
     size: int = 0
     digest: str = ""
-    parent: str | None = None
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -110,7 +122,7 @@ class Found(msgspec.Struct, frozen=True):
 
     Attributes:
         path: Its directory.
-        manifest: What it said of itself.
+        manifest: Its manifest.
         reason: Why this one: which newer ones were passed over, and what was wrong with each.
     """
 
@@ -123,26 +135,20 @@ class Folder:
     """The checkpoints of one run in one directory, which this process alone writes until `close`."""
 
     def __init__(self, path: Path, subject: Subject, keep: int = 3) -> None:
-        """Make the directory if need be, and lock it.
+        """Make the directory `path` if need be, and lock it; nothing else should be kept in it.
 
-        Args:
-            path: The directory; nothing else should be kept in it.
-            subject: What checkpoints are written of, and must be of to be loaded.
-            keep: How many are kept, at least 1; one more if it is not among the last but got further.
+        Of the checkpoints of `subject` the last `keep` stay, and the one that got furthest.
 
         Raises:
-            CheckpointError: It cannot be made, or another process writes there.
+            CheckpointError: The directory cannot be made, or another process writes there.
         """
-        if keep < 1:
-            raise ValueError(f"expected to keep at least 1 checkpoint, got {keep}")
         self.path = path
         self._subject = subject
         self._keep = keep
-        self._parent: str | None = None
         self._damaged: set[Path] = set()
         self._lock = _lock(path)
-        for partial in path.glob(PARTIAL + "*"):
-            shutil.rmtree(partial, ignore_errors=True)  # Tried again at the next start.
+        for left in path.glob(PARTIAL + "*"):
+            shutil.rmtree(left, ignore_errors=True)  # Tried again at the next start.
 
     def close(self) -> None:
         """Let other processes write there; idempotent."""
@@ -151,20 +157,14 @@ class Folder:
             self._lock = -1
 
     def write(self, state: StateId, image: torch.Tensor) -> Path:
-        """Write one checkpoint, then remove those that are too many; returns its directory.
-
-        Args:
-            state: Which state it is.
-            image: u8 [bytes], on the CPU.
+        """Write one checkpoint, an image u8 [bytes] on the CPU; remove those that are too many; return its directory.
 
         Raises:
-            OSError: The disk is full, say; what was there before is there still.
+            OSError: The disk is full, say; the earlier checkpoints are there still.
         """
         place = self.path / f"epoch-{state.epoch:012d}-{secrets.token_hex(4)}"
-        manifest = Manifest(
-            format=FORMAT, subject=self._subject, spec=self._subject.spec, state=state, parent=self._parent
-        )
-        self._parent = write_checkpoint(place, manifest, image.numpy().data).digest
+        manifest = Manifest(format=FORMAT, subject=self._subject, spec=self._subject.spec, state=state)
+        write_checkpoint(place, manifest, image.numpy().data)
         self._prune(place)
         return place
 
@@ -176,7 +176,7 @@ class Folder:
             read: Checks an image, u8 [bytes], against the state here, as `TrainingState.read` does.
 
         Returns:
-            What was loaded; None where there is no checkpoint.
+            The checkpoint that was loaded; None where there is none.
 
         Raises:
             Misfit: One is of another run, model or terms. It is not passed over: to resume from it was a mistake.
@@ -191,7 +191,6 @@ class Folder:
                 self._damaged.add(path)
                 continue
             _checked(path, manifest, content, read).load()
-            self._parent = manifest.digest
             why = f"the newest that is sound; passed over: {'; '.join(passed)}" if passed else "the newest"
             return Found(path, manifest, why)
         if not passed:
@@ -222,6 +221,187 @@ class Folder:
         self._damaged.clear()
 
 
+@dataclass(frozen=True)
+class Checkpoints:
+    """When checkpoints are written, how many are kept, where, and whether training starts from one.
+
+    They hold what all peers hold alike. Unless `Options.buffers` is set, that is without BatchNorm's statistics and
+    other buffers, which then are each peer's own: to evaluate what a checkpoint holds, compute or save those yourself.
+
+    Attributes:
+        every: Epochs from one checkpoint to the next. One is written at the end too, when the run is left: after
+            Ctrl-C, say, but not after a SIGTERM that the script does not handle, which ends Python at once.
+        keep: How many are kept.
+        directory: Where each run has a directory, of one peer alone; by default `checkpoints` in the home.
+        resume: Whether to start from the newest sound one; by default what `equipoise launch --resume` says.
+
+    Raises:
+        ValueError: A number is out of its range.
+    """
+
+    every: int = 10
+    keep: int = 3
+    directory: str | os.PathLike[str] | None = None
+    resume: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, number in (("every", self.every), ("keep", self.keep)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                told = f"checkpoints: expected {name} to be a whole number of at least 1, got {number!r}"
+                raise ValueError(told)
+
+    def open(self, home: str | os.PathLike[str], subject: Subject) -> Recorder:
+        """Take the run's directory.
+
+        Raises:
+            CheckpointError: It cannot be made, another process writes there, or the home is a temporary one.
+        """
+        if self.directory is None and not home:
+            hint = "give the Peer a home, or Checkpoints a directory"
+            raise CheckpointError("cannot write checkpoints to a temporary home", hint)
+        parent = Path(home) / CHECKPOINTS if self.directory is None else Path(self.directory)
+        resume = os.environ.get(RESUME_ENV) == "1" if self.resume is None else self.resume
+        return Recorder(Folder(parent / folder_name(subject.run), subject, self.keep), self.every, resume)
+
+
+class Recorder:
+    """Writes the checkpoints of one run; its methods are called between steps, by one thread.
+
+    Attributes:
+        path: The run's directory.
+        resume: Whether training is to start from the newest sound one.
+        recorded: The state that was written last; None before.
+        tell: Called with a line about each attempt; from the thread that writes.
+    """
+
+    def __init__(self, folder: Folder, every: int, resume: bool) -> None:
+        self.path = folder.path
+        self.resume = resume
+        self.recorded: StateId | None = None
+        self.tell: Callable[[str], None] = lambda line: None
+        self._folder = folder
+        self._every = every
+        self._last = 0
+        self._late = -1
+        self._thread: threading.Thread | None = None
+
+    def restore(self, limit: int, read: Read) -> Found | None:
+        """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.
+
+        Raises:
+            CheckpointError: There are checkpoints and none can be used.
+        """
+        found = self._folder.load(limit, read) if self.resume else None
+        furthest = self._folder.furthest
+        if not self.resume and furthest is not None:
+            self._say(
+                logging.WARNING,
+                f"training starts anew, though {self.path} holds a checkpoint of epoch {furthest}; "
+                "`equipoise launch --resume` would go on from it",
+            )
+        if found is not None:
+            self.recorded = found.manifest.state
+            self._last = found.manifest.state.epoch
+            self._say(logging.INFO, f"resumed from {found.path}, epoch {self._last}: {found.reason}")
+        elif self.resume:
+            self._say(logging.INFO, f"nothing to resume from in {self.path}: training starts anew")
+        return found
+
+    def due(self, epoch: int) -> bool:
+        """Whether the state of this epoch should be recorded; not while an earlier one is being written, but after."""
+        if epoch // self._every == self._last // self._every:
+            return False
+        if self._thread is None or not self._thread.is_alive():
+            return True
+        if self._late != self._last:
+            self._late = self._last
+            self._say(
+                logging.WARNING,
+                f"the checkpoint of epoch {epoch} is late: the one of epoch {self._last} is still being written; "
+                f"a faster disk or a larger `every` than {self._every} would help",
+            )
+        return False
+
+    def record(self, state: StateId, image: torch.Tensor) -> None:
+        """Write this state's image from a thread, if one is `due`; nobody may change the image afterwards."""
+        self._last = state.epoch
+        self._thread = threading.Thread(target=self._write, args=(state, lambda: image), name="checkpoint")
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def finish(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
+        """Write this state too, unless it is on the disk, and wait for it; `image` copies it."""
+        self.settle()
+        if state != self.recorded:
+            self._write(state, image)
+
+    def close(self) -> None:
+        """Leave the directory to others; idempotent."""
+        self.settle()
+        self._folder.close()
+
+    def _write(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
+        try:
+            path = self._folder.write(state, image())
+        except Exception as error:
+            # Training goes on without it, and the next one is tried.
+            self._say(logging.ERROR, f"the checkpoint of epoch {state.epoch} could not be written: {error}")
+            return
+        self.recorded = state
+        self._say(logging.INFO, f"epoch {state.epoch} is at {path}")
+
+    def _say(self, level: int, line: str) -> None:
+        log.log(level, "%s", line)
+        self.tell(line)
+
+
+class Keeper:
+    """Keeps the checkpoints of one replica: starts it from one, if that is wanted, and writes others."""
+
+    def __init__(self, member: Member, run: Run, checkpoints: Checkpoints) -> None:
+        """Take the run's directory, and load the newest sound checkpoint.
+
+        Raises:
+            CheckpointError: The directory cannot be used, or what is there is damaged or of something else.
+        """
+        self._member = member
+        self._recorder = checkpoints.open(run.home, subject_of(run))
+        self._recorder.tell = partial(run.tell, "checkpoints")
+        try:
+            self._recorder.restore(member.limit, member.read)
+        except BaseException:
+            self._recorder.close()
+            raise
+        run.before_leaving(self._finish)
+
+    def after_step(self, *_: object) -> None:
+        """Write a checkpoint if one is due; called between steps."""
+        member = self._member
+        if member.whole and self._recorder.due(member.id.epoch):
+            self._recorder.record(member.id, member.image())
+
+    def _finish(self) -> None:
+        try:
+            if self._member.whole:  # Not so where an update was interrupted.
+                self._recorder.finish(self._member.id, self._member.image)
+        finally:
+            self._recorder.close()
+
+
+def subject_of(run: Run) -> Subject:
+    """The subject of the run's checkpoints: its terms, and its model."""
+    schema = run.schema
+    # A checkpoint holds no more of the tensors than this; the way in which they travel is no concern of it.
+    described = [{"name": one.name, "shape": one.shape, "dtype": one.dtype} for one in schema.tensors]
+    layout = blake3(msgspec.json.encode({"tensors": described})).hexdigest()
+    model = f"{len(schema.tensors)} tensors, {schema.size} values, layout {layout[:16]}"
+    return Subject(run.name, {"model": model, **run.terms})
+
+
 def folder_name(run: str) -> str:
     """A file name for the run, another one for each run."""
     name = quote(run, safe=" ").replace(".", "%2E")
@@ -230,16 +410,8 @@ def folder_name(run: str) -> str:
     return f"{name[:MAX_FOLDER_CHARS]}-{blake3(run.encode()).hexdigest()[:16]}"
 
 
-def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> Manifest:
-    """Write a checkpoint as the new directory `path`.
-
-    Args:
-        path: Where it shall be; nothing is there yet.
-        manifest: What is known; size and digest are filled in.
-        image: The image, bytes.
-
-    Returns:
-        The manifest that was written.
+def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> None:
+    """Write a checkpoint as the new directory `path`; the image's size and digest are filled in.
 
     Raises:
         OSError: The disk is full, say; nothing is at `path`.
@@ -257,16 +429,13 @@ def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> Manif
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return manifest
 
 
-def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, bytearray]:
-    """Read the checkpoint in the directory `path` and verify all of it; returns its manifest and its image.
+def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, Content]:
+    """Read the checkpoint of `own` in the directory `path` and verify all of it; its image has at most `limit` bytes.
 
-    Args:
-        path: The checkpoint's directory.
-        own: Whose state it must be.
-        limit: Most bytes that an image may have here.
+    Returns:
+        Its manifest and its image, u8 [bytes].
 
     Raises:
         Misfit: It is of another run, model or terms.
@@ -285,8 +454,8 @@ def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, byt
         )
     image = _content(path / IMAGE_FILE, manifest.size)
     if len(image) < manifest.size:
-        told = f"checkpoint {path} is truncated: {IMAGE_FILE} has {len(image)} bytes of {manifest.size}"
-        raise Damaged(told)
+        got = f"{len(image)} bytes of {manifest.size}"
+        raise Damaged(f"checkpoint {path} is truncated: {IMAGE_FILE} has {got}")
     if len(image) > manifest.size:
         raise Damaged(f"checkpoint {path} is damaged: {IMAGE_FILE} has more than {manifest.size} bytes")
     digest = blake3(image).hexdigest()
@@ -303,7 +472,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         Damaged: There is none, it cannot be understood, or a newer program wrote it.
     """
-    content = _content(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
+    content = _content(path / MANIFEST_FILE, MAX_MANIFEST_BYTES).data
     try:
         version = msgspec.json.decode(content, type=_Version).format
         if version == FORMAT:
@@ -319,7 +488,7 @@ class _Version(msgspec.Struct):
 
 
 def _misfit(found: Subject, own: Subject) -> tuple[str, str] | None:
-    """What makes another's checkpoint unusable here, and what to do; None if nothing does."""
+    """The reason why another's checkpoint is unusable here, and what to do; None if it is usable."""
     if found.run != own.run:
         return f"is of run {found.run!r}, not of {own.run!r}", "give the directory of this run"
     for term in sorted(found.terms.keys() | own.terms.keys()):
@@ -353,7 +522,7 @@ def _flush(directory: Path) -> None:
         os.close(handle)
 
 
-def _content(path: Path, limit: int) -> bytearray:
+def _content(path: Path, limit: int) -> Content:
     """All of a file, or its first `limit` + 1 bytes; a link, a pipe or a device is not followed.
 
     Raises:
@@ -362,23 +531,16 @@ def _content(path: Path, limit: int) -> bytearray:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb", buffering=0) as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise Damaged(f"checkpoint {path.parent} is damaged: {path.name} is not a file")
-            content = bytearray(min(found.st_size, limit + 1))
-            view, filled = memoryview(content), 0
-            while filled < len(content) and (count := file.readinto(view[filled : filled + CHUNK_BYTES])):
-                filled += count
-            view.release()
-            del content[filled:]
-            return content
+            return np.fromfile(file, np.uint8, min(os.fstat(handle).st_size, limit + 1))
     except OSError as error:
         raise Damaged(f"checkpoint {path.parent} is damaged: {path.name}: {error.strerror}") from error
 
 
-def _checked(path: Path, manifest: Manifest, content: bytearray, read: Read) -> Image:
+def _checked(path: Path, manifest: Manifest, content: Content, read: Read) -> Image:
     try:
-        image = read(torch.frombuffer(content, dtype=torch.uint8))
+        image = read(torch.from_numpy(content))
     except ValueError as error:
         raise Misfit(f"checkpoint {path} does not fit: {error}", "nothing was loaded") from error
     if image.id != manifest.state:

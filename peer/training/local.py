@@ -27,7 +27,7 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import stepped_tensors
-from equipoise.peer.training.checkpoint_writer import Checkpoints, Keeper
+from equipoise.peer.training.checkpoint import Checkpoints, Keeper
 from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number

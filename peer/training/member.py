@@ -153,7 +153,7 @@ class Downloads:
     def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
         """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
         self._begin(
-            lambda: self._run.fetch(at_least, limit, FETCH_SECONDS, wait=False, among=among),
+            lambda: self._run.fetch(at_least, limit, FETCH_SECONDS, among),
             events.FetchFailed,
         )
 

@@ -44,7 +44,7 @@ def test_the_front_loads_what_is_asked_for() -> None:
 
 
 def test_training_needs_none_of_the_libraries_that_it_adapts_to() -> None:
-    loaded = _modules(f"import equipoise.peer.training.checkpoint_writer, equipoise.peer.training\n{REPORT}")
+    loaded = _modules(f"import equipoise.peer.training.checkpoint, equipoise.peer.training\n{REPORT}")
     assert not loaded & {"hivemind", "grpc", "transformers", "lightning", "accelerate", "safetensors"}
 
 

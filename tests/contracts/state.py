@@ -41,7 +41,7 @@ class StateContract:
         for donor in donors:
             donor.offer(state_of(4), IMAGE)
 
-        fetched = newcomer.fetch(at_least=4, limit=LIMIT, timeout=SOON)
+        fetched = newcomer.fetch(at_least=4, limit=LIMIT, timeout=SOON).result()
 
         assert fetched.ok, fetched.reason
         assert fetched.state == state_of(4)
@@ -57,7 +57,7 @@ class StateContract:
         for donor in donors:
             donor.offer(state_of(4), IMAGE[:1000])
 
-        pending = newcomer.fetch(at_least=7, limit=LIMIT, timeout=2 * SOON, wait=False)
+        pending = newcomer.fetch(at_least=7, limit=LIMIT, timeout=2 * SOON)
 
         for donor in donors:
             eventually(lambda donor=donor: donor.progress().wanted == 7, "the wish")
@@ -75,7 +75,7 @@ class StateContract:
         (peer,) = peers(1)
         run = peer.join("digits", [torch.zeros(2)])
 
-        fetched = run.fetch(at_least=0, limit=LIMIT, timeout=0.3)
+        fetched = run.fetch(at_least=0, limit=LIMIT, timeout=0.3).result()
 
         assert not fetched.ok
         assert fetched.reason
@@ -85,23 +85,23 @@ class StateContract:
         clients = peers(2)
         peer = clients[0]
         run, _ = step_all(lambda _: clients, 2)
-        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON, wait=False)
+        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON)
         eventually(lambda: peer.status().runs[0].transfer, "that the status tells of it")
         with pytest.raises(Refused, match="already"):
-            run.fetch(at_least=0, limit=LIMIT, timeout=SOON)
+            run.fetch(at_least=0, limit=LIMIT, timeout=SOON).result()
         with pytest.raises(TimeoutError, match="again"):
             pending.result(0.01)
 
         pending.cancel()
 
         assert "cancelled" in pending.result().reason
-        assert not run.fetch(at_least=0, limit=LIMIT, timeout=0.1).ok
+        assert not run.fetch(at_least=0, limit=LIMIT, timeout=0.1).result().ok
 
     def test_more_than_the_limit_is_not_fetched(self, peers: Peers) -> None:
         donor, newcomer = step_all(peers, 2)
         donor.offer(state_of(1), IMAGE)
 
-        fetched = newcomer.fetch(at_least=0, limit=len(IMAGE) - 1, timeout=SOON)
+        fetched = newcomer.fetch(at_least=0, limit=len(IMAGE) - 1, timeout=SOON).result()
 
         assert not fetched.ok
         assert f"at most {len(IMAGE) - 1} bytes" in fetched.reason
@@ -153,13 +153,13 @@ class StateContract:
         with pytest.raises(ValueError, match="timeout"):
             run.fetch(at_least=0, limit=LIMIT, timeout=0)
         with pytest.raises(Refused, match="an epoch of 0"):
-            run.fetch(at_least=-1, limit=LIMIT)
+            run.fetch(at_least=-1, limit=LIMIT).result()
         with pytest.raises(Refused, match="shared memory"):
-            run.fetch(at_least=0, limit=0)
+            run.fetch(at_least=0, limit=0).result()
 
     def test_a_fetch_ends_with_its_run(self, peers: Peers) -> None:
         run, _ = step_all(peers, 2)
-        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON, wait=False)
+        pending = run.fetch(at_least=0, limit=LIMIT, timeout=SOON)
         run.leave()
 
         assert "left" in pending.result().reason

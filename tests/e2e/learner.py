@@ -23,7 +23,7 @@ if __name__ == "__main__":
 from e2e.swarm import eventually
 from equipoise.peer import Client, Idle, Run, connect
 from equipoise.peer.training import DiLoCo, StateId, SwarmOptimizer
-from equipoise.peer.training.checkpoint_writer import Checkpoints
+from equipoise.peer.training.checkpoint import Checkpoints
 from oracles.training import MakeOptimizer, batch_of, loss_of, network
 
 MEET_SECONDS = 60.0

@@ -292,7 +292,6 @@ class FakeRun(Run):
         at_least: int,
         limit: int,
         timeout: float = 600.0,
-        wait: bool = True,
         among: tuple[str, ...] = (),
     ) -> Any:
         return FakeFetch(self, at_least, timeout, among)

@@ -159,7 +159,7 @@ def test_what_a_daemon_would_do_is_weather_without_one(machines: list[Machine]) 
 
     run.tell("training", "it goes on")
     run.offer(STATE, b"image")
-    assert run.fetch(1, 1000, timeout=SOON).reason == reason
+    assert run.fetch(1, 1000, timeout=SOON).result().reason == reason
     recovered = run.recover(STATE, timeout=SOON)
     recovered.cancel()
     assert recovered.result().round.reason == reason

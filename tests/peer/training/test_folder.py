@@ -176,15 +176,6 @@ def test_what_a_crash_left_is_not_loaded_and_is_removed(path: Path) -> None:
         assert not list(path.glob(PARTIAL + "*"))
 
 
-def test_each_names_the_one_before(path: Path) -> None:
-    with opened(path, OWN) as folder:
-        first, second = (read_manifest(write(folder, epoch)) for epoch in (10, 20))
-    with opened(path, OWN) as folder:
-        load(folder)
-        third = read_manifest(write(folder, 30))
-    assert (first.parent, second.parent, third.parent) == (None, first.digest, second.digest)
-
-
 def test_two_of_one_epoch_are_kept_apart(path: Path) -> None:
     with opened(path, OWN) as folder:
         assert write(folder, 10) != write(folder, 10)
@@ -201,11 +192,6 @@ def test_a_place_that_cannot_be_made_is_told_in_one_line(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"cannot write checkpoints to .*; give another directory"):
         Folder(tmp_path / "file" / "digits", OWN)
-
-
-def test_to_keep_none_is_a_mistake(path: Path) -> None:
-    with pytest.raises(ValueError, match="at least 1 checkpoint, got 0"):
-        Folder(path, OWN, keep=0)
 
 
 def test_every_run_has_a_folder_of_its_own() -> None:

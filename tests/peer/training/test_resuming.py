@@ -13,8 +13,14 @@ import torch
 from torch import nn
 
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
-from equipoise.peer.training.checkpoint import IMAGE_FILE, CheckpointError, Damaged, Misfit, read_manifest
-from equipoise.peer.training.checkpoint_writer import Checkpoints
+from equipoise.peer.training.checkpoint import (
+    IMAGE_FILE,
+    CheckpointError,
+    Checkpoints,
+    Damaged,
+    Misfit,
+    read_manifest,
+)
 from fakes.training import FakeSwarm, Killed
 from oracles.training import batch_of, loss_of, network
 
