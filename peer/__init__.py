@@ -23,7 +23,7 @@ _HOMES = (
     *("peer.errors", "averaging.outcome", "averaging.schema", "averaging.spec", "peer.status"),
     *("peer.control.messages", "peer.futures", "peer.run", "peer.client", "peer.embedded"),
 )
-"""Where the names are, those first that load fast."""
+"""Modules of the names, those first that load fast."""
 
 __all__ = [
     "Client",

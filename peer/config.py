@@ -1,4 +1,4 @@
-"""What only this machine decides, from a TOML file < environment < flags, each value with its origin."""
+"""The settings of this machine alone, from a TOML file < environment < flags, each value with its origin."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _RATE = re.compile(
 _SWITCHES = {
     text: text in ("true", "yes", "on", "1") for text in ["true", "yes", "on", "1", "false", "no", "off", "0"]
 }
-"""What an environment variable may say."""
+"""Words for true and false in an environment variable."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 CHANNELS = ("aead", "tls")
-"""How bulk data is encrypted on direct channels: in larger records of our own after a TLS handshake, or in TLS' own."""
+"""Encryptions of bulk data on direct channels: larger records of our own after a TLS handshake, or TLS' own."""
 UNENCRYPTED = "plain"
 """A third one, for measurements only: it is no flag, and is refused wherever another machine could connect."""
 
@@ -58,22 +58,22 @@ Addresses = Annotated[tuple[Address, ...], msgspec.Meta(max_length=MAX_ADDRESSES
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What only this machine decides; nothing of it is hashed or must be equal elsewhere.
+    """The settings of this machine alone; none is hashed or must be equal elsewhere.
 
     Attributes:
         home: Directory of identity, control socket and log.
-        name: What people call this daemon; shown by `status`.
+        name: Name of this daemon for people; shown by `status`.
         join: Addresses of daemons to join the swarm through; tried all, again and again.
         listen: Multiaddresses to listen on; port 0 is any free one, which is kept in the home.
         direct_listen: Multiaddresses for the direct channels of rounds; by default a port of each `listen`'s host.
         announce: Multiaddresses to tell others instead of those listened on, for a router that forwards ports.
         upnp: Whether to ask the router to forward a port; None: where this machine has private addresses only.
-        channel: How direct channels encrypt: one of `CHANNELS`.
+        channel: Encryption of direct channels: one of `CHANNELS`.
         client_mode: Whether this machine cannot be dialled: it then contributes and receives, and owns no share.
         relay: Whether to relay for peers that cannot be dialled.
         relay_bandwidth: Bytes per second that are relayed at most.
         log_level: Least severe of what is logged.
-        bandwidth: What this machine can send, in bytes per second; 0 if unknown.
+        bandwidth: Bytes per second that this machine can send; 0 if unknown.
     """
 
     home: str
@@ -103,10 +103,10 @@ class Loaded(msgspec.Struct, frozen=True):
     """A configuration with the origin of each value.
 
     Attributes:
-        config: What the daemon does; of `join` only the well-formed addresses.
+        config: The configuration; of `join` only the well-formed addresses.
         settings: Every value as given, with its origin.
         malformed: The other addresses of `join`: a daemon that nobody watches starts without them and says why.
-        warnings: What looked like a mistake in the environment.
+        warnings: Likely mistakes in the environment.
     """
 
     config: Config
@@ -122,7 +122,7 @@ _CHOICES = {"log_level": LOG_LEVELS, "channel": CHANNELS}
 
 
 def default_home() -> Path:
-    """Where a daemon lives if neither a flag nor the environment says otherwise."""
+    """The home of a daemon if neither a flag nor the environment names one."""
     return Path(platformdirs.user_data_dir("equipoise", appauthor=False))
 
 
@@ -145,7 +145,7 @@ def load(
     Args:
         flags: Values by key, `home` included; None means not given.
         environ: The environment; the process's own by default.
-        style: What the origin of a flag is called, up to its name.
+        style: Name of a flag's origin, up to the flag's own name.
 
     Raises:
         ConfigError: A key is unknown, a value has the wrong type or is out of its range, or an address is malformed
@@ -200,10 +200,9 @@ def _from_file(path: Path) -> list[tuple[str, Any, str]]:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", "is it the right file?")
     try:
         table = tomllib.loads(content.decode())
-    except RecursionError:
-        raise ConfigError(f"{path} is not valid TOML: nested too deep", "correct it or remove it") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}", "correct it or remove it") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        why = "nested too deep" if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} is not valid TOML: {why}", "correct it or remove it") from None
     for key in table:
         if key not in KEYS:
             raise ConfigError(f"{path}: unknown key {key[:64]!r}", _closest(key, KEYS))
@@ -260,7 +259,7 @@ def _checked(key: str, value: Any, origin: str) -> Any:
 
 
 def _place(key: str, origin: str) -> str:
-    """Where a person finds the setting; the name of a flag or a variable says which one it is."""
+    """The place where a person finds the setting; the name of a flag or a variable identifies it."""
     return f"{origin}: {key}" if origin.startswith("file ") else origin
 
 

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from equipoise.dht.swarm import Swarm
 
 STOP_SECONDS = 8.0
-"""Each part of the daemon ends within that or is abandoned: open rounds (bounded by 5 s themselves), then the rest."""
+"""Time for each part of the daemon to end: open rounds (bounded by 5 s themselves), then the rest."""
 
 WATCH_SECONDS = 0.2
-"""How often the state of the swarm is looked at; people read the lines."""
+"""Time between two looks at the state of the swarm; people read the lines."""
 
 PACKAGES = ("equipoise", "hivemind", "torch", "msgspec", "uvloop")
 
@@ -71,10 +71,12 @@ class Daemon:
 
     Attributes:
         server: Hears its clients.
-        service: What it does for them.
+        service: Joins and serves runs for them.
     """
 
     service: Service
+    _swarm: Swarm
+    _home: Home
 
     def __init__(
         self,
@@ -92,8 +94,7 @@ class Daemon:
         self._stopping = asyncio.Event()
         self._why = "it failed; see its log"
         self._started = time.monotonic()
-        self._home = home
-        self._swarm: Swarm | None = None
+        self._given = home
         self._ending = contextlib.AsyncExitStack()
         self._met = False
 
@@ -124,8 +125,7 @@ class Daemon:
 
     def failure(self) -> EquipoiseError | None:
         """Why this daemon has met no other peer though it was told whom to join; None if it has, or was not told."""
-        assert self._swarm is not None, "not started"
-        standing = self._standing(self._swarm)
+        standing = self._standing()
         return None if self._met else _failure(standing.reason, standing.bootstrap)
 
     async def stop(self) -> None:
@@ -134,16 +134,12 @@ class Daemon:
         await self._ending.aclose()
 
     def welcome(self) -> Welcome:
-        """Who this is."""
-        assert self._swarm is not None, "not started"
+        """The daemon's answer to a greeting."""
         return Welcome(self._swarm.peer, self._config.name, os.getpid(), self._config.home)
 
     def status(self) -> Status:
-        """What is going on, and why."""
-        assert self._swarm is not None, "not started"
-        assert self._home is not None, "not started"
-        process = psutil.Process()
-        swarm = self._standing(self._swarm)
+        """A snapshot of everything that can be asked about the daemon."""
+        process, swarm = psutil.Process(), self._standing()
         return Status(
             name=self._config.name,
             peer_id=self._swarm.peer,
@@ -164,7 +160,7 @@ class Daemon:
         )
 
     async def _start(self) -> None:
-        self._home = self._home or Home.take(Path(self._config.home))
+        self._home = self._given or Home.take(Path(self._config.home))
         self._ending.callback(self._home.release)
         self._ending.callback(close_log, open_log(self._home.log, self._config.log_level))
         self._ending.callback(log.info, "stopped")
@@ -181,40 +177,36 @@ class Daemon:
         self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
         self.server.start(self._home.listen())
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
-        self._ending.callback(asyncio.create_task(self._watch(self._swarm)).cancel)
+        self._ending.callback(asyncio.create_task(self._watch()).cancel)
 
-    def _standing(self, swarm: Swarm) -> SwarmStatus:
-        """The swarm's status, with the addresses that it was not given, and with what a person does next."""
-        status = swarm.status()
+    def _standing(self) -> SwarmStatus:
+        """The swarm's status, with the addresses that it was not given, and with the next step for a person."""
+        status = self._swarm.status()
         malformed = self._loaded.malformed
         self._met |= status.state in ("joined", "ready")
         alone = status.state == "searching" and not status.bootstrap and bool(malformed)
         reason = malformed[0].reason if alone else _advised(status.reason, status.bootstrap)
         return msgspec.structs.replace(status, reason=reason, bootstrap=status.bootstrap + malformed)
 
-    async def _watch(self, swarm: Swarm) -> None:
+    async def _watch(self) -> None:
         addresses: tuple[str, ...] = ()
-        warned: set[str] = set()
+        warnings: tuple[str, ...] = ()
         state = ""
         while True:
-            status = self._standing(swarm)
+            status = self._standing()
+            told: list[str] = []
             if status.addresses != addresses:
-                addresses = status.addresses
-                for address in addresses:
-                    self._tell(address)
-            for warning in status.warnings:
-                if warning not in warned:
-                    self._tell(f"warning: {warning}")
-            warned = set(status.warnings)
-            # Each round would print two lines; that it waits for one is what `status` says.
+                told += status.addresses
+            told += [f"warning: {warning}" for warning in status.warnings if warning not in warnings]
+            addresses, warnings = status.addresses, status.warnings
+            # Each round would print two lines; `status` tells that it waits for one.
             if status.state != "ready" and f"{status.state}: {status.reason}" != state:
                 state = f"{status.state}: {status.reason}"
-                self._tell(state)
+                told.append(state)
+            for line in told:
+                log.info("%s", line)
+                self._say(escaped(line))
             await asyncio.sleep(WATCH_SECONDS)
-
-    def _tell(self, line: str) -> None:
-        log.info("%s", line)
-        self._say(escaped(line))
 
 
 def _advised(reason: str, entries: Sequence[BootstrapStatus]) -> str:

@@ -53,30 +53,24 @@ class Peer(Client):
             ConfigError: A setting is unknown or has a wrong value.
             HomeError: The home cannot be used, or another daemon runs there.
         """
-        self._temporary = tempfile.TemporaryDirectory(prefix="equipoise-") if home is None else None
-        place = self._temporary.name if self._temporary else home
+        temporary = tempfile.TemporaryDirectory(prefix="equipoise-") if home is None else None
+        place = temporary.name if temporary else home
         flags = {"home": place, "join": tuple(join), "listen": tuple(listen), **settings}
-        try:
+        with contextlib.ExitStack() as ending:
+            if temporary is not None:
+                ending.callback(temporary.cleanup)
             thread = DaemonThread(load(flags, style="argument "), self._assemble)
-        except BaseException:
-            self._remove_home()
-            raise
-        self._finalizer = weakref.finalize(self, thread.stop)
-        link = thread.connect()
-        if self._temporary is not None:
+            ending.callback(weakref.finalize(self, thread.stop))
+            link = thread.connect()
+            self._ending = ending.pop_all()
+        if temporary is not None:
             link.welcome = msgspec.structs.replace(link.welcome, home="")
         super().__init__(link)
 
     def close(self) -> None:
         """Leave all runs, stop the daemon and, if it is a temporary one, remove its home; idempotent."""
         super().close()
-        self._finalizer()
-        self._remove_home()
-
-    def _remove_home(self) -> None:
-        if self._temporary is not None:
-            self._temporary.cleanup()
-            self._temporary = None
+        self._ending.close()
 
 
 class DaemonThread:

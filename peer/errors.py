@@ -1,4 +1,4 @@
-"""What this package raises, apart from SchemaError and SpecError: one line each, ending in what to do next."""
+"""The errors of this package, apart from SchemaError and SpecError: one line each, ending in the next step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 
 
 class ExitStatus(enum.IntEnum):
-    """What the command line exits with; the numbers are part of the public face."""
+    """Exit statuses of the command line; the numbers are part of the public face."""
 
     OK = 0
     FAILURE = 1
@@ -22,8 +22,8 @@ class EquipoiseError(Exception):
     """Base of the errors that a user can do something about; the message is one line with a hint.
 
     Attributes:
-        exit_status: What the command line exits with.
-        hint: What to do next; empty if the message says it.
+        exit_status: Exit status of the command line.
+        hint: The next step; empty if the message says it.
     """
 
     exit_status = ExitStatus.FAILURE

@@ -52,7 +52,7 @@ class Pending(ABC, Generic[Ended]):
         self._ended: Ended | EquipoiseError | None = None
 
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Return whether `result` returns at once."""
         return self._reply.done()
 
     def wait(self, timeout: float) -> bool:

@@ -34,8 +34,7 @@ class History:
         """
         self._kept = deque(read_history(home), MAX_KEPT)
         self._file = PrivateFileHandler(home / ROUNDS_FILE, MAX_FILE_BYTES, 1)
-        # A daemon that was killed, or a full disk, may have left half a line.
-        self._write("")
+        self._write("")  # A daemon that was killed, or a full disk, may have left half a line.
 
     def add(self, outcome: Outcome) -> None:
         """Remember how a round ended; a file that cannot be written is reported, and costs nothing else."""
@@ -55,7 +54,7 @@ class History:
 
 
 def read_history(home: Path) -> list[Outcome]:
-    """What a daemon on `home` has left, oldest first, at most `MAX_KEPT`; lines that are torn are left out."""
+    """Outcomes that daemons on `home` have left, oldest first, at most `MAX_KEPT`; torn lines are left out."""
     found: list[Outcome] = []
     for name in (f"{ROUNDS_FILE}.1", ROUNDS_FILE):
         content = b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import signal
 import socket
 import stat
 import struct
@@ -26,22 +25,22 @@ CHECKPOINTS = "checkpoints"
 OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "rounds.", "swarm.json", CHECKPOINTS)
 
 MAX_SOCKET_PATH_BYTES = 103
-"""sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""
+"""Longest path of a socket: sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""
 
 BACKLOG = 128
-"""All processes of a machine with many accelerators connect at once, when the daemon that they wait for listens."""
+"""Most clients that connect at once: all processes of a machine with many accelerators wait for one daemon."""
 
 POLL_SECONDS = 0.05
-"""How often a lock is tried again; file locks have no timeout of their own."""
+"""Time between two attempts to lock a file; file locks have no timeout of their own."""
 
 STOP_SECONDS = 30.0
-"""A daemon that is asked to end finishes or fails its open rounds first, and bounds each step of its stop."""
+"""Time for a daemon to stop: it finishes or fails its open rounds first, and bounds each step of its stop."""
 
 TERM_SECONDS = 5.0
-"""What a daemon that does not answer has to end by itself after SIGTERM."""
+"""Time for a daemon that does not answer to end by itself after SIGTERM."""
 
 KILL_SECONDS = 5.0
-"""What the system needs to free a large process after SIGKILL."""
+"""Time for the system to free a large process after SIGKILL."""
 
 
 class Home:
@@ -82,7 +81,7 @@ class Home:
 
     @property
     def log(self) -> Path:
-        """Where the daemon logs."""
+        """The daemon's log file."""
         return self.path / LOG_FILE
 
     def listen(self) -> socket.socket:
@@ -155,6 +154,7 @@ def end_by_force(home: Path) -> int:
             raise NoDaemon(f"no daemon is running on {home}")
         hint = f"see which one has {home / PID_FILE} open, and end it"
         raise EquipoiseError(f"cannot tell which process runs on {home}", hint)
+    told = f"process {process.pid} on {home}"
     try:
         process.terminate()
         process.resume()  # A stopped process takes no other signal than this and SIGKILL.
@@ -163,12 +163,10 @@ def end_by_force(home: Path) -> int:
     except psutil.NoSuchProcess:
         return process.pid
     except psutil.AccessDenied:
-        told = f"may not end process {process.pid} on {home}"
-        raise EquipoiseError(told, "it belongs to another user") from None
+        raise EquipoiseError(f"may not end {told}", "it belongs to another user") from None
     if not wait_until_free(home, KILL_SECONDS):
-        told = f"process {process.pid} on {home} has not ended {KILL_SECONDS:g} s after {signal.SIGKILL.name}"
         hint = "the system keeps it, as while a disk does not answer; look at the system's log"
-        raise EquipoiseError(told, hint)
+        raise EquipoiseError(f"{told} has not ended {KILL_SECONDS:g} s after SIGKILL", hint)
     return process.pid
 
 
@@ -186,15 +184,12 @@ def silence(home: Path, seconds: float) -> DaemonLost:
 
 
 def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.socket:
-    """Connect to the control socket of the daemon on `home`.
+    """Connect to the control socket of the daemon on `home`, which must accept within `timeout` seconds.
 
-    Args:
-        home: The home.
-        timeout: Seconds in which it must accept.
-        patience: Seconds to wait until a daemon that has taken the home, but is just starting, listens.
+    A daemon that has taken the home, but is just starting, is waited for with `patience`, in seconds.
 
     Raises:
-        NoDaemon: None runs there, or what is there is not a socket of this user.
+        NoDaemon: None runs there, or another file or another user's socket is there.
         DaemonLost: It does not accept.
     """
     deadline = time.monotonic() + patience
@@ -212,10 +207,10 @@ def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.
     except PermissionError:
         hint = "it belongs to another user; give your own --home"
         raise NoDaemon(f"may not open {home / SOCKET_FILE}", hint) from None
-    credentials = peer_credentials(control)
-    if credentials is not None and credentials[1] not in (0, os.geteuid()):
+    _, uid = peer_credentials(control)
+    if uid not in (0, os.geteuid()):
         control.close()
-        told = f"the daemon behind {home / SOCKET_FILE} belongs to uid {credentials[1]}, not to you"
+        told = f"the daemon behind {home / SOCKET_FILE} belongs to uid {uid}, not to you"
         raise NoDaemon(told, "give your own --home")
     return control
 
@@ -223,30 +218,27 @@ def connect_socket(home: Path, timeout: float, patience: float = 0.0) -> socket.
 def _connect(home: Path, timeout: float) -> socket.socket | None:
     """Connect to the control socket of `home`; None if nobody listens there."""
     path = home / SOCKET_FILE
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    control.settimeout(timeout)
-    try:
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            hint = f"remove it and start one with: equipoise daemon --home {home}"
-            raise NoDaemon(f"{path} is not a socket", hint)
-        _with_short_path(home, control.connect)
-    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-        control.close()
-        return None
-    except (TimeoutError, BlockingIOError):
-        control.close()
-        hint = f"end it with: equipoise stop --force --home {home}"
-        raise DaemonLost(f"the daemon on {home} does not accept connections", hint) from None
-    except BaseException:
-        control.close()
-        raise
-    return control
+    with contextlib.ExitStack() as undo:
+        control = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        control.settimeout(timeout)
+        try:
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                hint = f"remove it and start one with: equipoise daemon --home {home}"
+                raise NoDaemon(f"{path} is not a socket", hint)
+            _with_short_path(home, control.connect)
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+            return None
+        except (TimeoutError, BlockingIOError):
+            hint = f"end it with: equipoise stop --force --home {home}"
+            raise DaemonLost(f"the daemon on {home} does not accept connections", hint) from None
+        undo.pop_all()
+        return control
 
 
-def peer_credentials(control: socket.socket) -> tuple[int, int] | None:
-    """(pid, uid) of the process at the other end of a unix socket; None where the system cannot tell."""
+def peer_credentials(control: socket.socket) -> tuple[int, int]:
+    """(pid, uid) of the process at the other end of a unix socket; (0, our uid) where the system cannot tell."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return None
+        return 0, os.geteuid()
     pid, uid, _ = struct.unpack("=iii", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
@@ -259,13 +251,11 @@ def _prepare(path: Path) -> None:
         raise unusable(f"use {path} as a home", error) from error
     if found.st_uid != os.geteuid():
         raise HomeError(f"{path} belongs to uid {found.st_uid}, not to you", "give a --home of your own")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        _tighten(path, stat.S_IMODE(found.st_mode))
-
-
-def _tighten(path: Path, mode: int) -> None:
+    mode = stat.S_IMODE(found.st_mode)
+    if not mode & 0o077:
+        return
     # Someone who says --home / or --home ~ by mistake should not find the directory's mode changed.
-    if any(not found.name.startswith(OWN_FILES) for found in path.iterdir()):
+    if any(not file.name.startswith(OWN_FILES) for file in path.iterdir()):
         hint = f"give a directory of its own, or: chmod 700 {path}"
         raise HomeError(f"{path} is open to other users (mode {mode:o}) and holds other things", hint)
     path.chmod(0o700)
@@ -319,21 +309,16 @@ def _is_free(path: Path) -> bool:
 
 
 def _is_still(path: Path, lock: int) -> bool:
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(lock))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _remove_stale(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a socket"
+    if path.is_symlink() or (path.exists() and not path.is_socket()):
+        kind = "a symbolic link" if path.is_symlink() else "not a socket"
         raise HomeError(f"{path} is {kind}", "a daemon never makes that; look at it and remove it")
-    path.unlink()
+    path.unlink(missing_ok=True)
 
 
 def _with_short_path(home: Path, use: Callable[[str], None]) -> None:

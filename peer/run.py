@@ -265,7 +265,7 @@ class Run:
 
     @property
     def strategy(self) -> Strategy:
-        """Who meets whom."""
+        """The strategy of the run."""
         return STRATEGIES.parse(self.options.strategy)
 
     @property
@@ -418,13 +418,13 @@ class Run:
             Refused: Its parameters are not the optimizer's.
         """
         # A script that only averages need not load it.
-        from equipoise.peer.training.checkpoint import Keeper
+        from equipoise.peer.training.checkpoint import keep_checkpoints
         from equipoise.peer.training.optimizer import SwarmOptimizer
         from equipoise.peer.training.options import Options, from_keywords
 
         optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
         if checkpoints is not None:
-            optimizer.register_step_post_hook(Keeper(optimizer.member, self, checkpoints).after_step)
+            optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, self, checkpoints))
         self.before_leaving(optimizer.leave)  # After the keeper, whose last checkpoint is of the final state.
         return optimizer
 
@@ -459,7 +459,7 @@ class Run:
         return branch
 
     def refuse_if_trained(self) -> None:
-        """Raise `Refused` if something trains with the run already."""
+        """Raise `Refused` if an optimizer or loop steps the run already."""
         if self.trained_by:
             hint = "join another run for this one"
             raise Refused(f"run {self.name!r} is stepped by {self.trained_by} already", hint)

@@ -33,16 +33,16 @@ Result = TypeVar("Result")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 END_SECONDS = 5.0
-"""What a script has to clean up in, where its daemon cannot start."""
+"""Time for a script to clean up, where its daemon cannot start."""
 
 FIRST_PAUSE = 1.0
-"""Seconds until a daemon that has ended is started again; twice as many after each end in a row."""
+"""Seconds until a daemon that has ended is started again; the pause doubles after each end in a row."""
 
 MAX_PAUSE = 60.0
-"""Longest of them. A daemon that has served for so long has not ended in a row with the one before."""
+"""Longest pause. A daemon that has served for so long has not ended in a row with the one before."""
 
 MAX_RESTARTS = 10
-"""Restarts in a row of a daemon that ends again and again; then the script goes on without."""
+"""Most restarts in a row; then the script goes on without."""
 
 CODE = "from equipoise.peer.run_daemon import serve_launched; serve_launched()"
 
@@ -126,7 +126,7 @@ def on_signals(
 
 
 class Given(msgspec.Struct, frozen=True):
-    """What a launched daemon is told on its standard input, which stays open as long as the launch lives.
+    """The orders of a launched daemon on its standard input, which stays open as long as the launch lives.
 
     Attributes:
         loaded: Its configuration.
@@ -141,11 +141,7 @@ def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
     """Run a daemon and `command` beside it, with `$EQUIPOISE_HOME` set; stop the daemon when the command ends.
 
     The command is started first, so both load their libraries at the same time. Its `connect` waits for the daemon.
-
-    Args:
-        loaded: The daemon's configuration.
-        command: What to run.
-        resume: Whether the script is told, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
+    `resume` tells it, by `$EQUIPOISE_RESUME`, to start from its newest checkpoint.
 
     Returns:
         The command's exit status, or 128 and the number of the signal that ended it; the daemon's if it cannot start.
@@ -153,10 +149,8 @@ def launch(loaded: Loaded, command: Sequence[str], resume: bool = False) -> int:
     Raises:
         EquipoiseError: The home cannot be used, or the command cannot start.
     """
-    environment = {**os.environ, HOME_ENV: loaded.config.home}
-    if resume:
-        environment[RESUME_ENV] = "1"
-    return run_loop(_launch(loaded, command, environment))
+    resuming = {RESUME_ENV: "1"} if resume else {}
+    return run_loop(_launch(loaded, command, {**os.environ, HOME_ENV: loaded.config.home, **resuming}))
 
 
 def serve_launched() -> None:
@@ -184,11 +178,12 @@ async def _serve(daemon: Daemon) -> None:
 class Keeper:
     """Keeps a daemon running on a home for as long as the script runs."""
 
+    _process: asyncio.subprocess.Process
+
     def __init__(self, loaded: Loaded, home: Home) -> None:
         """`home` is taken over."""
         self._loaded = loaded
         self._home = home
-        self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
         """Start a daemon on the home, which both hold from now on."""
@@ -207,12 +202,11 @@ class Keeper:
         """Start the daemon again whenever it ends; returns its exit status when it shall not be."""
         pause, restarts = FIRST_PAUSE, 0
         while True:
-            assert self._process is not None, "started"
             began = time.monotonic()
             status = await self._process.wait()
             if time.monotonic() - began >= MAX_PAUSE:
                 pause, restarts = FIRST_PAUSE, 0
-            if status > 0 and restarts == 0 and time.monotonic() - began < MAX_PAUSE:
+            elif status > 0 and restarts == 0:
                 return status  # It could not start, and has said why. The script need not find out itself.
             self._home.release()
             if status == 0:
@@ -221,9 +215,12 @@ class Keeper:
             if restarts == MAX_RESTARTS:
                 _say(f"the daemon has ended {restarts} times in a row; the script goes on without")
                 return 0
-            ended = signal.Signals(-status).name if status < 0 else ""
-            how = f"was ended by {ended}" if ended else f"ended with status {status}"
-            _say(f"the daemon (process {self._process.pid}) {how}; it is started again in {pause:g} s")
+            by = (
+                f"was ended by {signal.Signals(-status).name}"
+                if status < 0
+                else f"ended with status {status}"
+            )
+            _say(f"the daemon (process {self._process.pid}) {by}; it is started again in {pause:g} s")
             await asyncio.sleep(pause)
             pause, restarts = min(2 * pause, MAX_PAUSE), restarts + 1
             try:
@@ -235,7 +232,6 @@ class Keeper:
 
     async def stop(self) -> None:
         """Stop the daemon, and leave its home."""
-        assert self._process is not None, "started"
         if self._process.returncode is None:
             await _end(self._process, STOP_SECONDS)
         self._home.release()

@@ -182,7 +182,7 @@ class Session:
 
     @property
     def leaving(self) -> bool:
-        """Whether it is being left, or was."""
+        """True once the run is being left."""
         return self._leaving is not None
 
     async def peers(self) -> list[PeerRow]:

@@ -9,6 +9,7 @@ when a process dies. On Linux it is a memfd that cannot be resized: one that shr
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -24,11 +25,11 @@ from equipoise.peer.errors import Refused
 VALUE_BYTES = 4
 
 SEALED = hasattr(os, "memfd_create")
-"""Whether memory can be sealed against resizing: on Linux."""
+"""True where memory can be sealed against resizing: on Linux."""
 
 
 class SharedMemory:
-    """Shared memory of `capacity` bytes.
+    """Shared memory of `capacity` bytes; its descriptor is closed with it.
 
     A mapping goes when the last view of it goes; nothing may unmap it earlier.
 
@@ -42,7 +43,7 @@ class SharedMemory:
         self.capacity = capacity
 
     def __del__(self) -> None:
-        self.close()  # Of a download that was cancelled nobody may ask the result.
+        self.close()  # After an error, or where nobody asks for the result of a download.
 
     @classmethod
     def reserve(cls, capacity: int) -> SharedMemory:
@@ -51,16 +52,15 @@ class SharedMemory:
         Raises:
             Refused: There cannot be so much.
         """
-        fd = _anonymous_file()
+        memory = cls(_anonymous_file(), capacity)
         try:
-            os.ftruncate(fd, capacity)
+            os.ftruncate(memory.fd, capacity)
             if SEALED:
                 seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+                fcntl.fcntl(memory.fd, fcntl.F_ADD_SEALS, seals)
         except (OSError, OverflowError, ValueError) as error:
-            os.close(fd)
             raise Refused(f"cannot set {capacity / 1e6:.1f} MB of shared memory aside: {error}") from error
-        return cls(fd, capacity)
+        return memory
 
     @classmethod
     def attach(cls, fd: int, capacity: int) -> SharedMemory:
@@ -69,18 +69,15 @@ class SharedMemory:
         Raises:
             Refused: It has another size, or could be shrunk, which would end this process by SIGBUS.
         """
-        memory, problem = cls(fd, capacity), ""
+        memory = cls(fd, capacity)
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != capacity or capacity < 1:
-                problem = f"expected {capacity} bytes of shared memory, got {found.st_size}"
-            elif SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                problem = "expected shared memory that is sealed against shrinking"
+                raise Refused(f"expected {capacity} bytes of shared memory, got {found.st_size}")
+            if SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise Refused("expected shared memory that is sealed against shrinking")
         except OSError as error:
-            problem = f"the shared memory cannot be used: {error}"
-        if problem:
-            memory.close()
-            raise Refused(problem)
+            raise Refused(f"the shared memory cannot be used: {error}") from error
         return memory
 
     def allocate(self, size: int) -> None:
@@ -145,12 +142,8 @@ class Region:
             Refused: The machine has not enough memory.
         """
         memory = SharedMemory.reserve(2 * values * VALUE_BYTES)
-        try:
-            memory.allocate(memory.capacity)
-            return cls(memory, values)
-        except Refused:
-            memory.close()
-            raise
+        memory.allocate(memory.capacity)
+        return cls(memory, values)
 
     @classmethod
     def attach(cls, fd: int, values: int) -> Region:
@@ -159,11 +152,8 @@ class Region:
         Raises:
             Refused: It has another size, can be resized, or cannot be mapped.
         """
-        memory = SharedMemory.attach(fd, 2 * values * VALUE_BYTES)
-        try:
+        with contextlib.closing(SharedMemory.attach(fd, 2 * values * VALUE_BYTES)) as memory:
             return cls(memory, values)
-        finally:
-            memory.close()
 
 
 def shared_copy(image: memoryview) -> SharedMemory:
@@ -176,12 +166,8 @@ def shared_copy(image: memoryview) -> SharedMemory:
     if not image:
         raise ValueError("expected an image of 1 byte or more, got none")
     shared = SharedMemory.reserve(len(image))
-    try:
-        shared.allocate(len(image))
-        shared.view(len(image), writable=True)[:] = image
-    except BaseException:
-        shared.close()
-        raise
+    shared.allocate(len(image))
+    shared.view(len(image), writable=True)[:] = image
     return shared
 
 

@@ -10,14 +10,14 @@ from equipoise.peer.config import Setting
 
 
 class Exchanges(msgspec.Struct, frozen=True):
-    """What a gossip run has come to at this peer.
+    """The exchanges of a gossip run at this peer.
 
     Attributes:
         partners: Other peers that answer.
         ok: Exchanges that ended in a mean.
         failed: Exchanges that did not.
         in_doubt: Those of them whose partner may hold the mean.
-        spread: How far this peer and its partners were apart before the last exchanges, on average; None before any.
+        spread: Distance of this peer and its partners before the last exchanges, on average; None before any.
     """
 
     partners: int
@@ -32,22 +32,22 @@ class RunStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         name: The run's name.
-        purpose: What it exchanges now: `average` (tensors) or `step` (gradients).
+        purpose: `average` (it exchanges tensors) or `step` (gradients).
         spec: Hash of its RunSpec; peers with another do not meet.
-        codec: How values travel.
+        codec: Encoding of values.
         group_size: Most peers of a group.
         values: Length of the flat vector.
-        state: Where the next round stands.
+        state: Standing of the next round.
         reason: Why, in one line.
         round: Number of its next round.
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
         accumulated: Weight accumulated towards the next step.
-        transfer: Which state is being fetched or served, and why, in one line; empty if none is.
-        told: What the training script says of itself, by topic: `training`, `checkpoints`; one line each.
-        last: What the last round came to.
-        strategy: Who meets whom.
-        exchanges: What a run whose peers meet in pairs has come to; None for others.
+        transfer: The state that is being fetched or served, and the reason, in one line; empty if none is.
+        told: Lines of the training script, by topic: `training`, `checkpoints`; one line each.
+        last: Outcome of the last round.
+        strategy: Strategy of the run.
+        exchanges: Exchanges of a run whose peers meet in pairs; None for others.
     """
 
     name: str
@@ -70,7 +70,7 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 class Kernels(msgspec.Struct, frozen=True):
-    """Which implementation encodes and decodes, and why."""
+    """The implementation that encodes and decodes, and the reason."""
 
     name: str
     reason: str
@@ -89,10 +89,10 @@ class PeerRow(msgspec.Struct, frozen=True):
         bandwidth: Bytes per second that it says it can send; 0 if it does not say.
         accumulated: Weight accumulated towards its next step.
         same_spec: Whether its options are this daemon's; otherwise they do not meet.
-        reach: How this daemon reaches it: by a channel or connection that is open, else by its own word.
+        reach: The way by which this daemon reaches it: an open channel or connection, else its own word.
         why: Why that is so, one line: what is open, what came of trying, its own word.
-        differs: Which of its options differ, here and there, one line; empty if none do, or that is not known.
-        name: What people call it, by its own word; empty if it does not say.
+        differs: Its options that differ, here and there, one line; empty if none do, or that is not known.
+        name: Its name for people, by its own word; empty if it does not say.
     """
 
     run: str
@@ -111,10 +111,10 @@ class PeerRow(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """What a daemon is doing, and why; everything that people or programs can ask about it.
+    """Everything that people or programs can ask about a daemon.
 
     Attributes:
-        name: What people call it.
+        name: Its name for people.
         peer_id: Its PeerID.
         pid: Its process.
         uptime: Seconds since it started.
@@ -122,14 +122,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         tasks: Tasks of its event loop; it grows with runs and peers, and not with rounds.
         threads: Threads of its process.
         files: Open descriptors of its process, sockets included.
-        clients: How many clients are connected.
-        swarm: Where it stands towards the others.
-        runs: What it takes part in.
-        kernels: Which code encodes and decodes.
+        clients: Number of connected clients.
+        swarm: Its standing towards the others.
+        runs: The runs that it takes part in.
+        kernels: Implementation that encodes and decodes.
         versions: Versions of what it is made of.
         settings: Its configuration, each value with its origin.
         log: Its log file.
-        warnings: What a person should put right, of its settings and of the swarm; one line each.
+        warnings: Problems of its settings and of the swarm for a person to solve; one line each.
     """
 
     name: str

@@ -52,7 +52,9 @@ class Binding:
         if isinstance(self.source, torch.nn.Module):
             return buffer_schema(self.source)
         kind = type(self.source).__name__
-        raise SchemaError(f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers")
+        raise SchemaError(
+            f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
+        )
 
     def carry(self, buffers: Schema) -> None:
         """From now on these buffers travel behind the gradients."""

@@ -18,7 +18,7 @@ SIGNATURE_DOMAIN = "averaging"
 
 
 class Signer:
-    """What the router knows of an identity."""
+    """The router's view of an identity."""
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
@@ -28,7 +28,7 @@ class Signer:
         return self._identity.sign(SIGNATURE_DOMAIN, data)
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Whether the key behind `peer` signed `data`."""
+        """Return whether the key behind `peer` signed `data`."""
         return verify(peer, SIGNATURE_DOMAIN, data, signature)
 
 

@@ -1,4 +1,4 @@
-"""What verbs print: JSON for programs, lines and tables for people.
+"""The output of verbs: JSON for programs, lines and tables for people.
 
 Where standard output is a terminal, prose is wrapped between words and identifiers are never folded. Elsewhere nothing
 is folded or cut. PeerIDs are shortened to their last characters; JSON has them in full.
@@ -32,13 +32,13 @@ WIDE = 100_000
 SHOWN_RUNS = 4
 SHOWN_ENTRIES = 2
 SHOWN_WARNINGS = 3
-"""Rows of each kind that `status` shows without `--all`, so that all kinds fit one screen."""
+"""Most rows of each kind that `status` shows without `--all`, so that all kinds fit one screen."""
 
 SHOWN_WEIGHTS = 4
-"""Weights that a row of `rounds` lists; of more it tells the least and the greatest."""
+"""Most weights that a row of `rounds` lists; of more it tells the least and the greatest."""
 
 TODAY_SECONDS = 20 * 3600.0
-"""Rounds older than this are shown with their date: the time of day alone would be ambiguous."""
+"""Age from which a round is shown with its date: the time of day alone would be ambiguous."""
 
 _BASE58 = "[1-9A-HJ-NP-Za-km-z]"
 _PEER_ID = re.compile(f"12D3KooW{_BASE58}{{{44 - SHORT_PEER}}}({_BASE58}{{{SHORT_PEER}}})")
@@ -55,36 +55,30 @@ def print_settings(settings: Sequence[Setting]) -> None:
 
 
 def print_headline(status: Status) -> None:
-    """Print how the daemon stands, and what a person should put right."""
+    """Print the daemon's state, and the problems for a person to solve."""
     _print(_headline(status))
 
 
 def print_status(status: Status, everything: bool = False) -> None:
-    """Print how the daemon stands and why, on one screen, or all of the snapshot."""
+    """Print the daemon's state and its reasons, on one screen, or all of the snapshot."""
     _print(_details(status) if everything else _overview(status), one_screen=not everything)
 
 
 def print_peers(peers: Sequence[PeerRow]) -> None:
-    """Print one line for each peer of each run, then one for each peer that says how it is reached, and why."""
+    """Print one line for each peer of each run, then one for the way by which each peer is reached."""
     if not peers:
         _print([Text("no peers: no script takes part in a run")])
         return
-    rows = [
-        (
-            (row.name or "-") + (" (this one)" if row.me else ""),
-            _short(row.peer),
-            row.run,
-            "other options" if not row.same_spec else "ready" if row.ready else "computing",
-            str(row.round),
-            f"{row.accumulated:g}",
-        )
-        for row in peers
-    ]
+    rows = []
+    for row in peers:
+        name = (row.name or "-") + (" (this one)" if row.me else "")
+        state = "other options" if not row.same_spec else "ready" if row.ready else "computing"
+        rows.append((name, _short(row.peer), row.run, state, str(row.round), f"{row.accumulated:g}"))
     titles = ("name", "peer", "run", "state", "round", "accumulated")
-    each = {row.peer: row for row in peers}.values()
-    reached = [_line(_known_as(row), f"{row.reach}: {row.why}") for row in each]
-    differ = [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
-    _print([_table(titles, rows), Text(), *reached, *(_line(_known_as(row), told) for row, told in differ)])
+    told = [(row, f"{row.reach}: {row.why}") for row in {row.peer: row for row in peers}.values()]
+    told += [(row, f"{row.run}: other options: {row.differs}") for row in peers if row.differs]
+    lines = [_line(f"{row.name} {_short(row.peer)}".strip(), line) for row, line in told]
+    _print([_table(titles, rows), Text(), *lines])
 
 
 def print_rounds(rounds: Sequence[Outcome]) -> None:
@@ -92,18 +86,11 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
     if not rounds:
         _print([Text("no rounds yet")])
         return
-    rows = [
-        (
-            _when(outcome.started),
-            outcome.run,
-            str(outcome.round),
-            f"ok, {len(outcome.contributors)} of {len(outcome.group)}" if outcome.ok else "failed",
-            _weights(outcome),
-            f"{outcome.seconds.get('total', 0.0):.3f} s",
-            outcome.reason,
-        )
-        for outcome in rounds
-    ]
+    rows = []
+    for one in rounds:
+        result = f"ok, {len(one.contributors)} of {len(one.group)}" if one.ok else "failed"
+        took = f"{one.seconds.get('total', 0.0):.3f} s"
+        rows.append((_when(one.started), one.run, str(one.round), result, _weights(one), took, one.reason))
     titles = ("when", "run", "round", "result", "weights", "took", "why")
     _print([_table(titles, rows, prose="why")])
 
@@ -173,12 +160,11 @@ def _why(row: BootstrapStatus) -> str:
     return f"{row.state}: {when}{row.reason}"
 
 
-def _reach(reach: ReachStatus | None) -> Iterable[str]:
+def _reach(reach: ReachStatus | None) -> Iterator[str]:
     if reach is None:
         return
     yield f"{reach.state}: {reach.reason}"
-    relaying = reach.relaying
-    if relaying is not None:
+    if (relaying := reach.relaying) is not None:
         yield (
             f"relays for {relaying.reservations} peers, {relaying.circuits} connections now, "
             f"{relaying.bytes / 1e6:.1f} MB so far, at most {relaying.bandwidth / 1e6:g} MB/s; "
@@ -236,12 +222,12 @@ def _when(started: float) -> str:
     """The local time of a moment in unix seconds; empty for 0, which outcomes of no round have."""
     if not started:
         return ""
-    old = abs(_now() - started) > TODAY_SECONDS
+    old = abs(time.time() - started) > TODAY_SECONDS
     return time.strftime("%Y-%m-%d %H:%M" if old else "%H:%M:%S", time.localtime(started))
 
 
-def _now() -> float:
-    return time.time()
+def _on_terminal() -> bool:
+    return sys.stdout.isatty()
 
 
 def _print(lines: Iterable[RenderableType], one_screen: bool = False) -> None:
@@ -255,10 +241,6 @@ def _print(lines: Iterable[RenderableType], one_screen: bool = False) -> None:
     if terminal and one_screen and len(printed) >= console.height:
         printed[console.height - 2 :] = ["more: equipoise status --all"]
     sys.stdout.write("\n".join(printed) + "\n")
-
-
-def _on_terminal() -> bool:
-    return sys.stdout.isatty()
 
 
 def _table(
@@ -303,10 +285,6 @@ def _cleaned(text: str) -> str:
 
 def _short(peer: str) -> str:
     return f"..{peer[-SHORT_PEER:]}"
-
-
-def _known_as(row: PeerRow) -> str:
-    return f"{row.name} {_short(row.peer)}".strip()
 
 
 def _count(number: int, what: str) -> str:

@@ -18,7 +18,7 @@ from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
 DEBUG_ENV = "EQUIPOISE_DEBUG"
 
 INTERRUPTED = 130
-"""What shells report of a program that Ctrl-C has ended."""
+"""Exit status that shells report of a program that Ctrl-C has ended."""
 
 EPILOG = """\b
 Exit status:

@@ -25,29 +25,29 @@ from equipoise.peer.errors import ControlError, DaemonLost, EquipoiseError, Refu
 from equipoise.peer.home import connect_socket, silence
 
 SEND_SECONDS = 0.5
-"""A daemon that reads nothing for so long while the socket's buffer is full is stopped; calls still end in time."""
+"""Time for a daemon to read while the socket's buffer is full: then it is stopped. Calls still end in time."""
 
 ANSWER_SECONDS = 10.0
-"""What is answered at once, a greeting among it, takes milliseconds; on a machine that swaps, seconds."""
+"""Time for an answer that waits for nothing, as to a greeting: milliseconds; on a machine that swaps, seconds."""
 
 ASKING_SECONDS = 5.0
-"""For a daemon to start that somebody asks something of: it takes two, where nothing else needs the processor."""
+"""Time for a daemon to start that a person asks: it takes two seconds, where nothing else needs the processor."""
 
 START_SECONDS = 60.0
-"""For a training script to wait for its daemon; on busy machines and slow disks libraries take long to load."""
+"""Time for a script's daemon to start: on busy machines and slow disks libraries take long to load."""
 
 END_SECONDS = 0.5
-"""For a process that was killed to be gone, once its socket is closed; it takes milliseconds."""
+"""Time for a process that was killed to be gone, once its socket is closed; it takes milliseconds."""
 
 LOOK_SECONDS = 0.02
-"""Between two looks whether it is gone."""
+"""Time between two looks whether it is gone."""
 
 
 class Link:
     """Numbers requests, and hands each reply to the caller that waits for it.
 
     Attributes:
-        welcome: What the daemon said of itself.
+        welcome: The daemon's answer to the greeting.
     """
 
     welcome: Welcome
@@ -142,7 +142,7 @@ class Link:
             return reply.result()  # It has one now, or gets one from the reader at this moment.
 
     def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
-        """Have it called, from any thread, when the daemon is lost: at once if it is lost already. None: nobody."""
+        """Have `watcher`, if any, called from any thread when the daemon is lost: at once if it is lost already."""
         with self._lock:
             self._watcher, lost = watcher, self._lost
         if watcher is not None and lost is not None:

@@ -1,4 +1,4 @@
-"""The control protocol: what a client asks of its daemon, and what comes back.
+"""The control protocol: requests of a client to its daemon, and the answers.
 
 A frame is a big-endian u32 length and that many bytes of msgpack. The client numbers its requests, `[number, request]`;
 the first one is `Hello`. Replies come in any order, each with the number of its request: `[number, refusal, answer]`.
@@ -49,7 +49,7 @@ Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 
 
 class Request(msgspec.Struct, Generic[Answer], frozen=True, tag=True):
-    """What a client asks; `Answer` is the type of what the daemon answers, if it does not refuse."""
+    """A request of a client; `Answer` is the type of the daemon's answer, if it does not refuse."""
 
 
 class RunRequest(Request[Answer], Generic[Answer], frozen=True):
@@ -59,11 +59,11 @@ class RunRequest(Request[Answer], Generic[Answer], frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Who answers.
+    """The daemon that answers.
 
     Attributes:
         peer_id: Its PeerID.
-        name: What people call it.
+        name: Its name for people.
         pid: Its process.
         home: Its home; empty where that is gone when the daemon ends.
     """
@@ -85,9 +85,9 @@ class JoinRun(RunRequest[None], frozen=True):
     """Take part in a run; the shared memory comes beside this frame.
 
     Attributes:
-        options: How it averages.
-        tensors: What `average` exchanges.
-        gradients: What `step` exchanges.
+        options: Strategy, rule, codec and sizes.
+        tensors: Schema of `average`.
+        gradients: Schema of `step`.
         values: Length of each of the two vectors in the shared memory.
     """
 
@@ -98,11 +98,9 @@ class JoinRun(RunRequest[None], frozen=True):
 
 
 class AgreeRun(RunRequest[None], frozen=True):
-    """What the peers that `step` must have alike, before they do; refused if those who are there have something else.
+    """Have `step` meet only peers with these terms, and with `buffers` behind their gradients.
 
-    Attributes:
-        terms: Pairs of what is agreed on and what it is.
-        buffers: What travels behind the gradients.
+    Refused if the peers of the run have other terms.
     """
 
     terms: Terms
@@ -132,7 +130,7 @@ class TellStatus(RunRequest[None], frozen=True):
 
 
 class AskState(RunRequest[RunState], frozen=True):
-    """Where does the next round of the run stand?"""
+    """Ask for the standing of the next round of the run."""
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -151,11 +149,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class AskProgress(RunRequest[Progress], frozen=True):
-    """How much has been accumulated?
-
-    Attributes:
-        target: Weight that all peers accumulate for a round; None without a target.
-    """
+    """Ask for the weight accumulated by this peer and the others; all are to reach `target`, if there is one."""
 
     target: float | None = None
 
@@ -180,11 +174,7 @@ class FetchState(RunRequest[FetchOutcome], frozen=True):
 
 
 class StopRound(RunRequest[None], frozen=True):
-    """End the search for a group: `StartRound` is answered then. A round that has begun goes on.
-
-    Attributes:
-        why: Why, one line, for the outcome.
-    """
+    """End the search for a group: `StartRound` is answered then, with the reason. A round that has begun goes on."""
 
     why: str
 
@@ -194,14 +184,11 @@ class StopFetch(RunRequest[None], frozen=True):
 
 
 class FetchMean(RunRequest[MeanOutcome], frozen=True):
-    """Get the mean that the group applied to the state `after`.
+    """Get the mean that the group applied to the state `after`, into the `size` bytes of shared memory, f32.
 
     Attributes:
-        after: The state.
-        size: Bytes of the shared memory beside this frame, into which it goes, f32.
-        timeout: Seconds.
         proved: Whether the client will know by its digest whether it is the group's.
-        patient: Where nobody has it: whether to wait for those who are not as far.
+        patient: Whether to wait for peers that are not as far, where nobody has it.
     """
 
     after: StateId
@@ -216,15 +203,15 @@ class LeaveRun(RunRequest[None], frozen=True):
 
 
 class AskStatus(Request[Status], frozen=True):
-    """What is going on, and why?"""
+    """Ask for the daemon's status."""
 
 
 class AskPeers(Request[tuple[PeerRow, ...]], frozen=True):
-    """Who takes part in the runs of this daemon?"""
+    """Ask for the known peers of the daemon's runs."""
 
 
 class AskRounds(Request[tuple[Outcome, ...]], frozen=True):
-    """What have the last rounds come to?"""
+    """Ask for the last outcomes of each run."""
 
     limit: int
 
@@ -234,7 +221,7 @@ class StopDaemon(Request[None], frozen=True):
 
 
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes of the wrong form, for text that is not UTF-8, and for values nested too deep."""
+"""Errors of msgspec for bytes of the wrong form, for text that is not UTF-8, and for values nested too deep."""
 
 _KINDS = {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
 _encoder = msgspec.msgpack.Encoder()
@@ -294,7 +281,7 @@ def decode_reply(frame: bytes) -> tuple[int, str | None, msgspec.Raw]:
 
 
 def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
-    """What a daemon answered to a request.
+    """The daemon's answer to a request.
 
     Raises:
         ControlError: It is none of the type that the request names.

@@ -1,4 +1,4 @@
-"""The daemon's end of the control socket: who may connect, what each client asks, and what happens when it goes."""
+"""The daemon's end of the control socket: it admits clients, answers each, and leaves its runs when it goes."""
 
 from __future__ import annotations
 
@@ -59,13 +59,12 @@ class Connection:
 
     @property
     def silent(self) -> bool:
-        """Whether the client has yet to say hello, and is not being dropped already."""
+        """True while the client has yet to say hello, and is not being dropped already."""
         return not self._greeted and not self._closed.is_set()
 
     async def refuse(self, reason: str) -> None:
         """Answer that this client cannot be served, and close."""
-        with contextlib.suppress(OSError, TimeoutError):
-            await self._send(0, failure=f"the daemon refuses this client: {reason}")
+        await self.dismiss(f"the daemon refuses this client: {reason}")
         self._socket.close()
 
     async def serve(self) -> None:
@@ -87,7 +86,7 @@ class Connection:
     async def dismiss(self, reason: str) -> None:
         """Say why the connection ends, and stop serving."""
         with contextlib.suppress(OSError, TimeoutError):
-            await self._send(0, failure=reason)
+            await self._socket.send(messages.encode_reply(0, failure=reason))
         self.close()
 
     async def leave_all(self, reason: str) -> None:
@@ -115,8 +114,7 @@ class Connection:
                 frames = await self._socket.frames()
         except (TimeoutError, ControlError, Refused) as error:
             log.warning("dropped %s: %s", self._client, error or "it said nothing")
-            with contextlib.suppress(OSError, TimeoutError):
-                await self._send(0, failure=_reason(error))
+            await self.dismiss(_reason(error))
         except (OSError, EOFError) as error:
             log.debug("%s has gone: %s", self._client, error)
 
@@ -132,7 +130,7 @@ class Connection:
             )
         self._client = f"{hello.client[:64]!r} (process {self._pid})"
         self._greeted = True
-        await self._send(number, self._daemon.welcome())
+        await self._socket.send(messages.encode_reply(number, self._daemon.welcome()))
 
     async def _dispatch(self, frame: bytes) -> None:
         while len(self._tasks) >= MAX_PENDING:
@@ -142,25 +140,21 @@ class Connection:
         task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, frame: bytes) -> None:
-        number = 0
-        try:
-            number, request = messages.decode_request(frame)
-            reply = await self._reply(number, request)
-        except messages.NotUnderstood as error:
-            failure = f"the daemon does not understand this: {_reason(error)}"
-            reply = messages.encode_reply(error.number, failure=failure)
-        except ControlError as error:
-            reply = messages.encode_reply(number, failure=_reason(error))
+        reply = await self._reply(frame)
         try:
             await self._socket.send(reply)
         except (OSError, TimeoutError) as error:
             log.info("%s cannot be answered: %s", self._client, error)
             self.close()
 
-    async def _reply(self, number: int, request: Request[Any]) -> bytes:
-        what = type(request).__name__
+    async def _reply(self, frame: bytes) -> bytes:
+        number, what = 0, "a request"
         try:
+            number, request = messages.decode_request(frame)
+            what = type(request).__name__
             return messages.encode_reply(number, await self._do(request))
+        except messages.NotUnderstood as error:
+            number, failure = error.number, f"the daemon does not understand this: {_reason(error)}"
         except (EquipoiseError, ValueError) as error:
             failure = _reason(error)
         except Exception as error:
@@ -244,9 +238,6 @@ class Connection:
             raise Refused(f"this client does not take part in run {run[:64]!r}", "join it first")
         return self._sessions[run]
 
-    async def _send(self, number: int, answer: object = None, failure: str | None = None) -> None:
-        await self._socket.send(messages.encode_reply(number, answer, failure))
-
 
 class ControlServer:
     """Accepts clients and serves each until it or the daemon goes."""
@@ -258,7 +249,7 @@ class ControlServer:
 
     @property
     def clients(self) -> int:
-        """How many are connected."""
+        """Number of connected clients."""
         return len(self._connections)
 
     def start(self, listener: socket.socket) -> None:
@@ -267,12 +258,12 @@ class ControlServer:
 
     def adopt(self, connected: socket.socket) -> None:
         """Serve the client at the other end of a connected socket, which is taken over."""
-        credentials = peer_credentials(connected)
-        if credentials is not None and credentials[1] not in (0, os.geteuid()):
-            log.warning("refused uid %d on the control socket", credentials[1])
+        pid, uid = peer_credentials(connected)
+        if uid not in (0, os.geteuid()):
+            log.warning("refused uid %d on the control socket", uid)
             connected.close()
             return
-        connection = Connection(FrameSocket(connected), self._daemon, credentials[0] if credentials else 0)
+        connection = Connection(FrameSocket(connected), self._daemon, pid)
         silent = next((one for one in self._connections if one.silent), None)
         full = len(self._connections) >= MAX_CONNECTIONS
         if full and silent is not None:

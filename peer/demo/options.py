@@ -50,7 +50,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         rounds: Updates that every trainer makes.
         codec: Codec spec in which values travel; empty for that of the strategy.
         kill: Daemons to SIGKILL half-way, the one that the others joined through among them.
-        strategy: How the run averages.
+        strategy: Strategy of the run.
         seconds: Time after which the demo gives up; 0 stands for as long as so many peers need on two cores.
     """
 

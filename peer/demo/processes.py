@@ -45,7 +45,7 @@ class Child(subprocess.Popen[bytes]):
 
     @property
     def ending(self) -> str:
-        """How it ended, with the last line of what it wrote to standard error."""
+        """The exit status, with the last line that it wrote to standard error."""
         lines = self.said.read_text(errors="replace").strip().splitlines()
         last = f": {lines[-1][:500]}" if lines else ""
         return f"{self.name} ended with status {self.poll()}{last}"

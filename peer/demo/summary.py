@@ -99,7 +99,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ok: Whether it really worked: `problems` is empty.
-        problems: What did not work, one line each.
+        problems: Failures, one line each.
         peers: Daemons started.
         killed: Daemons killed half-way.
         rounds: Updates that every surviving trainer has made.

@@ -1,4 +1,4 @@
-"""What a training script needs of equipoise, installed as the package `equipoise` itself.
+"""The names that a training script needs, installed as the package `equipoise` itself.
 
 import equipoise
 

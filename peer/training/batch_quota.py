@@ -1,4 +1,4 @@
-"""How much of the target batch this peer makes before it goes to meet the others.
+"""This peer's share of the target batch: it makes so much before it goes to meet the others.
 
 What others have accumulated is known a moment late. Peers as fast as each other, each with its last micro-batch done,
 would therefore all find that the swarm has not got there yet, and all make another. So each makes its share: the
@@ -18,7 +18,7 @@ SLACK = 1 - 1e-6
 """Weights are sums of floats."""
 
 FORMING_SECONDS = 0.5
-"""What forming a group takes though nobody is late, on busy machines: that is no time to make more."""
+"""Time to form a group on a busy machine though nobody is late: that is no time to make more."""
 
 NOTABLE = 0.5
 """Micro-batches' time that one must have waited not to be one of those whom the others waited for."""
@@ -46,7 +46,7 @@ class Pace:
         self._returned = now
 
     def reached(self, local: float, swarm: float) -> bool:
-        """Whether to meet: the swarm has the target, or this peer its share and so, most likely, the others theirs."""
+        """Return whether to meet: the swarm has the target, or this peer its share, and likely the others theirs."""
         return swarm >= self._target * SLACK or local >= self._quota * SLACK
 
     def averaged(self, outcome: Outcome, peer: str, batch: float) -> None:

@@ -8,6 +8,7 @@ checkpoint that is read back is untrusted: somebody may have copied, truncated o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -26,7 +27,6 @@ import msgspec
 import numpy as np
 import torch
 from blake3 import blake3
-from numpy.typing import NDArray
 
 from equipoise.averaging.state import StateId
 from equipoise.peer.config import RESUME_ENV
@@ -60,7 +60,6 @@ MAX_FOLDER_CHARS = 120
 """Most characters of a name: file systems allow 255 bytes, and quoting a name in foreign letters grows it ninefold."""
 
 Read = Callable[[torch.Tensor], Image]
-Content = NDArray[np.uint8]
 
 _NAME = re.compile(r"\Aepoch-(\d{12,16})-[0-9a-f]{8}\Z")
 
@@ -102,7 +101,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         format: `FORMAT` of the program that wrote it.
-        subject: Whose state it is.
+        subject: The training whose state it is.
         spec: The subject's hash.
         state: Epoch and lineage.
         size: Length of the image in bytes.
@@ -231,8 +230,8 @@ class Checkpoints:
     Attributes:
         every: Epochs from one checkpoint to the next. One is written at the end too, when the run is left: after
             Ctrl-C, say, but not after a SIGTERM that the script does not handle, which ends Python at once.
-        keep: How many are kept.
-        directory: Where each run has a directory, of one peer alone; by default `checkpoints` in the home.
+        keep: Number of checkpoints that are kept.
+        directory: Parent of the runs' directories, of one peer alone; by default `checkpoints` in the home.
         resume: Whether to start from the newest sound one; by default what `equipoise launch --resume` says.
 
     Raises:
@@ -308,7 +307,7 @@ class Recorder:
         return found
 
     def due(self, epoch: int) -> bool:
-        """Whether the state of this epoch should be recorded; not while an earlier one is being written, but after."""
+        """Return whether to record the state of this epoch; not while an earlier one is being written, but after."""
         if epoch // self._every == self._last // self._every:
             return False
         if self._thread is None or not self._thread.is_alive():
@@ -359,37 +358,34 @@ class Recorder:
         self.tell(line)
 
 
-class Keeper:
-    """Keeps the checkpoints of one replica: starts it from one, if that is wanted, and writes others."""
+def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints) -> Callable[..., None]:
+    """Start a replica from its newest sound checkpoint, if that is wanted, and write others until the run is left.
 
-    def __init__(self, member: Member, run: Run, checkpoints: Checkpoints) -> None:
-        """Take the run's directory, and load the newest sound checkpoint.
+    Returns:
+        To be called between steps: it writes a checkpoint if one is due.
 
-        Raises:
-            CheckpointError: The directory cannot be used, or what is there is damaged or of something else.
-        """
-        self._member = member
-        self._recorder = checkpoints.open(run.home, subject_of(run))
-        self._recorder.tell = partial(run.tell, "checkpoints")
-        try:
-            self._recorder.restore(member.limit, member.read)
-        except BaseException:
-            self._recorder.close()
-            raise
-        run.before_leaving(self._finish)
+    Raises:
+        CheckpointError: The directory cannot be used, or its checkpoints are damaged or of something else.
+    """
+    recorder = checkpoints.open(run.home, subject_of(run))
+    recorder.tell = partial(run.tell, "checkpoints")
+    try:
+        recorder.restore(member.limit, member.read)
+    except BaseException:
+        recorder.close()
+        raise
 
-    def after_step(self, *_: object) -> None:
-        """Write a checkpoint if one is due; called between steps."""
-        member = self._member
-        if member.whole and self._recorder.due(member.id.epoch):
-            self._recorder.record(member.id, member.image())
+    def after_step(*_: object) -> None:
+        if member.whole and recorder.due(member.id.epoch):
+            recorder.record(member.id, member.image())
 
-    def _finish(self) -> None:
-        try:
-            if self._member.whole:  # Not so where an update was interrupted.
-                self._recorder.finish(self._member.id, self._member.image)
-        finally:
-            self._recorder.close()
+    def finish() -> None:
+        with contextlib.closing(recorder):
+            if member.whole:  # Not so where an update was interrupted.
+                recorder.finish(member.id, member.image)
+
+    run.before_leaving(finish)
+    return after_step
 
 
 def subject_of(run: Run) -> Subject:
@@ -431,7 +427,7 @@ def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> None:
         raise
 
 
-def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, Content]:
+def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, memoryview]:
     """Read the checkpoint of `own` in the directory `path` and verify all of it; its image has at most `limit` bytes.
 
     Returns:
@@ -472,7 +468,7 @@ def read_manifest(path: Path) -> Manifest:
     Raises:
         Damaged: There is none, it cannot be understood, or a newer program wrote it.
     """
-    content = _content(path / MANIFEST_FILE, MAX_MANIFEST_BYTES).data
+    content = _content(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     try:
         version = msgspec.json.decode(content, type=_Version).format
         if version == FORMAT:
@@ -522,7 +518,7 @@ def _flush(directory: Path) -> None:
         os.close(handle)
 
 
-def _content(path: Path, limit: int) -> Content:
+def _content(path: Path, limit: int) -> memoryview:
     """All of a file, or its first `limit` + 1 bytes; a link, a pipe or a device is not followed.
 
     Raises:
@@ -533,14 +529,14 @@ def _content(path: Path, limit: int) -> Content:
         with os.fdopen(handle, "rb", buffering=0) as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise Damaged(f"checkpoint {path.parent} is damaged: {path.name} is not a file")
-            return np.fromfile(file, np.uint8, min(os.fstat(handle).st_size, limit + 1))
+            return np.fromfile(file, np.uint8, min(os.fstat(handle).st_size, limit + 1)).data
     except OSError as error:
         raise Damaged(f"checkpoint {path.parent} is damaged: {path.name}: {error.strerror}") from error
 
 
-def _checked(path: Path, manifest: Manifest, content: Content, read: Read) -> Image:
+def _checked(path: Path, manifest: Manifest, content: memoryview, read: Read) -> Image:
     try:
-        image = read(torch.from_numpy(content))
+        image = read(torch.frombuffer(content, dtype=torch.uint8))
     except ValueError as error:
         raise Misfit(f"checkpoint {path} does not fit: {error}", "nothing was loaded") from error
     if image.id != manifest.state:

@@ -37,7 +37,7 @@ LEADER = 0
 """The rank that talks to the daemon."""
 
 OWN, MEAN, FAILED = range(3)
-"""What rank 0 tells the others: the gradients stay the machine's own, they are the swarm's mean, or it has raised."""
+"""Messages of rank 0: the gradients stay the machine's own, they are the swarm's mean, or rank 0 has raised."""
 
 
 class RankZeroFailed(EquipoiseError, RuntimeError):
@@ -85,8 +85,7 @@ class Machine:
         Raises:
             ValueError: Rank 0 has no run, or another has one.
         """
-        rank = dist.get_rank(group)
-        _require_on_leader("a run", run, rank)
+        _require_on_leader("a run", run, dist.get_rank(group))
         self.outcome: Outcome | None = None
         self._run = run
         self._group = group
@@ -172,8 +171,7 @@ class SharedOptimizer:
         Raises:
             ValueError: Rank 0 has no optimizer, or another has one.
         """
-        rank = dist.get_rank(group)
-        _require_on_leader("an optimizer", optimizer, rank)
+        _require_on_leader("an optimizer", optimizer, dist.get_rank(group))
         self.optimizer = optimizer
         self.epoch = -1
         self._shared: StateId | None = None
@@ -213,14 +211,12 @@ class SharedOptimizer:
 
 
 def _together(lead: Callable[[], int], device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """What `lead` returns on rank 0, on every rank; where it raises, all do, so that none waits for ever."""
+    """Return on every rank the result of `lead` on rank 0; where it raises, all do, so that none waits for ever."""
     told = torch.full((), FAILED, dtype=torch.int64, device=device)
-    if dist.get_rank(group) == LEADER:
-        try:
+    try:
+        if dist.get_rank(group) == LEADER:
             told.fill_(lead())
-        finally:
-            _broadcast(told, group)
-    else:
+    finally:
         _broadcast(told, group)
     if int(told) == FAILED:
         raise RankZeroFailed("rank 0 could not step", "its own error says why")

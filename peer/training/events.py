@@ -1,4 +1,4 @@
-"""What a `Replica` is told, in the past tense, and what it has done, in the imperative."""
+"""The events of a `Replica`, in the past tense, and its actions, in the imperative."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class RoundSucceeded(NamedTuple):
 
     Attributes:
         group: The group's state before it; None if nobody claims one.
-        states: What each claims to hold, by name.
+        states: The state that each claims to hold, by name.
         digest: The outcome's.
         weights: Of the contributors, by name.
         members: Names of all who took part, in an order that all of them see.
-        missing: How many of the peers that are known did not.
+        missing: Number of known peers that did not take part.
     """
 
     group: StateId | None
@@ -91,7 +91,7 @@ class Deserted(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """What was being fetched is not any more; what was fetched and not applied is given up."""
+    """The download has been stopped; means that were fetched and not applied are given up."""
 
 
 class Ending(NamedTuple):

@@ -75,7 +75,7 @@ class Image(NamedTuple):
     """An image that was checked against the state that read it.
 
     Attributes:
-        id: Which state it is.
+        id: Id of its state.
         load: Take it on.
     """
 
@@ -148,9 +148,16 @@ class ModelPart:
         limit: Bytes that an image of such a model takes at most.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+        loaded: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`loaded` is called after each `load`."""
         self._tensors = dict(tensors)
         self._buffers = dict(buffers)
+        self._loaded = loaded
         self._settled = {name: buffer.clone() for name, buffer in buffers.items()}
         held = sum(tensor.numel() * tensor.element_size() for tensor in {**tensors, **buffers}.values())
         self.limit = STATE_FACTOR * held + SPARE_BYTES
@@ -178,10 +185,11 @@ class ModelPart:
             for name, tensor in {**self._tensors, **self._buffers}.items():
                 tensor.copy_(tree[name])
         self.settle()
+        self._loaded()
 
 
 class OptimizerPart:
-    """What an optimizer remembers, and its hyperparameters, by the names of the parameters."""
+    """The memory of an optimizer, and its hyperparameters, by the names of the parameters."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], scheduled: bool = False
@@ -195,7 +203,7 @@ class OptimizerPart:
 
     @property
     def _is_elementwise(self) -> bool:
-        """Whether what it will remember can be told though it remembers nothing yet: of torch's own it can."""
+        """True for torch's own: the shape of their memory is known before they remember anything."""
         own = type(self._optimizer).step.__module__.startswith("torch.optim.")
         return own and not isinstance(self._optimizer, torch.optim.LBFGS)
 
@@ -214,10 +222,8 @@ class OptimizerPart:
             raise ImageError("expected an optimizer's state and groups, there are none")
         held = [_as(dict, one).get("params") for one in _as(list, tree["groups"])]
         if held != [one["params"] for one in ours["groups"]]:
-            problem = (
-                "expected the optimizer's groups to hold the parameters that they hold here, they differ"
-            )
-            raise ImageError(problem)
+            expected = "the optimizer's groups to hold the parameters that they hold here"
+            raise ImageError(f"expected {expected}, they differ")
         if foreign:
             for group, terms in zip(tree["groups"], self._terms, strict=True):
                 _check_terms(_told_terms(group, self._scheduled), terms)
@@ -314,7 +320,7 @@ def _told_terms(group: Mapping[str, Any], scheduled: bool) -> dict[str, str]:
 
 
 def _settings(state: Mapping[str, Any]) -> dict[str, str]:
-    """What stays as it is of a scheduler's state, as text."""
+    """The settings in a scheduler's state, as text."""
     return {key: str(value) for key, value in state.items() if SETTINGS.fullmatch(key)}
 
 

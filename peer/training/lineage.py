@@ -1,5 +1,5 @@
-"""How the id of a state follows from the one before and what was applied to it, and the means that a peer has missed:
-which to ask for, one after another, and whether they lead to the group's state.
+"""The id of a state follows from the one before and the mean that was applied to it. `Missed` chains the means that a
+peer has missed, one after another, and tells whether they lead to the group's state.
 
 A lineage is a digest over all that was applied. So the digests of a chain of means, from a peer's own state to one that
 the group has said it holds, prove all of them together, whoever they come from; none is applied before.
@@ -39,17 +39,17 @@ def follow(lineage: str, what: str) -> str:
 
 
 def link_of(before: StateId, digest: str) -> Link:
-    """What the mean with this digest makes of a state."""
+    """The link by which the mean with this digest leads on from a state."""
     return Link(before, StateId(before.epoch + 1, follow(before.lineage, f"mean {digest}")))
 
 
 def is_checked(epoch: int) -> bool:
-    """Whether the id of a state of this epoch takes in the parameters themselves."""
+    """Return whether the id of a state of this epoch takes in the parameters themselves."""
     return epoch % CHECK_EVERY == 0
 
 
 def leads_to(link: Link, state: StateId) -> bool:
-    """Whether a mean leads to a state, as far as that can be told without the parameters."""
+    """Return whether a mean leads to a state, as far as that can be told without the parameters."""
     if is_checked(state.epoch):
         return link.after.epoch == state.epoch
     return link.after == state
@@ -85,7 +85,7 @@ class Missed:
         return end
 
     def ask(self, state: StateId) -> bool:
-        """Whether to ask for the mean after `state`, wherever it leads: from now on it is being fetched."""
+        """Return whether to ask for the mean after `state`, wherever it leads: from now on it is being fetched."""
         if self.asked is not None:
             return False
         self.asked = state
@@ -100,7 +100,7 @@ class Missed:
         return True
 
     def completes(self, target: StateId) -> bool:
-        """Whether what is here leads to `target`."""
+        """Return whether the means that are here lead to `target`."""
         return bool(self.links) and leads_to(self.links[-1], target)
 
     def clear(self, given_up: str = "") -> list[Link]:
@@ -110,6 +110,6 @@ class Missed:
 
 
 def within_reach(state: StateId, target: StateId, most: int = MAX_MISSED) -> bool:
-    """Whether means may lead there: few, and to no state whose id only its parameters tell."""
+    """Return whether means may lead there: few, and to no state whose id only its parameters tell."""
     epochs = range(state.epoch + 1, target.epoch + 1)
     return 0 < len(epochs) <= most and not any(map(is_checked, epochs))

@@ -27,8 +27,8 @@ from equipoise.averaging.schema import SchemaError
 from equipoise.peer.errors import Refused
 from equipoise.peer.run import Run
 from equipoise.peer.tensors import stepped_tensors
-from equipoise.peer.training.checkpoint import Checkpoints, Keeper
-from equipoise.peer.training.image import ModelPart, Part, TrainingState, Tree, UserPart
+from equipoise.peer.training.checkpoint import Checkpoints, keep_checkpoints
+from equipoise.peer.training.image import ModelPart, Part, TrainingState, UserPart
 from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Subject, wait_for
 from equipoise.peer.training.options import LocalKeywords, LocalOptions, from_keywords, number
 from equipoise.peer.training.replica import ATTENDANCE
@@ -95,7 +95,7 @@ class LocalTraining(ABC, Generic[End]):
 
     Attributes:
         steps: Steps of the loop's optimizer.
-        finished: What `finish` has returned.
+        finished: Result of `finish`, once it has returned.
     """
 
     _hook: StepHook
@@ -125,7 +125,7 @@ class DiLoCo(LocalTraining[Finished]):
 
     Attributes:
         steps: Inner steps, as the group counts them.
-        finished: What the end came to.
+        finished: Result of `finish`, once it has returned.
     """
 
     def __init__(
@@ -137,10 +137,10 @@ class DiLoCo(LocalTraining[Finished]):
         checkpoints: Checkpoints | None = None,
         **options: Unpack[LocalKeywords],
     ) -> None:
-        """Agree with the others on how.
+        """Agree with the others on the way of training.
 
         Args:
-            run: Joined with what is trained, and used for nothing else.
+            run: Joined with the model or its tensors, and used for nothing else.
             every: See `LocalOptions`.
             outer: Made anew for each fragment from this one; by default `Nesterov(lr=0.7, momentum=0.9)`.
             checkpoints: Of what all agreed on, not of the inner optimizer; one directory a fragment, one epoch an outer
@@ -164,11 +164,20 @@ class DiLoCo(LocalTraining[Finished]):
             Fragment(part_run, named, copy.deepcopy(outer), self._options, at)
             for at, (part_run, named) in enumerate(_parts(run, parameters, self._options.fragments))
         ]
+        terms = {
+            "training": type(self).__name__,
+            "outer step": str(outer),
+            "steps between exchanges": str(every),
+            "fragments": str(self._options.fragments),
+            "delay": str(self._options.delay),
+            "merge": number(self._options.merge),
+        }
         for fragment in self._fragments:
-            fragment.agree(type(self).__name__, outer)
+            fragment.run.agree(terms)
         wait_for([fragment.run for fragment in self._fragments], self._options.wait_for)
-        self._keepers = [Keeper(one.member, one.run, checkpoints) for one in self._fragments if checkpoints]
+        self._keepers: list[Callable[[], None]] = []
         if checkpoints:
+            self._keepers = [keep_checkpoints(one.member, one.run, checkpoints) for one in self._fragments]
             self.steps = max(fragment.group_step for fragment in self._fragments)
 
     @property
@@ -200,12 +209,12 @@ class DiLoCo(LocalTraining[Finished]):
 
     @property
     def in_step(self) -> bool:
-        """Whether this peer holds the group's state, as far as it knows."""
+        """True if this peer holds the group's state, as far as it knows."""
         return all(member.in_step for member in self.members)
 
     @property
     def reason(self) -> str:
-        """What this peer does about that, and why, one line: of the first fragment that is not in step."""
+        """The reason, one line: of the first fragment that is not in step."""
         return min(self.members, key=lambda member: member.in_step).reason
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
@@ -231,8 +240,8 @@ class DiLoCo(LocalTraining[Finished]):
                 self.steps = caught_up
             if fragment.diverged:
                 optimizer.state.clear()  # What it remembers is no better.
-        for keeper in self._keepers:
-            keeper.after_step()
+        for keep in self._keepers:
+            keep()
 
 
 class LocalSGD(DiLoCo):
@@ -272,24 +281,10 @@ class Fragment:
         self._offset = (at + 1) * options.every // options.fragments
         self._retry_at: int | None = None
         self.diverged = self._gave = self._caught_up = False
-        model = AgreedPart(self._agreed, self._follow_agreed)
+        model = ModelPart(self._agreed, {}, self._follow_agreed)
         parts: dict[str, Part] = {"outer": UserPart(outer), "model": model}
         subject = Subject(self._local, {}, model, TrainingState(parts), self._update)
         self.member = Member(run, subject, options)
-
-    def agree(self, kind: str, outer: Outer) -> None:
-        """Meet only peers that train alike."""
-        options = self._options
-        self.run.agree(
-            {
-                "training": kind,
-                "outer step": str(outer),
-                "steps between exchanges": str(options.every),
-                "fragments": str(options.fragments),
-                "delay": str(options.delay),
-                "merge": number(options.merge),
-            }
-        )
 
     def tick(self, step: int) -> int | None:
         """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""
@@ -373,6 +368,7 @@ class Fragment:
             local.copy_(torch.lerp(agreed, local.float(), merge) if merge else agreed)
 
     def _follow_agreed(self) -> None:
+        """Go on from the parameters on which all agreed: they have come from another peer."""
         self._caught_up = True
         self._return_to_agreed()
 
@@ -380,19 +376,6 @@ class Fragment:
     def _return_to_agreed(self) -> None:
         for name, agreed in self._agreed.items():
             self._local[name].copy_(agreed)
-
-
-class AgreedPart(ModelPart):
-    """The parameters on which all agreed; whoever takes them from another goes on from there."""
-
-    def __init__(self, agreed: Mapping[str, torch.Tensor], loaded: Callable[[], None]) -> None:
-        super().__init__(agreed, {})
-        self._loaded = loaded
-
-    def load(self, tree: Tree) -> None:
-        """See `Part`."""
-        super().load(tree)
-        self._loaded()
 
 
 def _parts(

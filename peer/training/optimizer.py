@@ -51,7 +51,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         batch_size: Samples in the next call of `step`.
         dropped: Calls of `step` whose gradients were not finite, and so were not added.
         skipped: Epochs without a step, since the averaged gradient was not finite.
-        scheduler: What `Options.scheduler` made.
+        scheduler: The scheduler that `Options.scheduler` made.
     """
 
     def __init__(self, run: Run, inner: torch.optim.Optimizer, options: Options) -> None:
@@ -74,18 +74,16 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self._run = run
         self._parameters = parameters
         module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
-        self._sparse = sparse_gradients(module)
-        if isinstance(inner, torch.optim.SparseAdam):
-            self._sparse = frozenset(parameters)
+        all_sparse = isinstance(inner, torch.optim.SparseAdam)
+        self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
         buffers = persistent_buffers(module) if options.buffers else {}
         model = image.ModelPart(parameters, buffers)
-        parts: dict[str, image.Part] = {}
-        for name, what in options.extra.items():
-            parts[image.EXTRA + name] = image.UserPart(what)
+        extra = {image.EXTRA + name: image.UserPart(what) for name, what in options.extra.items()}
+        parts: dict[str, image.Part] = {**extra}
         if self.scheduler is not None:
             parts["scheduler"] = image.SchedulerPart(self.scheduler)
-        scheduled = self.scheduler is not None
-        parts |= {"optimizer": image.OptimizerPart(inner, parameters, scheduled), "model": model}
+        parts["optimizer"] = image.OptimizerPart(inner, parameters, self.scheduler is not None)
+        parts["model"] = model
         frozen = {name: one for name, one in module.named_parameters() if not one.requires_grad}
         run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
         subject = Subject(parameters, buffers, model, image.TrainingState(parts), self._update)
@@ -156,12 +154,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def in_step(self) -> bool:
-        """Whether this peer holds the group's state, as far as it knows."""
+        """True if this peer holds the group's state, as far as it knows."""
         return self.member.in_step
 
     @property
     def reason(self) -> str:
-        """What this peer does about that, and why, one line."""
+        """The reason, and this peer's way back into step if it is not, one line."""
         return self.member.reason
 
     def image(self) -> torch.Tensor:
@@ -218,12 +216,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._finished
 
     def leave(self) -> None:
-        """What the run calls when it is left."""
+        """Finish; the run calls this when it is left."""
         if self._finished is None and sys.exc_info()[0] is None:  # Who is thrown out does not linger.
             self.finish()
 
     def _may_collect(self) -> bool:
-        """Whether no round goes on, or it has to be waited for: one that is only attended must not block the loop."""
+        """Return whether to wait for a round, if one goes on: one that is only attended must not block the loop."""
         enough = self.member.in_step and self.member.accumulated >= self._given
         return enough or self.member.round_done
 
@@ -274,7 +272,7 @@ def terms_of(
     parameters: Mapping[str, torch.Tensor],
     frozen: Mapping[str, torch.Tensor],
 ) -> dict[str, str]:
-    """What all peers must have alike, as terms of the run."""
+    """The terms of the run, which all peers must have alike."""
     terms = {
         "optimizer": type(inner).__name__,
         "hyperparameters": hyperparameters(inner),
@@ -292,16 +290,10 @@ def terms_of(
 
 def hyperparameters(inner: torch.optim.Optimizer) -> str:
     """The hyperparameters of all groups, as text, or its digest where that is long."""
-    return _short(
-        "; ".join(
-            ", ".join(
-                f"{key}={value}"
-                for key, value in sorted(group.items())
-                if key not in ("params", "initial_lr")
-            )
-            for group in inner.param_groups
-        )
-    )
+    left_out = ("params", "initial_lr")
+    groups = [sorted(group.items()) for group in inner.param_groups]
+    told = [[f"{key}={value}" for key, value in group if key not in left_out] for group in groups]
+    return _short("; ".join(map(", ".join, told)))
 
 
 def _grouped(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> str:

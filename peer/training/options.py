@@ -55,15 +55,15 @@ class LocalKeywords(_CommonKeywords, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """What steps and local steps have in common.
+    """Options of steps and of local steps.
 
     Attributes:
         wait_for: Other peers to wait for before the first step, for `WAIT_SECONDS` at most: a short loop would be over.
-        alone: Where nobody else is known: `train` on with the own gradients or differences, or `wait` for others.
+        alone: Behaviour where nobody else is known: `train` on with the own gradients or differences, or `wait`.
             `step` then returns all the same and adds gradients up, but makes no update; `epoch` stands, `reason` tells.
         patience: Seconds without company before it trains alone.
         timeout: Seconds for one round.
-        trust: Whose word for the group's state this peer takes. `known`: that of peers it has trained with, against any
+        trust: Source of the group's state. `known`: the word of peers that this one has trained with, against any
             number of strangers, while one of them is there. `heads`: that of all, where the members are known.
         clock: Seconds on a steady clock.
     """
@@ -85,7 +85,7 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CommonOptions):
-    """How a swarm steps. What all peers must have alike becomes a term of the run.
+    """Options of a swarm's steps. Those that all peers must have alike become terms of the run.
 
     Attributes:
         target_batch_size: Samples, of all peers together, that make an update.
@@ -118,7 +118,7 @@ class Options(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions(CommonOptions):
-    """How local steps are exchanged. What all peers must have alike becomes a term of the run.
+    """Options of local steps. Those that all peers must have alike become terms of the run.
 
     Attributes:
         every: Inner steps, H, between two exchanges of the same parameters.
@@ -149,13 +149,13 @@ class LocalOptions(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GossipOptions:
-    """How local steps are exchanged in pairs.
+    """Options of an exchange in pairs.
 
     Attributes:
         every: Steps from the beginning of one exchange to that of the next, if that has ended by then.
         weight: Of this peer in the mean of a pair.
         timeout: Seconds for one exchange, the search for a partner included. The loop does not wait for it.
-        wait_for: How many other peers must be known before the loop begins, for a minute at most.
+        wait_for: Other peers to wait for before the loop begins, for a minute at most.
     """
 
     every: int

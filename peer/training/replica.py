@@ -1,4 +1,4 @@
-"""Whether this peer holds its group's state, and what to do where it does not; reads no clock and no tensor.
+"""The standing of this peer towards its group's state, and its way back to that; reads no clock and no tensor.
 
 All peers apply the same means in the same order to the same state, so they stay alike without sending parameters.
 Each says in every round which state it holds (`StateId`); the most common, among the peers that this one has trained
@@ -34,7 +34,7 @@ from typing import Literal
 
 from equipoise.averaging.state import StateId, group_state
 from equipoise.averaging.weights import ATTENDANCE_LIMIT
-from equipoise.dht.limits import LruDict
+from equipoise.dht.limits import LruDict, backoff
 from equipoise.peer.training import events, lineage
 from equipoise.peer.training.events import Action, Event
 
@@ -70,16 +70,16 @@ LOOKS_BACK = 3
 """Most questions for the mean after one state by a peer whose group has left; each may cost it seconds of training."""
 
 FETCH_PAUSE = 0.5
-"""Seconds from a download that failed to the next; twice as many after each in a row: one that no image fits would
-have all donors send theirs whole after every round, for ever."""
+"""Seconds from a download that failed to the next; the pause doubles after each in a row: a peer that no image fits
+would have all donors send theirs whole after every round, for ever."""
 
 MAX_FETCH_PAUSE = 600.0
-"""Longest of them: what was wrong may have been put right by then."""
+"""Longest pause: the fault may have been put right by then."""
 
 Alone = Literal["train", "wait"]
 
 Trust = Literal["known", "heads"]
-"""Whose claims make the group's state: of those that this peer has trained with, or of all, each counting alike."""
+"""The peers whose claims make the group's state: those that this peer has trained with, or all, each counting alike."""
 
 MAX_KNOWN = 256
 """Peers remembered as those that this one has trained with: four groups of the largest size. The least recent go."""
@@ -89,7 +89,7 @@ ROUNDS_APART = 3
 
 
 class Phase(Enum):
-    """Where a peer stands; see the top of this file."""
+    """Standing of a peer; see the top of this file."""
 
     MEETING = "meeting"
     IN_STEP = "in step"
@@ -145,8 +145,8 @@ class Replica:
     """One peer's copy of the state that all hold alike.
 
     Attributes:
-        state: What it holds.
-        phase: Where it stands.
+        state: Id of the state that it holds.
+        phase: Its standing.
         reason: Why, one line.
     """
 
@@ -180,7 +180,7 @@ class Replica:
         self._group: StateId | None = None
         self._fetching = False
         self._fetch_after = now
-        self._fetch_pause = FETCH_PAUSE
+        self._fetch_pause = 0.0
         self._wanted = 0
         self._replaying = False
         self._last_round = now
@@ -190,7 +190,7 @@ class Replica:
 
     @property
     def claim(self) -> StateId | None:
-        """What to say in a round: nothing while astray, so that those who know better are not outvoted."""
+        """The state to claim in a round: none while astray, so that peers that know better are not outvoted."""
         return None if self.phase is Phase.ASTRAY else self.state
 
     def attendance(self, others_give: bool = False) -> float:
@@ -213,12 +213,12 @@ class Replica:
 
     @property
     def contributes(self) -> bool:
-        """Whether its gradients are of the parameters that the group holds."""
+        """True if its gradients are of the parameters that the group holds."""
         return self.phase is Phase.IN_STEP
 
     @property
     def gives_up(self) -> bool:
-        """Whether it trains alone when its next update is due, whoever is known."""
+        """True if it trains alone when its next update is due, whoever is known."""
         return self._alone == "train" and self._failures >= FAILED_ROUNDS
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -268,9 +268,9 @@ class Replica:
 
     def _fetch_failed(self, reason: str, now: float) -> list[Action]:
         self._fetching = False
-        pause, self._fetch_pause = self._fetch_pause, min(2 * self._fetch_pause, MAX_FETCH_PAUSE)
-        self._fetch_after = now + pause
-        self.reason = f"astray: no snapshot yet: {reason}; it looks for one again in {pause:g} s"
+        self._fetch_pause = backoff(self._fetch_pause, FETCH_PAUSE, MAX_FETCH_PAUSE)
+        self._fetch_after = now + self._fetch_pause
+        self.reason = f"astray: no snapshot yet: {reason}; it looks for one again in {self._fetch_pause:g} s"
         return []
 
     def _become(self, epoch: int, what: str) -> None:
@@ -278,7 +278,7 @@ class Replica:
         self.state = StateId(epoch, lineage.follow(self.state.lineage, what))
 
     def _interrupted(self) -> list[Action]:
-        """What it holds now nobody else does: an id of its own, of the epoch before, so that it outvotes no equal."""
+        """Take an id of its own, since nobody else holds its state; the epoch before, so that it outvotes no equal."""
         self._become(max(self.state.epoch - 1, 0), f"interrupted at {self._name}")
         self._replaying = False
         return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
@@ -306,12 +306,12 @@ class Replica:
             actions = self._forget_all()
             self.phase, self.reason, self._fetching = Phase.IN_STEP, "its state is the group's", False
             if most is not None and most != group:
-                strangers = sum(state == most for state in event.states.values())
+                others = f"{sum(state == most for state in event.states.values())} others hold {lineage.told(most)}"
                 self.reason = (
-                    f"it keeps the state of those it has trained with: {strangers} others hold {lineage.told(most)}, "
+                    f"it keeps the state of those it has trained with: {others}, "
                     'and it has trained with none of them; trust="heads" would follow most'
                 )
-            self._fetch_pause, self._fetch_after = FETCH_PAUSE, now
+            self._fetch_pause, self._fetch_after = 0.0, now
             if not introduced:
                 self._known.add(name for name in givers if event.states.get(name) == group)
                 self._links.append(lineage.link_of(group, event.digest))
@@ -345,15 +345,13 @@ class Replica:
         if self.phase is Phase.IN_STEP or (self.phase is Phase.MEETING and state.epoch <= self.state.epoch):
             return []
         if any(link.before.epoch == state.epoch and link.before != state for link in self._links):
-            return self._fetch_failed(
-                f"that of epoch {state.epoch} is of another state than the group's", now
-            )
-        older = bool(self._links) and state.epoch < self._links[0].before.epoch
-        if older and not lineage.within_reach(state, self._links[0].before):
-            self.reason = (
-                f"astray: the snapshot of epoch {state.epoch} is older than the means that were kept"
-            )
-            return self._fetch(self._links[0].before.epoch, now)
+            told = f"that of epoch {state.epoch} is of another state than the group's"
+            return self._fetch_failed(told, now)
+        first = self._links[0].before if self._links else state
+        if state.epoch < first.epoch and not lineage.within_reach(state, first):
+            told = f"the snapshot of epoch {state.epoch} is older than the means that were kept"
+            self.reason = f"astray: {told}"
+            return self._fetch(first.epoch, now)
         actions: list[Action] = [events.Load(), *_forget(self._missed.clear())]
         self.state = state
         while self._links and self._links[0].before.epoch < state.epoch:
@@ -496,9 +494,8 @@ class Replica:
             self.reason = "it waits: no other peer of this run is known"
             return []
         if now - self._company_at < self._patience:
-            self.reason = (
-                f"no other peer is known; it looks for one for {self._patience:g} s before it trains alone"
-            )
+            looks = f"it looks for one for {self._patience:g} s before it trains alone"
+            self.reason = f"no other peer is known; {looks}"
             return []
         return self._step_alone("no other peer of this run is known")
 

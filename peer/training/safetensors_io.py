@@ -43,7 +43,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Formats' names of what parameters, buffers and optimizers hold."""
+"""The format's names of the dtypes of parameters, buffers and optimizers."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -51,7 +51,7 @@ Length = Annotated[int, msgspec.Meta(ge=0, le=MAX_LENGTH)]
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What a header says of a tensor."""
+    """A tensor's entry in a header."""
 
     dtype: Literal["F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"]
     shape: Annotated[list[Length], msgspec.Meta(max_length=MAX_DIMENSIONS)]
@@ -85,14 +85,14 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
-        raise ImageError(
-            f"expected names, shapes and what is no tensor to take at most {MAX_HEADER_BYTES} bytes, got {len(text)}: "
-            "keep large lists of numbers as tensors"
+        told = (
+            f"names, shapes and what is no tensor to take at most {MAX_HEADER_BYTES} bytes, got {len(text)}"
         )
-    image = torch.empty(8 + len(text) + at, dtype=torch.uint8)
+        raise ImageError(f"expected {told}: keep large lists of numbers as tensors")
     head = bytearray(len(text).to_bytes(8, "little") + text)
+    image = torch.empty(len(head) + at, dtype=torch.uint8)
     image[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
-    values = image[8 + len(text) :]
+    values = image[len(head) :]
     with torch.no_grad():
         for name, tensor in ordered:
             start, end = header[name]["data_offsets"]

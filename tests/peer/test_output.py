@@ -202,7 +202,7 @@ def test_no_peers_are_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 def test_rounds_have_times_and_weights(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(output, "_now", lambda: 1_800_000_100.0)
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_100.0)
     monkeypatch.setitem(os.environ, "TZ", "UTC")
     time.tzset()
     group = (PEER, OTHER)

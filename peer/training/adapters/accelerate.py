@@ -43,10 +43,9 @@ def step_with_swarm(
         Refused: There is more than one process, or the optimizer holds other parameters than the run.
         TypeError: The optimizer or the scheduler has not been prepared, or the scheduler wants a metric.
     """
-    if not isinstance(optimizer, AcceleratedOptimizer):
-        raise TypeError(f"expected what accelerator.prepare returns, got {type(optimizer).__name__}")
-    if scheduler is not None and not isinstance(scheduler, AcceleratedScheduler):
-        raise TypeError(f"expected what accelerator.prepare returns, got {type(scheduler).__name__}")
+    for given, kind in ((optimizer, AcceleratedOptimizer), (scheduler, AcceleratedScheduler | None)):
+        if not isinstance(given, kind):
+            raise TypeError(f"expected what accelerator.prepare returns, got {type(given).__name__}")
     size = batch_size * accelerator.gradient_accumulation_steps
     if scheduler is not None:
         options["scheduler"] = paced(scheduler.scheduler)

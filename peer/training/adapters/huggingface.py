@@ -21,7 +21,7 @@ class SwarmCallback(TrainerCallback):  # type: ignore[misc]
     another `data_seed`, or another part of the data.
 
     Attributes:
-        optimizer: What steps, from the start of training on: its `epoch`, `reason`, `last`.
+        optimizer: The swarm's optimizer, from the start of training on: its `epoch`, `reason`, `last`.
     """
 
     def __init__(

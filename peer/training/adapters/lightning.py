@@ -19,7 +19,7 @@ class SwarmCallback(Callback):  # type: ignore[misc]
     follows the swarm's epochs, and `gradient_clip_val` applies to the average. Lightning's steps are micro-batches.
 
     Attributes:
-        optimizer: What steps, from the start of fitting on: its `epoch`, `reason`, `last`.
+        optimizer: The swarm's optimizer, from the start of fitting on: its `epoch`, `reason`, `last`.
     """
 
     def __init__(
