@@ -79,40 +79,20 @@ class Int8Codec(Codec):
         out: Values,
     ) -> EncodeReport:
         """Encode the weighted sum into `mean`, decode that into `out`; see `Codec.reduce`."""
-        if self._reduce_shortly(payloads, weights, own, mean, out):
-            return UNCLAMPED
-        return super().reduce(payloads, weights, own, mean, out)
-
-    def _reduce_shortly(
-        self,
-        payloads: Sequence[Buffer | None],
-        weights: Sequence[float],
-        own: Values | None,
-        mean: Buffer,
-        out: Values,
-    ) -> bool:
-        short, target, array = kernels().arrays, raw(mean), plain(out)
+        short, target, result = kernels().arrays, raw(mean), plain(out)
         values = _NO_VALUES if own is None else plain(own)
-        if (
-            short is None
-            or target is None
-            or array is None
-            or values is None
-            or len(payloads) != len(weights)
-        ):
-            return False
-        addresses, alive = [], []  # The arrays must live as long as their addresses are in use.
-        for payload, weight in zip(payloads, weights, strict=True):
-            if payload is None or not weight:
-                addresses.append(OWN_ADDRESS)
-                continue
-            source = raw(payload)
-            if source is None or source.size != target.size:
-                return False
-            alive.append(source)
-            addresses.append(short.address(source))
-        shares = np.array(weights, np.float64)
-        return short.reduce(np.array(addresses, np.int64), shares, values, target, array, self.block)
+        same = len(payloads) == len(weights)
+        if short and target is not None and result is not None and values is not None and same:
+            used = [payload if weight else None for payload, weight in zip(payloads, weights, strict=True)]
+            # The arrays must live as long as their addresses are in use.
+            sources = [None if payload is None else raw(payload) for payload in used]
+            fitting = sum(source is not None and source.size == target.size for source in sources)
+            addresses = [OWN_ADDRESS if source is None else short.address(source) for source in sources]
+            places, shares = np.array(addresses, np.int64), np.array(weights, np.float64)
+            fit = fitting == sum(payload is not None for payload in used)
+            if fit and short.reduce(places, shares, values, target, result, self.block):
+                return UNCLAMPED
+        return super().reduce(payloads, weights, own, mean, out)
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
         if not blockwise.quantise(values, out, self.block):

@@ -339,11 +339,11 @@ class Transfer:
         self._require_idle()
         ticket = os.urandom(TICKET_BYTES)
         request = Request(self._spec.name, self._spec.hash, ticket, at_least, limit, circle=among)
-        self._tell(events.FetchBegan())
+        self._tell(events.FetchChanged(True))
         try:
             finish = await self._get(request, timeout, room)
         finally:
-            self._tell(events.FetchEnded())
+            self._tell(events.FetchChanged(False))
         got, run = finish.outcome, self._spec.name
         if got.state is None:
             log.info("run %s: no state fetched: %s", run, got.reason)

@@ -59,11 +59,10 @@ class Fetching:
         if attendance.level < 2:
             # A member that was out of reach may have let go of the mean meanwhile, as this one was out of its reach.
             sources = sources & ~attendance.returned or sources
-        return self.ask(decision, wanted, list(members_of(sources)))
+        return self._ask(decision, wanted, list(members_of(sources)))
 
-    def ask(self, decision: Decision, parts: frozenset[int], sources: list[int]) -> Send | None:
-        """Ask one of `sources` for parts, unless one of them has been asked for these already."""
-        if not parts or not sources:
+    def _ask(self, decision: Decision, parts: frozenset[int], sources: list[int]) -> Send | None:
+        if not sources:
             return None
         if self._asked is not None:
             source, contributors, asked = self._asked

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import reduce
+from operator import and_
+from typing import NamedTuple
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.failure_detector import Attendance
@@ -13,23 +15,20 @@ from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos
 
 
-@dataclass(frozen=True, slots=True)
-class Tell:
+class Tell(NamedTuple):
     """Tell everyone, ourselves included."""
 
     message: wire.Plan | wire.Propose
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Reopen:
+class Reopen(NamedTuple):
     """Open a higher ballot: this one cannot succeed."""
 
     why: str
 
 
-@dataclass(frozen=True, slots=True)
-class Despair:
+class Despair(NamedTuple):
     """Nothing that may still come can make the round succeed."""
 
     why: str
@@ -111,19 +110,13 @@ def choose(reports: Mapping[int, int], everyone: int, quorum: int = 2) -> tuple[
         quorum: Fewest contributors of a mean.
     """
     together = _common(reports, everyone)
-    gains = {
-        owner: _common(
-            {other: held for other, held in reports.items() if other != owner}, everyone
-        ).bit_count()
-        - together.bit_count()
-        for owner in reports
-    }
+    least = together.bit_count()
+    # Without an owner's report, that is with all contributors in it, more may be in all reports.
+    gains = {owner: _common({**reports, owner: -1}, everyone).bit_count() - least for owner in reports}
     misfit = max(gains, key=lambda owner: (gains[owner], -owner))
-    worthwhile = gains[misfit] >= 2 or (gains[misfit] == 1 and together.bit_count() < quorum)
+    worthwhile = gains[misfit] >= 2 or (gains[misfit] == 1 and least < quorum)
     return together, misfit if len(reports) > 1 and worthwhile else None
 
 
 def _common(reports: Mapping[int, int], everyone: int) -> int:
-    for held in reports.values():
-        everyone &= held
-    return everyone
+    return reduce(and_, reports.values(), everyone)

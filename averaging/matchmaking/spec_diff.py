@@ -15,14 +15,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
-from equipoise.averaging.matchmaking.messages import (
-    MAX_NOTE_CHARS,
-    MAX_PRESENCE,
-    Description,
-    SpecAnswer,
-    SpecQuestion,
-)
 from equipoise.averaging.matchmaking.topology import rank
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import Candidate
@@ -133,9 +127,9 @@ class SpecDiff:
         match event:
             case CandidatesSeen(candidates):
                 self._see(candidates)
-            case MessageReceived(peer, SpecQuestion() as question):
+            case MessageReceived(peer, wire.SpecQuestion() as question):
                 self._answer(peer, question, now)
-            case MessageReceived(peer, SpecAnswer() as answer):
+            case MessageReceived(peer, wire.SpecAnswer() as answer):
                 self._learn(peer, answer, now)
             case PeerLost(peer):
                 self._give_up(peer, now)
@@ -161,16 +155,16 @@ class SpecDiff:
             self._strangers[peer] = before
         self._seen = True
 
-    def _answer(self, peer: str, question: SpecQuestion, now: float) -> None:
+    def _answer(self, peer: str, question: wire.SpecQuestion, now: float) -> None:
         if question.spec == self._spec.hash or not self._answers.admits(peer, now):
             return
-        here = min(now - self._began, MAX_PRESENCE)
+        here = min(now - self._began, wire.MAX_PRESENCE)
         description = describe(self._spec, question.marks)
-        self._out.append(Send(peer, SpecAnswer(self._spec.name, self._spec.hash, here, description)))
+        self._out.append(Send(peer, wire.SpecAnswer(self._spec.name, self._spec.hash, here, description)))
         if peer in self._strangers:
             self._strangers[peer].reachable = True  # By the channel that it has opened.
 
-    def _learn(self, peer: str, answer: SpecAnswer, now: float) -> None:
+    def _learn(self, peer: str, answer: wire.SpecAnswer, now: float) -> None:
         stranger = self._strangers.get(peer)
         if stranger is None or not stranger.awaited or answer.spec != stranger.spec:
             return
@@ -190,26 +184,28 @@ class SpecDiff:
             if _may_be_asked(one) and now >= one.due:
                 one.asked += 1
                 one.awaited, one.due = True, now + ANSWER_SECONDS
-                self._out.append(Send(peer, SpecQuestion(self._spec.name, self._spec.hash, self._spec.marks)))
+                self._out.append(
+                    Send(peer, wire.SpecQuestion(self._spec.name, self._spec.hash, self._spec.marks))
+                )
 
 
 def _may_be_asked(one: _Stranger) -> bool:
     return one.reachable and not one.awaited and one.asked < MAX_QUESTIONS
 
 
-def describe(spec: RunSpec, others: bytes) -> Description:
+def describe(spec: RunSpec, others: bytes) -> wire.Description:
     """Describe a spec to a peer whose tensors have these marks."""
     own, schema = spec.marks, spec.schema
     starts = range(0, max(len(own), len(others)), MARK_BYTES)
     differ = (at for at in starts if own[at : at + MARK_BYTES] != others[at : at + MARK_BYTES])
     place = next((at // MARK_BYTES for at in differ), None)
     note = _note(spec, place)
-    return Description(
+    return wire.Description(
         PROTOCOL_VERSION, spec.options, spec.terms, schema.size, len(schema.tensors), place, note
     )
 
 
-def differences(here: RunSpec, there: Description) -> str:
+def differences(here: RunSpec, there: wire.Description) -> str:
     """Return the differences of two specs, one line; empty if there are none, as far as is told."""
     if there.version != PROTOCOL_VERSION:
         older = "here" if there.version > PROTOCOL_VERSION else "there"
@@ -230,7 +226,7 @@ def differences(here: RunSpec, there: Description) -> str:
     return "; ".join(found[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _model(here: RunSpec, there: Description) -> str:
+def _model(here: RunSpec, there: wire.Description) -> str:
     ours = _size(here.schema.size, len(here.schema.tensors))
     theirs = _size(there.values, there.tensors)
     if there.place is None:
@@ -266,7 +262,7 @@ def _note(spec: RunSpec, place: int | None) -> str:
         return ""
     tensor = spec.schema.tensors[place]
     kind = " buffer" if tensor.buffer else ""
-    shape = f"{tensor.dtype} {list(tensor.shape)}"[: MAX_NOTE_CHARS // 2 - len(kind)] + kind
+    shape = f"{tensor.dtype} {list(tensor.shape)}"[: wire.MAX_NOTE_CHARS // 2 - len(kind)] + kind
     name = ascii(tensor.name)
-    room = MAX_NOTE_CHARS - len(shape) - 1
+    room = wire.MAX_NOTE_CHARS - len(shape) - 1
     return f"{name if len(name) <= room else name[: room - 3] + '...'} {shape}"

@@ -46,12 +46,10 @@ class TrainerLeft(msgspec.Struct, frozen=True):
     """This peer's trainer has left the run: the donor serves what it keeps, and takes no more snapshots."""
 
 
-class FetchBegan(msgspec.Struct, frozen=True):
-    """This peer fetches a state itself: its own is of use to nobody."""
+class FetchChanged(msgspec.Struct, frozen=True):
+    """This peer fetches a state itself, or does so no longer: while it does, its own is of use to nobody."""
 
-
-class FetchEnded(msgspec.Struct, frozen=True):
-    """This peer fetches no state any more."""
+    fetching: bool
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True):
@@ -108,7 +106,7 @@ class RoundsSeen(msgspec.Struct, frozen=True):
     busy: bool
 
 
-TrainerEvent = EpochReached | TrainerLeft | FetchBegan | FetchEnded | SnapshotTaken | SnapshotReady
+TrainerEvent = EpochReached | TrainerLeft | FetchChanged | SnapshotTaken | SnapshotReady
 RoundEvent = RoundBegan | RoundOver | RoundsSeen | MeanKept | MeanReady
 DonorEvent = AskReceived | BodySent | PeerLost | Woke | TrainerEvent | RoundEvent
 

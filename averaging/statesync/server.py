@@ -207,10 +207,8 @@ class Server:
                 actions += self._on_epoch(epoch)
             case events.TrainerLeft():
                 self._left = True
-            case events.FetchBegan():
-                self._fetching = True
-            case events.FetchEnded():
-                self._fetching = False
+            case events.FetchChanged(fetching):
+                self._fetching = fetching
             case events.SnapshotTaken(state):
                 self._taking = state.epoch
                 wished = [peer for peer, one in self._askers.items() if state.epoch in one.ask.wanted]
@@ -313,9 +311,7 @@ class Server:
 
     def _on_round_over(self) -> list[events.DonorAction]:
         before, self._exchanging = self._exchanging, None
-        if not self._has_ended(before):
-            return []
-        return self._answers(lambda one: one.ask.after == before)
+        return self._answers(lambda one: one.ask.after == before) if self._has_ended(before) else []
 
     def _make_image(self, before: StateId) -> list[events.DonorAction]:
         return [events.MakeImage(before)] if self._kept.begins_image(before) else []

@@ -12,8 +12,7 @@ from equipoise.averaging.statesync.events import (
     BodySent,
     DonorEvent,
     EpochReached,
-    FetchBegan,
-    FetchEnded,
+    FetchChanged,
     Release,
     Send,
     SendBody,
@@ -72,9 +71,9 @@ def test_a_wish_is_shown_to_the_trainer_until_it_is_fulfilled() -> None:
 
 def test_one_that_fetches_itself_has_no_state_to_speak_of() -> None:
     giver = Giver(epoch=6)
-    giver.tell(FetchBegan())
+    giver.tell(FetchChanged(True))
     assert giver.ask(ask(7)) == [answer(None)]
-    giver.tell(FetchEnded())
+    giver.tell(FetchChanged(False))
     assert giver.ask(ask(7)) == [answer(6)]
 
 
