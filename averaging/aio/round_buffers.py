@@ -157,10 +157,8 @@ class RoundBuffers:
             if payload is None:
                 self.clamped += codec.encode(own, mean).clamped
             codec.decode(mean if payload is None else payload, row)
-        reduced = self._rule.reduce(
-            rows, torch.tensor([weight for _, weight in present], dtype=torch.float64)
-        )
-        self.clamped += codec.encode(reduced.values, mean).clamped
+        shares = torch.tensor([weight for _, weight in present], dtype=torch.float64)
+        self.clamped += codec.encode(self._rule.reduce(rows, shares), mean).clamped
         codec.decode(mean, out)
 
     def _weights(self, contributors: int) -> list[float]:

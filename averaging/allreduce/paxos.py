@@ -61,9 +61,6 @@ class Tally:
         self._voters: dict[Vote, int] = {}
         self._told: Counter[int] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._voters)
-
     def add(self, vote: Vote, voters: int, teller: int) -> bool:
         """Count the votes of the members in the bitmask `voters`, of which `teller` told.
 

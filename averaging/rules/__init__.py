@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from equipoise.averaging.rules.mean import Mean
-from equipoise.averaging.rules.rule import Reduced, Rule
+from equipoise.averaging.rules.rule import Rule
 from equipoise.compression.grammar import Registry
 
 RULES: Registry[Rule] = Registry("rule", "rules", "mean")
@@ -11,4 +11,4 @@ RULES: Registry[Rule] = Registry("rule", "rules", "mean")
 
 RULES.register("mean", Mean)
 
-__all__ = ["RULES", "Mean", "Reduced", "Rule"]
+__all__ = ["RULES", "Mean", "Rule"]

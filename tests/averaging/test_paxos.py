@@ -108,7 +108,7 @@ def test_who_tells_of_too_many_votes_is_no_longer_heard_and_silences_nobody_else
     tally = Tally(3)
     for ballot in range(2 * MAX_VOTES_PER_MEMBER):
         tally.add(vote(ballot), 1 << victim, 2)
-    assert len(tally) == MAX_VOTES_PER_MEMBER
+    assert len(tally._voters) == MAX_VOTES_PER_MEMBER
     assert tally.add(vote(10**6), 1 << victim, victim)
     assert not tally.add(vote(10**6 + 1), 0b100, 2)
     assert tally.add(vote(10**6), 0b100, 2)
