@@ -89,6 +89,7 @@ class Fetch:
         self._ask_at = now + ASK_AGAIN_SECONDS
         self._notes: deque[str] = deque(maxlen=MAX_NOTES)
         self._next_change = float("inf")
+        self._out: list[FetchAction] = []
 
     @property
     def deadline(self) -> float:
@@ -121,10 +122,9 @@ class Fetch:
         """Take note of an event; return what to do."""
         if self.ended:
             return []
-        actions: list[FetchAction] = []
         match event:
             case events.PeersSeen(peers):
-                actions += self._ask(self._poll.see(peers, now))
+                self._ask(self._poll.see(peers, now))
             case events.AnswerReceived(peer, message):
                 self._on_answer(peer, message, now)
             case events.BodyReceived(peer, message, genuine):
@@ -134,14 +134,17 @@ class Fetch:
             case events.MemoryReady(size):
                 self._memory = size
             case events.MemoryRefused(reason):
-                return self._fail(reason, now)
+                self._fail(reason, now)
             case events.Withdrew(reason):
                 self._withdrawn = reason
             case events.Checked(problem):
                 self._on_checked(problem)
             case events.ProtocolBroken(peer, reason):
                 self._bar(peer, reason)
-        return actions + self._advance(now)
+        if not self.ended and not self._checking:
+            self._advance(now)
+        out, self._out = self._out, []
+        return out
 
     # ---- events ----
 
@@ -197,46 +200,43 @@ class Fetch:
 
     # ---- what follows ----
 
-    def _advance(self, now: float) -> list[FetchAction]:
-        if self._checking:
-            return []
-        if self._withdrawn:
-            return self._fail(self._withdrawn, now)
-        if now >= self._expires:
-            return self._fail(f"not within {self._expires - self._began:g} s: {self.standing}", now)
-        actions: list[FetchAction] = []
+    def _advance(self, now: float) -> None:
+        if self._withdrawn or now >= self._expires:
+            late = f"not within {self._expires - self._began:g} s: {self.standing}"
+            self._fail(self._withdrawn or late, now)
+            return
         if self._agreement is not None and not self._sources.donors:
             self._agreement = None
             self._ask_at = now
         if self._agreement is not None and self._outranked(self._agreement.offer, now):
             self._agreement = None
         if self._agreement is None:
-            actions += self._seek(now)
+            self._seek(now)
         if self._agreement is not None and not self.ended:
-            actions += self._download(self._agreement, now)
+            self._download(self._agreement, now)
         if not self.ended and now >= self._ask_at:
             self._ask_at = now + (ASK_AGAIN_SECONDS if self._agreement is None else RENEW_SECONDS)
-            actions += self._ask(list(self._poll.peers))
+            self._ask(list(self._poll.peers))
         self._next_change = self._changes_at(now)
-        return actions
 
-    def _seek(self, now: float) -> list[FetchAction]:
+    def _seek(self, now: float) -> None:
         agreement = self._poll.agreement(now)
         if agreement is None:
             if hopeless := self._poll.hopeless(now):
-                return self._fail(hopeless, now)
-            if self._poll.wish(now):
+                self._fail(hopeless, now)
+            elif self._poll.wish(now):
                 self._ask_at = now
-            return []
+            return
         size, limit = agreement.offer.image.size, self._request.limit
-        if size <= limit:
-            return self._begin(agreement, now)
         problem = f"expected an image of at most {limit} bytes, {agreement.reason}: {size} bytes"
-        if self._request.after is None:
-            return self._fail(problem, now)
-        for peer in agreement.donors:
-            self._bar(peer, problem)
-        return self._seek(now)
+        if size <= limit:
+            self._begin(agreement, now)
+        elif self._request.after is None:
+            self._fail(problem, now)
+        else:
+            for peer in agreement.donors:
+                self._bar(peer, problem)
+            self._seek(now)
 
     def _outranked(self, offer: Offer, now: float) -> bool:
         """True if another mean can be had sooner, or is more likely to be the group's, than the mean on its way."""
@@ -253,39 +253,36 @@ class Fetch:
             self._slow.add(peer)
             self._notes.append(f"{peer[-8:]}: nothing came from it for {STALL_SECONDS:g} s")
 
-    def _begin(self, agreement: Agreement, now: float) -> list[FetchAction]:
+    def _begin(self, agreement: Agreement, now: float) -> None:
         image = agreement.offer.image
         self._agreement = agreement
-        actions: list[FetchAction] = []
         if image != self._image:
             self._image = image
             self._sources = ChunkScheduler(1)  # Of digests there is one list.
             self._digests_known, self._memory = False, 0
             self._slow.clear()
-            actions.append(events.Allocate(image))
+            self._out.append(events.Allocate(image))
         for peer in agreement.donors:
             self._sources.add(peer)
-        self._ask_at = now  # Whoever noted a wish may forget it.
-        return actions
+        self._ask_at = now  # A donor that noted a wish may forget it.
 
-    def _download(self, agreement: Agreement, now: float) -> list[FetchAction]:
+    def _download(self, agreement: Agreement, now: float) -> None:
         if not self._sources.left:
-            return self._complete(agreement, now)
+            self._complete(agreement, now)
+            return
         self._note_slow(now)
-        actions: list[FetchAction] = []
         image = agreement.offer.image
         if self._memory == image.size or not self._digests_known:
             for peer, chunks in self._sources.requests(now):
                 name = self._request.run, self._request.ticket, image.digest
                 ask = messages.AskChunks(*name, chunks) if self._digests_known else messages.AskDigests(*name)
-                actions.append(events.Send(peer, ask))
-        return actions
+                self._out.append(events.Send(peer, ask))
 
-    def _ask(self, peers: list[str]) -> list[FetchAction]:
+    def _ask(self, peers: list[str]) -> None:
         one = self._request
         wanted = self._poll.wanted if self._agreement is None else ()
         ask = messages.Ask(one.run, one.ticket, one.spec, one.at_least, wanted, one.after)
-        return [events.Send(peer, ask) for peer in peers]
+        self._out += [events.Send(peer, ask) for peer in peers]
 
     def _changes_at(self, now: float) -> float:
         if self._agreement is None:
@@ -295,12 +292,13 @@ class Fetch:
 
     # ---- the end ----
 
-    def _complete(self, agreement: Agreement, now: float) -> list[FetchAction]:
+    def _complete(self, agreement: Agreement, now: float) -> None:
         offer = agreement.offer
         if self._missed is not None and not self._proved:
             offering = (peer for peer in self._poll.peers if self._poll.offers(peer, offer))
             self._checking = frozenset({*offering, *self._sources.donors})
-            return [events.Check(self._missed.proofs(offer))]
+            self._out.append(events.Check(self._missed.proofs(offer)))
+            return
         size, delivered = offer.image.size, self._sources.delivered.items()
         outcome = FetchOutcome(
             ok=True,
@@ -310,19 +308,19 @@ class Fetch:
             sources={peer: min(chunks * CHUNK_BYTES, size) for peer, chunks in delivered},
             seconds=now - self._began,
         )
-        return self._end(Finish(outcome, agreement.voters))
+        self._end(Finish(outcome, agreement.voters))
 
-    def _fail(self, reason: str, now: float) -> list[FetchAction]:
+    def _fail(self, reason: str, now: float) -> None:
         behind, unheard = (self._missed.behind, self._missed.unheard) if self._missed else (0, 0)
         reason = "; ".join([reason, *(note for note in self._notes if note not in reason)])
         seconds = now - self._began
         outcome = FetchOutcome(ok=False, reason=reason, seconds=seconds, behind=behind, unheard=unheard)
-        return self._end(Finish(outcome))
+        self._end(Finish(outcome))
 
-    def _end(self, finish: Finish) -> list[FetchAction]:
+    def _end(self, finish: Finish) -> None:
         self.ended = True
         bye = messages.Finished(self._request.run, self._request.ticket)
-        return [*(events.Send(peer, bye) for peer in self._poll.peers), finish]
+        self._out += [*(events.Send(peer, bye) for peer in self._poll.peers), finish]
 
 
 def _index(message: Bulk) -> int:

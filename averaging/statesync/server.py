@@ -168,6 +168,7 @@ class Server:
         self._held_until: dict[bytes, float] = {}
         self._wear = Quota()
         self._now = 0.0
+        self._out: list[events.DonorAction] = []
 
     @property
     def wanted(self) -> int | None:
@@ -197,14 +198,16 @@ class Server:
     def handle(self, event: events.DonorEvent, now: float) -> list[events.DonorAction]:
         """Take note of an event; return what to do."""
         self._now = now
-        actions: list[events.DonorAction] = []
         match event:
             case events.AskReceived(peer, message):
-                actions += self._on_ask(peer, message, now)
+                if isinstance(message, Ask):
+                    self._on_ask(peer, message)
+                else:
+                    self._on_reading(peer, message)
             case events.PeerLost(peer):
                 self._serving.drop(peer)
             case events.EpochReached(epoch):
-                actions += self._on_epoch(epoch)
+                self._on_epoch(epoch)
             case events.TrainerLeft():
                 self._left = True
             case events.FetchChanged(fetching):
@@ -214,111 +217,110 @@ class Server:
                 wished = [peer for peer, one in self._askers.items() if state.epoch in one.ask.wanted]
                 self._wear.took(wished, now)
             case events.SnapshotReady(state, image):
-                actions += self._on_snapshot(Offer(state, image))
+                self._on_snapshot(Offer(state, image))
             case events.RoundBegan(before):
                 self._exchanging = before
             case events.RoundOver():
-                actions += self._on_round_over()
+                over, self._exchanging = self._exchanging, None
+                if self._has_ended(over):
+                    self._answer_those(lambda one: one.ask.after == over)
             case events.MeanKept(before, size, most):
-                actions += map(events.Drop, self._kept.keep(before, size, most, self._reading))
+                self._out += map(events.Drop, self._kept.keep(before, size, most, self._reading))
                 if any(one.ask.after == before for one in self._askers.values()):
-                    actions += self._make_image(before)
-            case events.MeanReady():
-                actions += self._on_mean(event)
+                    self._make_image(before)
+            case events.MeanReady(before, image):
+                if not self._kept.ready(before, image):
+                    self._out.append(events.Drop(before))
+                self._answer_those(lambda one: one.ask.after == before)
             case events.BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)
             case events.RoundsSeen(busy):
                 self._serving.busy = busy
         for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
             self._forget(peer)
-        actions += [events.Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
-        while (body := self._serving.next(now)) is not None:
-            actions.append(events.SendBody(*body))
-        return actions
+        self._out += [events.Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
+        while body := self._serving.next(now):
+            self._out.append(events.SendBody(*body))
+        out, self._out = self._out, []
+        return out
 
     # ---- events ----
 
-    def _on_ask(self, peer: str, message: messages.ToDonor, now: float) -> list[events.DonorAction]:
-        if isinstance(message, Ask):
-            return self._on_new_ask(peer, message, now)
-        asker = self._askers.get(peer)
-        known = asker is not None and asker.ask.ticket == message.ticket
-        if isinstance(message, messages.Finished):
-            if known:
-                self._forget(peer)
-            return []
-        if asker is None or not known:
-            return [_gone(peer, message, "that download is not known here")]
-        asker.expires = now + ASKER_SECONDS
-        return self._on_reading(peer, asker, message)
-
-    def _on_new_ask(self, peer: str, ask: Ask, now: float) -> list[events.DonorAction]:
+    def _on_ask(self, peer: str, ask: Ask) -> None:
         asker = self._askers.get(peer)
         if asker is None and len(self._askers) >= MAX_ASKERS:
             reason = f"{MAX_ASKERS} peers are being served already"
-            return [events.Send(peer, messages.Refusal(ask.run, ask.ticket, reason))]
+            self._out.append(events.Send(peer, messages.Refusal(ask.run, ask.ticket, reason)))
+            return
         if asker is None or asker.ask.ticket != ask.ticket:
             self._serving.drop(peer)
-            asker = self._askers[peer] = _Asker(ask, now)
-        asker.ask, asker.expires = ask, now + ASKER_SECONDS
+            asker = self._askers[peer] = _Asker(ask, self._now)
+        asker.ask, asker.expires = ask, self._now + ASKER_SECONDS
         if ask.after is None or self._has_ended(ask.after):
-            return [self._answer(peer, asker)]
-        # The answer is what comes of that round, or the image when it is made.
-        return self._make_image(ask.after)
+            self._answer(peer, asker)
+        else:  # The answer is what comes of that round, or the image when it is made.
+            self._make_image(ask.after)
 
-    def _on_reading(self, peer: str, asker: _Asker, message: messages.AskBulk) -> list[events.DonorAction]:
+    def _on_reading(self, peer: str, message: messages.AskBulk | messages.Finished) -> None:
+        asker = self._askers.get(peer)
+        if asker is not None and asker.ask.ticket != message.ticket:
+            asker = None
+        if isinstance(message, messages.Finished):
+            if asker is not None:
+                self._forget(peer)
+        elif (
+            problem := "that download is not known here"
+            if asker is None
+            else self._serve(peer, asker, message)
+        ):
+            gone = Gone(message.run, message.ticket, message.digest, problem)
+            self._out.append(events.Send(peer, gone))
+
+    def _serve(self, peer: str, asker: _Asker, message: messages.AskBulk) -> str:
+        """Queue the bodies that a newcomer asks for; returns why not, or nothing."""
+        asker.expires = self._now + ASKER_SECONDS
         offer = self._shelf.find(message.digest) or self._kept.find(message.digest)
         if offer is None:
-            return [_gone(peer, message, "it holds that image no longer")]
+            return "it holds that image no longer"
         asker.reading = message.digest
         room = self._wear.room(peer, message.digest, offer.image.chunks, self._now)
         if room <= 0:
-            return [_gone(peer, message, f"it was sent {MAX_SERVINGS} times already")]
+            return f"it was sent {MAX_SERVINGS} times already"
         name = message.run, message.ticket, message.digest
         bodies: list[Bulk] = [messages.Digests(*name)]
         if isinstance(message, messages.AskChunks):
             chunks = [chunk for chunk in dict.fromkeys(message.chunks) if chunk < offer.image.chunks]
             bodies = [messages.Chunk(*name, chunk) for chunk in chunks]
         self._wear.served(peer, message.digest, self._serving.add(peer, bodies[:room]), self._now)
-        return []
+        return ""
 
-    def _on_epoch(self, epoch: int) -> list[events.DonorAction]:
-        before, self._epoch = self._epoch, epoch
-        if before == epoch:
-            return []
-
+    def _on_epoch(self, epoch: int) -> None:
         def differs(one: _Asker) -> bool:
             return self._has_ended(one.ask.after) or any(wish < epoch for wish in one.ask.wanted)
 
-        return self._answers(lambda one: not one.reading and differs(one))
+        before, self._epoch = self._epoch, epoch
+        if before != epoch:
+            self._answer_those(lambda one: not one.reading and differs(one))
 
-    def _on_snapshot(self, offer: Offer) -> list[events.DonorAction]:
+    def _on_snapshot(self, offer: Offer) -> None:
         if self._taking == offer.state.epoch:
             self._taking = None
         self._epoch = max(self._epoch or 0, offer.state.epoch)
-        released = self._shelf.put(offer, self._read)
+        self._out += [events.Release(one.image) for one in self._shelf.put(offer, self._read)]
         until = self._now + HOLD_SECONDS + HOLD_SECONDS_PER_CHUNK * offer.image.chunks
         held = (one.image.digest for one in self._shelf.offers)
         self._held_until = {digest: self._held_until.get(digest, until) for digest in held}
-        answers = self._answers(
+        self._answer_those(
             lambda one: one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
         )
-        return [*(events.Release(one.image) for one in released), *answers]
 
     def _has_ended(self, after: StateId | None) -> bool:
         """True if no round from this state goes on here, and no image is made of its mean."""
         return after is not None and after != self._exchanging and not self._kept.lacks_image(after)
 
-    def _on_round_over(self) -> list[events.DonorAction]:
-        before, self._exchanging = self._exchanging, None
-        return self._answers(lambda one: one.ask.after == before) if self._has_ended(before) else []
-
-    def _make_image(self, before: StateId) -> list[events.DonorAction]:
-        return [events.MakeImage(before)] if self._kept.begins_image(before) else []
-
-    def _on_mean(self, mean: events.MeanReady) -> list[events.DonorAction]:
-        gone = [] if self._kept.ready(mean.before, mean.image) else [events.Drop(mean.before)]
-        return [*gone, *self._answers(lambda one: one.ask.after == mean.before)]
+    def _make_image(self, before: StateId) -> None:
+        if self._kept.begins_image(before):
+            self._out.append(events.MakeImage(before))
 
     def _forget(self, peer: str) -> None:
         del self._askers[peer]
@@ -326,23 +328,28 @@ class Server:
 
     # ---- answers ----
 
-    def _answers(self, concerned: Callable[[_Asker], bool]) -> list[events.DonorAction]:
-        """Answer all whom something new concerns."""
-        return [self._answer(peer, asker) for peer, asker in self._askers.items() if concerned(asker)]
+    def _answer_those(self, concerned: Callable[[_Asker], bool]) -> None:
+        """Answer the newcomers that something new concerns."""
+        for peer, asker in self._askers.items():
+            if concerned(asker):
+                self._answer(peer, asker)
 
-    def _answer(self, peer: str, asker: _Asker) -> events.DonorAction:
-        ask = asker.ask
+    def _answer(self, peer: str, asker: _Asker) -> None:
+        ask, epoch = asker.ask, self._epoch
+        noted: tuple[int, ...] = ()
+        offers: tuple[Offer, ...] = ()
         if ask.after is not None:
-            mean = self._kept.offer(ask.after)
-            offered = (mean,) if mean else ()
-            return events.Send(peer, Answer(ask.run, ask.ticket, self._epoch, (), offered, left=self._left))
-        offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
-        wishes = self._wishes(peer)
-        noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)
-        if offers:
-            asker.told = offers[-1].image.digest
-        epoch = None if self._fetching else self._epoch
-        return events.Send(peer, Answer(ask.run, ask.ticket, epoch, noted, offers, left=self._left))
+            if mean := self._kept.offer(ask.after):
+                offers = (mean,)
+        else:
+            offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
+            wishes = self._wishes(peer)
+            noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)
+            if offers:
+                asker.told = offers[-1].image.digest
+            epoch = None if self._fetching else self._epoch
+        answer = Answer(ask.run, ask.ticket, epoch, noted, offers, left=self._left)
+        self._out.append(events.Send(peer, answer))
 
     def _wishes(self, peer: str) -> list[int]:
         """The epochs of which the trainer is asked for a snapshot for this newcomer."""
@@ -372,7 +379,3 @@ class Server:
     def _holds(self, digest: bytes) -> bool:
         """True if an image is held for whoever downloads it."""
         return self._now < self._held_until.get(digest, float("-inf"))
-
-
-def _gone(peer: str, message: messages.AskBulk, reason: str) -> events.Send:
-    return events.Send(peer, Gone(message.run, message.ticket, message.digest, reason))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.bandwidth import FAST, MIN_BYTES, WINDOW_SECONDS, Bandwidth
+from equipoise.averaging.aio.bandwidth import FAST, MIN_BYTES, WINDOW_SECONDS, Bandwidth
 
 
 def send(bandwidth: Bandwidth, rate: float, seconds: float, at: float = 0.0, swallowed: int = 0) -> float:
