@@ -16,13 +16,13 @@ GROWTH = 2.0
 """Most that a claim counts, in what its peer contributed last: from round to round peers speed up by less."""
 
 FULL = 0.95
-"""Part of its target below which a round is a short one: peers meet a micro-batch early or late."""
+"""Least share of its target for which a round is not a short one: peers meet a micro-batch early or late."""
 
 MAX_NAMED = 3
-"""Peers that an event names."""
+"""Most peers that an event names."""
 
 MAX_PEERS = 4096
-"""Peers whose claims are looked at, as of all that matchmaking looks at."""
+"""Most peers whose claims are looked at, as in matchmaking."""
 
 
 class Claims:

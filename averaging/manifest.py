@@ -19,30 +19,30 @@ from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import StateId, group_state
 
 MAX_PEER_CHARS = 64
-"""A PeerID in base58 is 46 to 52 characters."""
+"""Longest PeerID in base58: those of today have 46 to 52 characters."""
 
 MAX_ROUND = 2**53
-"""Every msgpack reader holds it, and no run gets there: `matchmaking.membership.MAX_JUMP` bounds where others can put
-it, and from there a thousand skipped rounds a second take 285 years."""
+"""Highest number of a round, which every msgpack reader holds. No run gets there: from the highest number where others
+can put it (`matchmaking.membership.MAX_JUMP`) a thousand skipped rounds a second take 285 years."""
 
 MAX_WEIGHT = 1e12
-"""Samples in one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
+"""Most samples in one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
 
 MAX_BANDWIDTH = 1e13
 """Bytes per second, a hundred times the fastest link of today; bounds what a boast can do to the balance."""
 
 NONCE_BYTES = 16
-"""Two joins of one peer must never be equal by chance."""
+"""Length of a nonce: two joins of one peer must never be equal by chance."""
 
 MAX_SIGNATURE_BYTES = 512
-"""Ed25519 takes 64 bytes; RSA-4096 identities, which libp2p knows too, 512."""
+"""Longest signature: Ed25519 takes 64 bytes; RSA-4096 identities, which libp2p knows too, 512."""
 
 ROUND_ID_BYTES = 16
 TICKET_BYTES = 8
-"""Enough to tell one peer's few joins apart; nothing is trusted for it."""
+"""Length of a ticket, enough to tell one peer's few joins apart; nothing is trusted for it."""
 
 DOMAIN = b"equipoise join 1\0"
-"""Keeps a signature of a join from being taken for one of anything else that an identity signs."""
+"""Prefix of signed joins: no other bytes that an identity signs begin with it."""
 
 PeerName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PEER_CHARS, pattern=r"\A[!-~]+\Z")]
 SpecHash = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
@@ -93,21 +93,15 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
 
     def signed(self, sign: Sign) -> Join:
-        """Check what this peer states of itself, and sign it.
+        """Sign it; the configuration and the transport bound the other values.
 
         Raises:
-            ValueError: A value is out of its range.
+            ValueError: The weight or the nonce, which the caller gives, is out of its range.
         """
         if check_weight(self.weight) > MAX_WEIGHT:
             raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {self.weight!r}")
         if len(self.nonce) != NONCE_BYTES:
             raise ValueError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(self.nonce)}")
-        if (size := len(self.credential)) > MAX_CREDENTIAL_BYTES:
-            raise ValueError(f"expected a credential of at most {MAX_CREDENTIAL_BYTES} bytes, got {size}")
-        if not 0 <= self.bandwidth <= MAX_BANDWIDTH:
-            raise ValueError(
-                f"expected a bandwidth of 0 to {MAX_BANDWIDTH:g} bytes per second, got {self.bandwidth!r}"
-            )
         numbers = {"weight": float(self.weight), "bandwidth": float(self.bandwidth)}
         unsigned = msgspec.structs.replace(self, **numbers)
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))

@@ -15,8 +15,8 @@ MIN_BANDWIDTH = 1.0
 """Bytes per second. Nobody is slower; what a member says of itself must not make others divide by almost nothing."""
 
 ALIKE = 1.4
-"""Bandwidths that differ by less than this factor from the median count as equal to it. Measurements of equal links
-differ by a third now and then; unequal shares for equal members cost more than equal shares for almost equal ones."""
+"""Least factor by which a bandwidth counts as different from the median. Measurements of equal links differ by a third
+now and then; unequal shares for equal members cost more than equal shares for almost equal ones."""
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import msgspec
 
 MAX_HEADER_BYTES = 128 * 1024
-"""A header carries one control message; the largest is a manifest of 64 signed joins, about 80 KB."""
+"""Longest header, of one control message; the largest is a manifest of 64 signed joins, about 80 KB."""
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
-"""A body carries one part: 512 Ki values in fp32 are 2 MiB; twice that leaves room for larger parts."""
+"""Longest body, of one part: 512 Ki values in fp32 are 2 MiB; twice that leaves room for larger parts."""
 
 MAX_CREDENTIAL_BYTES = 1024
-"""A certificate of an Ed25519 key, where its owner listens, and a signature: about 500 bytes."""
+"""Longest credential: a certificate of an Ed25519 key, its owner's addresses and a signature take about 500 bytes."""
 
 Buffer = bytes | bytearray | memoryview
 

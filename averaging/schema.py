@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     import torch
 
 MAX_TENSORS = 100_000
-"""Far above any model of today; bounds what a hostile schema can make us allocate."""
+"""Most tensors that a hostile schema can make a peer allocate, far above any model of today."""
 
 MAX_NAME_CHARS = 512
-"""Module paths of deep models reach about 150 characters."""
+"""Longest name of a tensor; module paths of deep models reach about 150 characters."""
 
 MAX_DIMENSIONS = 64
-"""torch itself stops at 64 dimensions."""
+"""Most dimensions of a tensor, as in torch itself."""
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 """The dtypes that can be averaged: floating point, exchanged through fp32."""

@@ -19,13 +19,13 @@ from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
 PROTOCOL_VERSION = 8
-"""Raised when messages change in a way that older peers would misread; part of every spec's hash."""
+"""Version of the messages, part of every spec's hash: raised when older peers would misread them."""
 
 MAX_GROUP_SIZE = 64
-"""A member exchanges with every other, so cost grows with the square; the manifest must fit one header."""
+"""Most members of a group: the cost of a round grows with their square, and the manifest must fit one header."""
 
 MIN_PART_VALUES, MAX_PART_VALUES = 256, 1024 * 1024
-"""A part of fp32 must fit one frame's body of 4 MiB; tiny parts are for tests."""
+"""Bounds the values of a part: in fp32 they must fit one frame's body of 4 MiB; tiny parts are for tests."""
 
 MAX_PARTS = 65_536
 """Bounds the bitmaps of parts that messages carry (8 KiB)."""
@@ -36,10 +36,10 @@ SHORT_PARTS = 2 * MAX_GROUP_SIZE
 MAX_NAME_CHARS = 64
 
 MAX_TERMS = 32
-"""An optimizer with its schedule takes about ten; all of them are shown to peers whose terms differ."""
+"""Most terms: an optimizer with its schedule takes about ten; all are shown to peers whose terms differ."""
 
 MAX_TERM_VALUE_CHARS = 256
-"""An optimizer with all its options takes 200; more than that nobody compares by eye."""
+"""Longest value of a term: an optimizer with all its options takes 200; no user compares more by eye."""
 
 MARK_BYTES = 4
 """Length of a tensor's mark. Two tensors of the same place look alike by chance once in four thousand million."""

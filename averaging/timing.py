@@ -17,8 +17,8 @@ MAX_SILENCE_SECONDS = 3 * SILENCE_SECONDS
 own how long its death goes unnoticed."""
 
 ROUND_TRIPS = 4
-"""Round-trip times by which a member may be silent for longer: what opens a channel takes that many, and where one is
-long, packets are held up for longer too."""
+"""Most round-trip times by which a member may be silent for longer: a channel takes that many to open, and packets on a
+long link are held up for longer too."""
 
 STALL_SECONDS = SILENCE_SECONDS
 """Longest time without progress: then a step is tried another way. A dead member is noticed no later."""

@@ -34,17 +34,17 @@ LEVELS = 127.0
 """Greatest code. -128 is never written, so that the codes are symmetric."""
 
 MIN_ABSMAX = 2.0**-116
-"""Blocks that stay below are stored as zeros (1.2e-35). From here on the scale is a normal number, with room to
-spare, and 127 / absmax is finite."""
+"""Least absmax of a block that is not stored as zeros (1.2e-35). From here on the scale is a normal number, with room
+to spare, and 127 / absmax is finite."""
 
 MAX_SCALE = float.fromhex("0x1.020406p+121")
 """Greatest scale (2.7e36) whose 127-fold is finite in f32: one step below f32(f32_max / 127)."""
 
 MIN_SCALE = 2.0**-123
-"""Below f32(MIN_ABSMAX / 127); a payload with a scale between 0 and this was not written by an encoder."""
+"""Bound below every scale but 0 that an encoder writes; the least, f32(MIN_ABSMAX / 127), is a little more."""
 
 SCALE_BYTES = 4
-"""Scales are f32."""
+"""Length of a scale, an f32."""
 
 OWN_ADDRESS = 0
 """Stands for the address of a payload that is not there: `ArrayKernels.reduce` takes values in its stead."""

@@ -15,7 +15,7 @@ Value = int | str
 T = TypeVar("T")
 
 MAX_DIGITS = 6
-"""Digits of a whole number in a spec."""
+"""Most digits of a whole number in a spec."""
 
 _DIGITS = re.compile(rf"[0-9]{{1,{MAX_DIGITS}}}")
 """int() would take signs, underscores, spaces and other scripts' digits, and so give one thing many specs."""

@@ -16,14 +16,14 @@ from equipoise.compression.codec import UNCLAMPED, Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
 
 MIN_BLOCK = 32
-"""In smaller blocks the scales would be more than an eighth of the codes, for an error that hardly falls."""
+"""Values of the smallest block: below it the scales exceed an eighth of the codes, and the error hardly falls."""
 
 MAX_BLOCK = 4096
-"""In larger blocks one outlier coarsens too many values, and the scales are a thousandth of the codes already."""
+"""Values of the largest block: its scales are a thousandth of the codes, and one outlier coarsens all its values."""
 
 DEFAULT_BLOCK = 128
-"""8.25 bits per value. A mean is quantised twice, so on N(0, 1) it is .0091 off, and .0110 where each of 8 members
-has one 1000-sigma outlier in 16M values; blocks of 256 give .0098 and .0132 for 1.5 % fewer bytes."""
+"""Values of a block, at 8.25 bits each. A mean is quantised twice, so on N(0, 1) it is .0091 off, and .0110 where each
+of 8 members has one 1000-sigma outlier in 16M values; blocks of 256 give .0098 and .0132 for 1.5 % fewer bytes."""
 
 _NO_VALUES = np.empty(0, np.float32)
 

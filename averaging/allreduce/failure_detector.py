@@ -27,7 +27,7 @@ from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.timing import HEARTBEAT_SECONDS, MAX_SILENCE_SECONDS, STALL_SECONDS
 
 GAPS = 2
-"""Silence that is allowed to a member, in longest gaps between its signs of life so far."""
+"""Longest silence of a member, in longest gaps between its signs of life so far."""
 
 MIN_BYTES_PER_SECOND = 16_000
 """Least rate of a member that delivers: at this rate even a part of 64 Ki values in int8 takes 4 s."""

@@ -15,7 +15,7 @@ from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.spec import MAX_PARTS
 
 MAX_BALLOT = 2**40
-"""No round lives long enough for a millionth of it; bounds what a hostile Prepare can make others count to."""
+"""Highest ballot that a hostile Prepare can make others count to: no round lives long enough for a millionth of it."""
 
 MAX_REASON_CHARS = 200
 

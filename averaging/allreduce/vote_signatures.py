@@ -24,10 +24,10 @@ from equipoise.averaging.allreduce.paxos import MAX_VOTES_PER_MEMBER, Vote, memb
 from equipoise.averaging.manifest import Sign, Verify
 
 DOMAIN = b"equipoise vote 1\0"
-"""Keeps a signature of a vote from being taken for one of anything else that an identity signs."""
+"""Prefix of signed votes: no other bytes that an identity signs begin with it."""
 
 MAX_BAD_SIGNATURES = 128
-"""Checked in a round for one sender; an honest one may pass on one per liar and vote. They cost 0.1 ms each."""
+"""Most false signatures of one sender in a round, 0.1 ms each; an honest one may pass on one per liar and vote."""
 
 
 @dataclass(frozen=True, slots=True)

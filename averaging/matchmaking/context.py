@@ -86,7 +86,7 @@ class Context:
         return Join(self.peer, self.spec, number, *stated, signature=b"").signed(self.sign)
 
     def mismatch(self, request: wire.JoinRequest) -> Objection | None:
-        """Why a request is of another run, spec or version; None if it is of none."""
+        """Why a request is of another spec or version; None if it is of neither."""
         join = request.join
         if request.version != PROTOCOL_VERSION:
             older = "asking" if request.version < PROTOCOL_VERSION else "convening"
@@ -94,8 +94,6 @@ class Context:
                 f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: "
                 f"upgrade the {older} peer's equipoise, which is older"
             )
-        if request.run != self.run:
-            return wire.Why.UNKNOWN_RUN, f"expected the run {self.run!a}"
         if join.spec != self.spec:
             return wire.Why.OTHER_SPEC, (
                 f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"

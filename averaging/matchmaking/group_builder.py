@@ -22,7 +22,7 @@ PATIENCE_SPENT = 0.5
 share, because the round needs the rest."""
 
 MAX_PARKED_GROUPS = 4
-"""Parked joins in group sizes: views of the run differ by a group or two, never by this many."""
+"""Most parked joins, in group sizes: views of the run differ by a group or two, never by this many."""
 
 
 class Parked(msgspec.Struct):

@@ -14,10 +14,9 @@ from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
 from equipoise.averaging.timing import KEEPALIVE, MISSED_SECONDS, OVERDUE_SECONDS, REPLY_SECONDS
 
 HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS
-"""Budget of one coordinator within a search, in seconds, before the joiner asks other coordinators first. An honest
-coordinator needs at most `MAX_WAIT` once a group is possible, and the joiner waits for one missing answer. Refusals
-count against the budget, so that a peer cannot hold a search for ever by refusing and luring. A coordinator that has
-spent its budget and then invites the joiner gets the time of one answer."""
+"""Most seconds that one coordinator may cost a search before the joiner asks others first. An honest coordinator needs
+at most `MAX_WAIT` once a group is possible, and the joiner waits for one missing answer. Refusals count: no peer holds
+a search by refusing and luring. A coordinator that invites the joiner later gets the time of one answer."""
 
 SHORT_SECONDS = 2.0
 """Seconds that a join may stay parked without a possible group. Then the joiner looks again: other peers may have

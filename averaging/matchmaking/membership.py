@@ -50,8 +50,8 @@ LEAP = 1000
 is ever behind fast rounds."""
 
 MAX_JUMP = 2**40
-"""The highest number at which a newcomer begins because others say so. From there numbers grow by rounds, and by
-`LEAP`: none of those that follow, up to `MAX_ROUND`, is the last in any lifetime, whatever others say."""
+"""Highest number at which a newcomer begins because others say so. From there numbers grow by rounds, and by `LEAP`:
+whatever others say, `MAX_ROUND` is not reached in any lifetime."""
 
 MAX_PLANS = 8
 """Most plans kept: this round's, the next ones', and some for peers that are behind."""

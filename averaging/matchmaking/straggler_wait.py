@@ -8,8 +8,8 @@ WINDOW = 32
 """Most rounds remembered: long enough for a quantile, short enough to follow a swarm that changes."""
 
 QUANTILE, FACTOR, MARGIN = 0.9, 1.25, 0.1
-"""The last of a group is waited for in nine rounds of ten, a quarter longer than it was late then, and 0.1 s for the
-jitter of a network and of two busy cores. The tenth round goes on without it."""
+"""Share of the rounds in which the last peer is waited for, the factor on its lateness in them, and seconds beyond that
+for the jitter of a network and of two busy cores. The tenth round goes on without it."""
 
 FEW = 4
 """Fewest rounds from which the wait may fall below the initial one."""

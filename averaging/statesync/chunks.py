@@ -16,10 +16,10 @@ from equipoise.averaging.ports import MAX_BODY_BYTES, Buffer
 DIGEST_BYTES = 32
 
 CHUNK_BYTES = 1024 * 1024
-"""A hundredth of a second on a link of 1 Gbit/s: what a round's frame waits for at most, what one liar can waste."""
+"""Length of a chunk: a hundredth of a second on a link of 1 Gbit/s, which a round may wait or a liar waste."""
 
 MAX_CHUNKS = MAX_BODY_BYTES // DIGEST_BYTES
-"""The list of digests must fit one frame's body; so images have up to 128 GiB."""
+"""Most chunks of an image: the list of digests must fit one frame's body. So images have up to 128 GiB."""
 
 MAX_IMAGE_BYTES = MAX_CHUNKS * CHUNK_BYTES
 

@@ -139,7 +139,7 @@ AskBulk = AskDigests | AskChunks
 ToDonor = Ask | AskBulk | Finished
 ToNewcomer = Answer | Refusal | Digests | Chunk | Gone
 Bulk = Digests | Chunk
-"""Those that have a body."""
+"""The messages that have a body."""
 
 TransferMessage = ToDonor | ToNewcomer
 

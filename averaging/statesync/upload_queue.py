@@ -20,7 +20,7 @@ MAX_SENDING = 2
 """Most bodies on their way from this donor, to all newcomers: one is written while the next is made."""
 
 PAUSE_FACTOR = 3.0
-"""A donor's pause after a body during rounds, in times of the body's own: newcomers have a quarter of a link."""
+"""Length of a donor's pause after a body during rounds, in times of the body: newcomers have a quarter of a link."""
 
 MAX_PAUSE_SECONDS = 60.0
 """Longest pause: three times a body's time on a link of 0.4 Mbit/s. Long before, the newcomer asks others for the same,

@@ -30,7 +30,6 @@ from simulator.matchmaking import RUN
         (asks("bob", round=LEAP + 1), wire.Why.NOT_VALID),
         (asks("bob", spec=OTHER_SPEC), wire.Why.OTHER_SPEC),
         (MessageReceived("bob", wire.JoinRequest(RUN, join("bob"), version=99)), wire.Why.OTHER_VERSION),
-        (MessageReceived("bob", wire.JoinRequest("another", join("bob"))), wire.Why.UNKNOWN_RUN),
     ],
 )
 def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageReceived, why: wire.Why) -> None:
