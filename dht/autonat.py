@@ -16,6 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -33,8 +34,7 @@ from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol
 from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
 from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayClient, Trials
-from equipoise.dht.relay.messages import HOP_PROTOCOL
-from equipoise.dht.relay.service import RelayService
+from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
@@ -57,7 +57,7 @@ BURST = 5.0
 """Most questions of one peer: a daemon asks three peers, and again after its addresses have changed."""
 MAX_TEXT = 200
 SUSPECT_SECONDS = 0.5
-"""Where a dial-back leads anywhere, its answer comes sooner."""
+"""Longest wait for an answer before relays are looked for: a dial-back that leads anywhere is answered sooner."""
 SURVEY_SECONDS = 2.0
 """Longest time until a peer that should be asked is asked."""
 MAX_HOPS = 256
@@ -215,17 +215,17 @@ class Reach:
 
     @property
     def hidden(self) -> bool:
-        """Whether others cannot dial this peer, as far as is known."""
+        """True if others cannot dial this peer, as far as is known."""
         return self._verdict.verdict == "private"
 
     @property
     def reached_at(self) -> tuple[str, ...]:
-        """Where others have dialled this peer, in the form that `--listen` takes; a router may forward a port to it."""
+        """Addresses where others have dialled this peer, as `--listen` takes them; a router may forward a port."""
         return () if self.hidden else self._verdict.addresses
 
     @property
     def dialable(self) -> bool:
-        """Whether others can open channels to this peer, and it may own shares."""
+        """True if others can open channels to this peer, and it may own shares."""
         return not self.hidden or (bool(self.relays.held) and stands_in(self.mates()))
 
     @property
@@ -323,7 +323,7 @@ class Reach:
             # Only where it comes from: neighbours that it names have asked for nothing, and are told nothing.
             hosts = seen[:MAX_TARGETS] if where and ask.direct else []
             answer, other = await asyncio.gather(
-                _try_all(where, greeted),
+                _try_all(where, partial(probe, greeting=GREETING)),
                 _try_all([(host, ask.direct) for host in hosts], answered),
             )
             blocked = other.failed if hosts and not other.reached else ""
@@ -366,11 +366,6 @@ def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
             near = [address.host] if any(_neighbours(host, address.host) for host in seen) else []
             found |= dict.fromkeys((host, address.port) for host in (*seen, *near))
     return list(found)[:MAX_TARGETS]
-
-
-async def greeted(host: str, port: int) -> None:
-    """Open a connection on which libp2p must greet; raises Unreached if nobody answers, or something else."""
-    await probe(host, port, GREETING)
 
 
 async def answered(host: str, port: int) -> None:

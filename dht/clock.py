@@ -38,7 +38,7 @@ class SwarmClock:
 
     @property
     def warning(self) -> str:
-        """By how much this machine's clock differs from most others', and what to do; empty if it does not.
+        """The difference of this machine's clock from most others', and what to do; empty if there is none.
 
         Of two peers neither knows whose clock is right: both are told.
         """
@@ -61,6 +61,6 @@ class SwarmClock:
         return time.time() + self.offset
 
     def _others(self) -> list[float]:
-        """How many seconds the clocks of others are ahead of this machine's."""
+        """Return the seconds that the clocks of others are ahead of this machine's."""
         oldest = time.monotonic() - FRESH_SECONDS
         return [ahead for ahead, at in self._samples.values() if at >= oldest]

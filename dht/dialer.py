@@ -32,7 +32,7 @@ MAX_KNOWN_PEERS = 1024
 MAX_ADDRESSES_PER_PEER = 4
 """Most addresses of a peer, as a record may tell; a machine with more interfaces names its first ones."""
 GREETING = b"\x13/multistream/1.0.0\n"
-"""What libp2p's listeners send first; p2pd is not sent to anything else because a stranger says so."""
+"""First bytes of libp2p's listeners; on a stranger's word p2pd dials nothing else."""
 FRESH_SECONDS = 0.05
 """The list of connections is asked for at most this often; what broke since then would be dialled by p2pd."""
 

@@ -1,4 +1,4 @@
-"""Which places a stranger's word may have this peer dial, and how often; the networks that this machine is in.
+"""The places that a stranger's word may have this peer dial, and how often; the networks that this machine is in.
 
 Records, credentials and answers to look-ups tell where peers listen, and identities are free: a peer with many can
 name a third party's machine in all of them. So what is counted is places, whatever the PeerID. A peer that was met at
@@ -68,7 +68,7 @@ class _Failure:
 
 @dataclass
 class _Host:
-    """What strangers have had tried at one host: when tries failed of late, and how many are under way."""
+    """Tries at one host on strangers' words: when they failed of late, and how many are under way."""
 
     failed: list[float] = field(default_factory=list)
     pending: int = 0
@@ -129,7 +129,7 @@ class DialPolicy:
             self._failures.pop(("", place), None)
 
     def permits(self, host: str) -> bool:
-        """Whether an IP address may be dialled at all on a stranger's word; names may, until they are resolved."""
+        """Tell whether an IP address may be dialled at all on a stranger's word; names may, until they are resolved."""
         try:
             address = ipaddress.ip_address(host)
         except ValueError:
@@ -161,7 +161,7 @@ class DialPolicy:
 
 
 def behind_router(hosts: Iterable[str]) -> bool:
-    """Whether a peer that listens at `hosts` (IP addresses) is reached by IPv4 on private networks only.
+    """Tell whether a peer that listens at `hosts` (IP addresses) is reached by IPv4 on private networks only.
 
     A router may then forward a port from a public address.
     """

@@ -38,7 +38,7 @@ RENEW_SECONDS = 5.0
 PUBLISH_GAP_SECONDS = 0.1
 """Changes of one run closer together than this are published as one."""
 REFRESH_SECONDS = 2.0
-"""How often the DHT is searched for those who do not know us; the others tell us themselves."""
+"""Time between two searches of the DHT for peers that do not know this one; the others tell it themselves."""
 STALE_SECONDS = 5.0
 """`peers` of a run that is not announced searches first if the last search is older."""
 WITHDRAW_SECONDS = 1.0

@@ -63,7 +63,7 @@ def public_key_of(peer: str) -> bytes:
 
 
 def verify(peer: str, domain: str, data: bytes, signature: bytes) -> bool:
-    """Whether `signature` is what `peer` signed over `data` in `domain`; False for anything malformed."""
+    """Tell whether `signature` is what `peer` signed over `data` in `domain`; False for anything malformed."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key_of(peer)).verify(signature, _message(domain, data))
     except (ValueError, InvalidSignature):
@@ -81,7 +81,7 @@ def load_or_create(home: Path) -> Identity:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.path.lexists(path):
             _create(path)
-        return Identity(_parse(_read_private(path), path), path)
+        return Identity(_parse(_read_private(path)), path)
     except OSError as error:
         raise IdentityError(f"identity file {path}: {error.strerror or error}") from error
 
@@ -114,25 +114,19 @@ def _read_private(path: Path) -> bytes:
     with os.fdopen(descriptor, "rb") as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise IdentityError(f"identity file {path}: expected a regular file; look at it and remove it")
-        if status.st_uid != os.geteuid():
-            raise IdentityError(
-                f"identity file {path}: owned by uid {status.st_uid}, expected {os.geteuid()}; "
-                f"run chown {os.geteuid()} {path}"
-            )
-        if status.st_mode & 0o077:
-            mode = stat.S_IMODE(status.st_mode)
-            raise IdentityError(
-                f"identity file {path}: mode {mode:04o} lets others use it, expected 0600; run chmod 600 {path}"
-            )
+            raise OSError("expected a regular file; look at it and remove it")
+        if status.st_uid != (own := os.geteuid()):
+            raise OSError(f"owned by uid {status.st_uid}, expected {own}; run chown {own} {path}")
+        if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+            raise OSError(f"mode {mode:04o} lets others use it, expected 0600; run chmod 600 {path}")
         return file.read(_FILE_BYTES + 1)
 
 
-def _parse(data: bytes, path: Path) -> Ed25519PrivateKey:
+def _parse(data: bytes) -> Ed25519PrivateKey:
     hint = "restore it from a backup, or move it away to get a new identity"
     if len(data) != _FILE_BYTES or not data.startswith(_KEY_PREFIX):
-        raise IdentityError(f"identity file {path}: expected a libp2p Ed25519 private key; {hint}")
+        raise OSError(f"expected a libp2p Ed25519 private key; {hint}")
     private = Ed25519PrivateKey.from_private_bytes(data[len(_KEY_PREFIX) : len(_KEY_PREFIX) + 32])
     if private.public_key().public_bytes_raw() != data[-32:]:
-        raise IdentityError(f"identity file {path}: its public half does not match its private half; {hint}")
+        raise OSError(f"its public half does not match its private half; {hint}")
     return private

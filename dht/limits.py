@@ -1,4 +1,4 @@
-"""What bounds memory and work that peers can cause: how much is remembered, under way, asked for, carried, verified."""
+"""Bounds on the memory and work that peers can cause, as they are remembered, asked for, carried and verified."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DISTRUST_SECONDS = 60.0
 MAX_PEERS = 4096
 """Most peers with a bucket. The least recently seen is forgotten: its bucket was full again long before."""
 BURST_SECONDS = 0.25
-"""What was not taken of a rate for so long may be taken at once: control messages do not wait for bulk."""
+"""Longest time whose share of a rate may be taken at once later: control messages do not wait for bulk."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -86,10 +86,10 @@ class RateLimit:
 
 
 class Scrutiny:
-    """Whose records are looked at, before a signature is verified. Times are seconds of one monotonic clock.
+    """The senders whose records are looked at. Times are seconds of one monotonic clock.
 
     Every daemon verifies a record before it keeps it or passes it on. So a peer that sends one with a false signature
-    has forged it, and one signature is what that costs this peer.
+    has forged it, and costs this peer one verification.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Scrutiny:
         self._distrusted: LruDict[str, float] = LruDict(MAX_PEERS)
 
     def admits(self, sender: str, author: str, now: float) -> bool:
-        """Whether to verify a record of `author` that `sender` has sent."""
+        """Tell whether to verify a record of `author` that `sender` has sent."""
         if self.distrusts(sender, now) or not self._senders.allow(sender, now):
             return False
         return sender == author or self._hearsay.allow("", now)
@@ -108,7 +108,7 @@ class Scrutiny:
         self._distrusted[sender] = now + DISTRUST_SECONDS
 
     def distrusts(self, sender: str, now: float) -> bool:
-        """Whether nothing is taken from `sender` for now."""
+        """Tell whether nothing is taken from `sender` for now."""
         return now < self._distrusted.get(sender, float("-inf"))
 
 

@@ -1,4 +1,4 @@
-"""What peers of the DHT say to each other: ping, find and store, as msgspec structs with a version."""
+"""The messages of the DHT: ping, find and store, as msgspec structs with a version."""
 
 from __future__ import annotations
 

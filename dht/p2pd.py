@@ -63,7 +63,7 @@ class ListenError(P2pdError):
 
 @dataclass(frozen=True)
 class P2pdOptions:
-    """How to start p2pd.
+    """Options of a p2pd.
 
     Attributes:
         identity: File with the private key.

@@ -57,7 +57,7 @@ class P2pdClient:
 
     @property
     def attached(self) -> bool:
-        """Whether requests have a chance."""
+        """True while requests have a chance."""
         return self._p2p is not None
 
     async def attach(self, calls: dict[str, CallHandler]) -> None:

@@ -1,4 +1,4 @@
-"""Run a program that must not outlive the process that started it. Stand-alone: `python -I -S guardian.py`.
+"""Run a program that must not outlive the process that started it. Stand-alone (`python -I -S`).
 
 On Linux the kernel kills the program when the thread that started this script ends (PR_SET_PDEATHSIG survives
 exec), at no cost: this interpreter becomes the program. Elsewhere it stays as a watcher that looks four times a
@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 WATCH_SECONDS = 0.25
-"""How often the watcher looks: the program must be gone within 2 s."""
+"""Time between two looks of the watcher: the program must be gone within 2 s."""
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,4 +1,4 @@
-"""What a daemon remembers over restarts: how often it has started, its ports, and where good peers were."""
+"""A daemon's memory over restarts: the number of its starts, its ports, and the addresses of good peers."""
 
 from __future__ import annotations
 

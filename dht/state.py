@@ -1,4 +1,4 @@
-"""Where a daemon stands towards its swarm, as values that `status` shows."""
+"""The standing of a daemon in its swarm, as values that `status` shows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ AddressState = Literal[
 
 
 ReachState = Literal["unknown", "direct", "relayed", "unreachable"]
-"""How a peer is reached: nobody has tried yet, by dialling it, through a relay, or not at all."""
+"""The way to a peer: nobody has tried yet, by dialling it, through a relay, or none at all."""
 
 
 class BootstrapStatus(msgspec.Struct, frozen=True):
-    """How one address given to `--join` fares.
+    """The standing of one address given to `--join`.
 
     Attributes:
         address: As given.
@@ -52,7 +52,7 @@ class BootstrapStatus(msgspec.Struct, frozen=True):
 
 
 class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Where direct channels stand.
+    """A snapshot of direct channels.
 
     Attributes:
         channel: How this peer has frames carried where it dials: `aead`, `tls`, or `plain` (measurements only).
@@ -70,7 +70,7 @@ class DirectStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RelayStatus(msgspec.Struct, frozen=True):
-    """What this daemon relays for others.
+    """A snapshot of the relaying for others.
 
     Attributes:
         bandwidth: Bytes a second at most, all circuits together.
@@ -88,7 +88,7 @@ class RelayStatus(msgspec.Struct, frozen=True):
 
 
 class ReachStatus(msgspec.Struct, frozen=True):
-    """How others reach this peer.
+    """The way in which others reach this peer.
 
     Attributes:
         state: How.

@@ -37,7 +37,7 @@ from equipoise.dht.transport import Libp2pTransport
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 """Every IPv4 address of this machine, at the usual port if it is free."""
 HOUSEKEEPING_SECONDS = 5.0
-"""How often good peers are written down with where they are now, and old records dropped."""
+"""Time after which good peers are written down with their addresses again, and old records dropped."""
 
 _log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class Swarm:
 
     @property
     def addresses(self) -> list[str]:
-        """Where others reach this member, in the form that `--join` takes, the best first."""
+        """Addresses at which others reach this member, in the form that `--join` takes, the best first."""
         listening = self._listening
         relayed = [held.address for held in self._reach.relays.held.values()]
         reached = [f"{address}/p2p/{self.peer}" for address in self._reach.reached_at]

@@ -25,13 +25,12 @@ receiver misses bytes and fails. Rounds do not take silence for consent, so that
 
 Why it is the default: OpenSSL gives out records of TLS one by one, of 16 KiB at most, and copies them; ours hold a part
 of a round and are opened where it belongs. Sealed and opened, 1 GB takes 0.087 CPU seconds in ours and 0.337 in those
-of TLS (medians of 7 within 2 %; one EPYC with AVX-512 and VAES). Exchanges of four peers, 16 million values in int8,
-took 50 ms against 71 there, and 81 against 95 on an older machine. To fill a link both ways takes 1 or 4 % of a core at
-1 Gbit/s, 11 or 42 % at 10 Gbit/s.
+of TLS (medians of 7 within 2 %; one EPYC with AVX-512 and VAES): to fill a link of 10 Gbit/s both ways takes 11 or 42 %
+of a core.
 
 When to choose TLS (`--channel tls`): where only well-known protocols may be used, for nobody outside of this project
-has reviewed the construction above; or where links carry up to about 1 Gbit/s, so that caution costs nothing. Who dials
-decides for a channel, so all members of a group have to choose it.
+has reviewed the construction above; or where links carry up to about 1 Gbit/s, so that caution costs nothing. The
+dialling side decides for a channel, so all members of a group have to choose it.
 
 What to attack: that both sides stop and start reading at the same byte when they leave TLS (`tls.TlsSession.leave`
 hands over what was read and not yet decrypted); two records under one nonce after an error or a cancelled send (the

@@ -1,4 +1,4 @@
-"""What others need to reach and recognise a peer: its certificate and where it listens, signed by its identity.
+"""The credential of a peer, by which others reach and recognise it: certificate and addresses, signed by its identity.
 
 The certificate is of an Ed25519 key that lives as long as the process and never leaves its memory; self-signed, with
 the PeerID inside, it vouches for nothing by itself. On the wire a credential is msgpack `[certificate DER, addresses,
@@ -31,8 +31,8 @@ from equipoise.dht.sanitize import Malformed, decode
 CERTIFICATE_LIFE_SECONDS = 30 * 86400.0
 """Life of a certificate; a daemon that runs longer makes a new one at half of it."""
 BACKDATED_SECONDS = 30 * 86400.0
-"""How far behind this machine's clock may be that of one that takes a fresh certificate. OpenSSL judges it by the local
-clock, so this is far above the day that clocks may be off; a key that is as young as the process needs no beginning."""
+"""Most that the clock of a peer that takes a fresh certificate may be behind: OpenSSL judges by the local clock. This is
+far above the day that clocks may be off; a key that is as young as the process needs no beginning."""
 SERIAL_BYTES = 16
 MAX_CREDENTIAL_BYTES = 1024
 """Equal to `averaging.ports.MAX_CREDENTIAL_BYTES`, checked by a test: the packages do not know each other."""
@@ -194,7 +194,7 @@ def _signed(peer: str, certificate: bytes, addresses: tuple[str, ...], expires: 
 
 
 class Presence:
-    """What this peer shows of itself: its certificate, and the credential for it, renewed before they expire.
+    """This peer's own certificate, and the credential for it, renewed before they expire.
 
     Attributes:
         addresses: Where this peer's direct listener is reached, (host, port).

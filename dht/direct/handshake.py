@@ -28,7 +28,7 @@ from equipoise.dht.identity import peer_of, public_key_of
 from equipoise.dht.streams import HEAD_BYTES
 
 Layer = Literal["tls", "aead", "plain"]
-"""What carries frames once TLS has proved who is there; `plain` neither proves nor encrypts, for measurements only."""
+"""The carrier of frames once TLS has proved who is there; `plain` neither proves nor encrypts, for measurements."""
 
 VERSION = 2
 _MAGIC = b"EQPD"
@@ -43,7 +43,7 @@ _LAYERS: tuple[Layer, ...] = get_args(Layer)
 
 @dataclass(frozen=True)
 class Preface:
-    """What the dialling peer claims.
+    """The claim of a dialling peer.
 
     Attributes:
         layer: How it wants frames carried.

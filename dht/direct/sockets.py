@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from equipoise.dht.address import is_ip
+from equipoise.dht.streams import closed_on_failure
 
 USER_TIMEOUT_MS = 3000
 """Longest time that bytes go unacknowledged (RFC 5482): then the connection ends, for the machine is dead."""
@@ -122,25 +123,22 @@ async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda 
     `permits` says whether the IP address that a name stands for may be dialled.
     """
     loop = asyncio.get_running_loop()
-    with contextlib.ExitStack() as failed:
-        try:
-            async with asyncio.timeout(DIAL_SECONDS):
-                family, address = socket.AF_INET6 if ":" in host else socket.AF_INET, cast(Any, (host, port))
-                if not is_ip(host):  # Most are, and need no look-up in another thread.
-                    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-                    family, address = found[0][0], found[0][4]
-                if not permits(str(address[0])):
-                    raise ConnectionError("it is a private address of another network than this machine's")
-                connection = failed.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    try:
+        async with asyncio.timeout(DIAL_SECONDS):
+            family, address = socket.AF_INET6 if ":" in host else socket.AF_INET, cast(Any, (host, port))
+            if not is_ip(host):  # Most are, and need no look-up in another thread.
+                [(family, *_, address), *_] = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            if not permits(str(address[0])):
+                raise ConnectionError("it is a private address of another network than this machine's")
+            with closed_on_failure(socket.socket(family, socket.SOCK_STREAM)) as connection:
                 connection.setblocking(False)
                 prepare(connection)
                 await loop.sock_connect(connection, address)
-        except TimeoutError:
-            raise ConnectionError(f"no answer within {DIAL_SECONDS:.1f} s") from None
-        except UnicodeError:
-            raise ConnectionError("it is no name of a host") from None
-        failed.pop_all()
-    return connection
+            return connection
+    except TimeoutError:
+        raise ConnectionError(f"no answer within {DIAL_SECONDS:.1f} s") from None
+    except UnicodeError:
+        raise ConnectionError("it is no name of a host") from None
 
 
 def said(error: BaseException) -> str:

@@ -152,7 +152,7 @@ class DirectTransport:
 
     @property
     def credential(self) -> bytes:
-        """What others need to reach and recognise this peer, signed; at most `MAX_CREDENTIAL_BYTES`."""
+        """This peer's signed credential, by which others reach and recognise it; at most `MAX_CREDENTIAL_BYTES`."""
         return self._presence.credential
 
     def status(self) -> DirectStatus:

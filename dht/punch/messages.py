@@ -1,4 +1,4 @@
-"""What two peers say to each other, over a relay, to punch a hole: where their connections come from, above all.
+"""The messages of two peers that punch a hole, over a relay: where their connections come from, above all.
 
 Messages are msgpack, bounded, and checked before they are believed; not all places that a stranger names are tried.
 """
@@ -36,7 +36,7 @@ _Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRIES)]
 
 
 class Candidates(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """Where one peer's connections come from: what the two sides of a punch tell each other first.
+    """The places that one peer's connections come from: the two sides of a punch tell each other theirs first.
 
     Attributes:
         outside: As public peers see them: its router's.

@@ -85,7 +85,7 @@ _PASSING = {
     errno.EADDRNOTAVAIL,
     errno.EADDRINUSE,
 }
-"""What may be otherwise a moment later; the last two while the same connection is being made from the other end."""
+"""Errors that pass; the last two while the same connection is being made from the other end."""
 
 _log = logging.getLogger(__name__)
 
@@ -393,11 +393,11 @@ class Puncher:
 
     @property
     def _hidden(self) -> bool:
-        """Whether this peer is one that listens and cannot be dialled."""
+        """True if this peer listens and cannot be dialled."""
         return self._reach.hidden and bool(self._direct.port)
 
     def _begins(self, peer: str) -> bool:
-        """Whether it is for this side to begin a punch, and there is need of one."""
+        """Tell whether it is for this side to begin a punch, and there is need of one."""
         return self._direct.peer < peer and not self._direct.channels.having(peer)
 
     async def _begin(self, peer: str) -> None:

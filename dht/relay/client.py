@@ -24,7 +24,7 @@ from equipoise.dht.identity import IdentityError, load_or_create
 from equipoise.dht.limits import LruDict, backoff
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import P2pdClient
-from equipoise.dht.relay.messages import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
+from equipoise.dht.relay.service import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Stream, StreamClosed

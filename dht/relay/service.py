@@ -1,4 +1,8 @@
-"""The relay: reservations of peers that cannot be dialled, and circuits to them, counted and paced."""
+"""The relay: reservations of peers that cannot be dialled, and circuits to them, counted and paced.
+
+Its messages are protobufs of libp2p's circuit relay, version 2 (libp2p specs, relay/circuit-v2.md). Nine fields need no
+generated code: their descriptors are made here. A field that was not set reads as 0, or as empty.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,20 @@ import asyncio
 import contextlib
 import logging
 import time
+from enum import IntEnum
+from typing import Any
 
 import base58
+from google.protobuf import descriptor_pb2, message_factory
+from google.protobuf.message import DecodeError
 
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import Tally, TokenBucket
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
-from equipoise.dht.relay import messages
-from equipoise.dht.relay.messages import Hop, Kind, Status, Stop, StopKind
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import RelayStatus
-from equipoise.dht.streams import Stream, StreamClosed, closed_on_failure
+from equipoise.dht.streams import Stream, StreamClosed, closed_on_failure, receive_message, send_message
 from equipoise.dht.tasks import end
 
 MAX_RESERVATIONS = 128
@@ -35,7 +41,97 @@ IDLE_SECONDS = 120.0
 CHUNK_BYTES = 64 * 1024
 """One read, paced as one: at the default rate a circuit waits 5 ms for each other circuit's."""
 
+HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
+"""Spoken to the relay, by a peer that wants to be relayed."""
+STOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/stop"
+"""Spoken by the relay, to the peer that a circuit is to lead to."""
+
 _log = logging.getLogger(__name__)
+
+
+class Kind(IntEnum):
+    """Of a message to a relay."""
+
+    RESERVE = 0
+    CONNECT = 1
+    STATUS = 2
+
+
+class StopKind(IntEnum):
+    """Of a message from a relay."""
+
+    CONNECT = 0
+    STATUS = 1
+
+
+class Status(IntEnum):
+    """The outcome of a request."""
+
+    OK = 100
+    RESERVATION_REFUSED = 200
+    RESOURCE_LIMIT_EXCEEDED = 201
+    PERMISSION_DENIED = 202
+    CONNECTION_FAILED = 203
+    NO_RESERVATION = 204
+    MALFORMED_MESSAGE = 400
+    UNEXPECTED_MESSAGE = 401
+
+
+_FIELDS = {
+    "Peer": "id:bytes",
+    "Reservation": "expires",
+    "Limit": "seconds bytes",
+    "Hop": "kind peer:Peer reservation:Reservation limit:Limit status",
+    "Stop": "kind peer:Peer limit:Limit status",
+}
+"""Fields of each message, in the order of their numbers; those without a type are uint64. `expires` is in seconds since
+1970, by the relay's clock. A limit bounds how long one circuit lasts and what passes in each direction, 0 or no limit
+for no bound. `id` is a PeerID in binary that a circuit is to lead to, or comes from."""
+
+
+def _protobufs() -> Any:
+    types = descriptor_pb2.FieldDescriptorProto
+    scalars = {"bytes": types.TYPE_BYTES, "": types.TYPE_UINT64}
+    file = descriptor_pb2.FileDescriptorProto(name="circuit.proto", package="circuit")
+    for name, fields in _FIELDS.items():
+        message = file.message_type.add(name=name)
+        for number, text in enumerate(fields.split(), start=1):
+            field, _, kind = text.partition(":")
+            added = message.field.add(name=field, number=number, label=types.LABEL_OPTIONAL)
+            if kind in scalars:
+                added.type = scalars[kind]
+            else:
+                added.type, added.type_name = types.TYPE_MESSAGE, f".circuit.{kind}"
+    return message_factory.GetMessages([file])
+
+
+_CLASSES = _protobufs()
+Hop, Stop = _CLASSES["circuit.Hop"], _CLASSES["circuit.Stop"]
+"""The messages of the two protocols."""
+
+
+async def send(stream: Stream, message: Any) -> None:
+    """Send a `Hop` or a `Stop`; raises StreamClosed as `Stream.send` does."""
+    await send_message(stream, message.SerializeToString())
+
+
+async def receive(stream: Stream, kind: Any) -> Any:
+    """Receive a `Hop` or a `Stop`; raises Malformed if it is none, StreamClosed if it ends or is too long."""
+    return decode(await receive_message(stream), kind)
+
+
+def decode(data: bytes, kind: Any) -> Any:
+    """Read a `Hop` or a `Stop`; raises Malformed if it is none."""
+    try:
+        return kind.FromString(data)
+    except DecodeError as error:
+        raise Malformed(f"malformed message: {error}") from None
+
+
+def describe(status: int) -> str:
+    """Return a status as words."""
+    names = {int(one): one.name.lower().replace("_", " ") for one in Status}
+    return names.get(status, f"status {status}")
 
 
 class RequestRefused(Exception):
@@ -79,12 +175,12 @@ class RelayService:
         except RequestRefused as refusal:
             self._refused += 1
             _log.info("no relaying for %s: %s", peer, refusal)
-            await messages.send(stream, Hop(kind=Kind.STATUS, status=refusal.status))
+            await send(stream, Hop(kind=Kind.STATUS, status=refusal.status))
 
     async def _serve(self, peer: str, relayed: bool, stream: Stream) -> None:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                request = await messages.receive(stream, Hop)
+                request = await receive(stream, Hop)
         except Malformed as error:
             raise RequestRefused(Status.MALFORMED_MESSAGE, str(error)) from None
         if self._bandwidth is None or relayed:
@@ -115,7 +211,7 @@ class RelayService:
         # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
         expires = {"expires": 2**40}
         answer = Hop(kind=Kind.STATUS, reservation=expires, status=Status.OK)
-        await messages.send(stream, answer)
+        await send(stream, answer)
 
     def _check(self, peer: str, target: str) -> None:
         """Raise RequestRefused unless a circuit from `peer` to `target` may be opened."""
@@ -139,7 +235,7 @@ class RelayService:
             why = str(error) or f"{target} does not answer within {ANSWER_SECONDS:.0f} s"
             raise RequestRefused(Status.CONNECTION_FAILED, why) from None
         with contextlib.closing(other):
-            await messages.send(stream, Hop(kind=Kind.STATUS, status=Status.OK))
+            await send(stream, Hop(kind=Kind.STATUS, status=Status.OK))
             ways = ((stream, other), (other, stream))
             pumps = [asyncio.create_task(self._pump(*way)) for way in ways]
             try:
@@ -152,14 +248,12 @@ class RelayService:
     async def _call(self, peer: str, target: str) -> Stream:
         """Open the half of a circuit that leads to `target`; raises an error if `target` does not agree."""
         caller = {"id": base58.b58decode(peer)}
-        with closed_on_failure(
-            await self._link.open_stream(target, messages.STOP_PROTOCOL, ANSWER_SECONDS)
-        ) as other:
+        with closed_on_failure(await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)) as other:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await messages.send(other, Stop(kind=StopKind.CONNECT, peer=caller))
-                answer = await messages.receive(other, Stop)
+                await send(other, Stop(kind=StopKind.CONNECT, peer=caller))
+                answer = await receive(other, Stop)
             if answer.status != Status.OK:
-                raise P2pdClientError(f"{target} answers: {messages.describe(answer.status)}")
+                raise P2pdClientError(f"{target} answers: {describe(answer.status)}")
         return other
 
     async def _pump(self, source: Stream, sink: Stream) -> str:

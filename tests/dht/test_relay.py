@@ -19,7 +19,7 @@ from equipoise.dht.p2pd_client import P2pdClient, StreamListener
 from equipoise.dht.records import Readiness
 from equipoise.dht.relay import service
 from equipoise.dht.relay.client import RelayError
-from equipoise.dht.relay.messages import (
+from equipoise.dht.relay.service import (
     HOP_PROTOCOL,
     Hop,
     Kind,

@@ -18,7 +18,7 @@ from equipoise.dht.p2pd import P2pdError
 from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.relay import client
 from equipoise.dht.relay.client import MAX_CANDIDATES, RelayClient, RelayError, Trials, _Transfer
-from equipoise.dht.relay.messages import Hop, Kind, Status, send
+from equipoise.dht.relay.service import Hop, Kind, Status, send
 from equipoise.dht.streams import Stream
 
 RELAY, OWN, OTHER = (peer_of(bytes([number]) * 32) for number in (1, 2, 3))

@@ -15,12 +15,18 @@ from equipoise.dht.identity import peer_of
 from equipoise.dht.limits import BURST_SECONDS
 from equipoise.dht.p2pd_client import P2pdClientError
 from equipoise.dht.relay import service
-from equipoise.dht.relay.messages import Hop, Kind, Status, Stop, StopKind, receive, send
 from equipoise.dht.relay.service import (
     CHUNK_BYTES,
     MAX_CIRCUITS,
     MAX_CIRCUITS_PER_PEER,
+    Hop,
+    Kind,
     RelayService,
+    Status,
+    Stop,
+    StopKind,
+    receive,
+    send,
 )
 from equipoise.dht.state import RelayStatus
 from equipoise.dht.streams import Stream, receive_message, send_message
