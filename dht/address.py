@@ -65,13 +65,7 @@ class Address:
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """An address on which this daemon accepts connections.
-
-    Attributes:
-        text: The multiaddr.
-        host: IP address to bind.
-        port: TCP port to bind; 0 means any free one.
-    """
+    """An address on which this daemon accepts connections: a multiaddr, its IP address, its TCP port (0: any free)."""
 
     text: str
     host: str

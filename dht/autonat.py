@@ -73,12 +73,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Ask(messages.Versioned, frozen=True, kw_only=True):
-    """Try to dial me.
-
-    Attributes:
-        addresses: Where I listen, in the form that `--join` takes.
-        direct: TCP port of my direct listener, to be tried at the hosts where I am seen; 0: none.
-    """
+    """Try to dial the author at its addresses; and at its `direct` port, if any, of the hosts where it is seen."""
 
     addresses: Addresses
     direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
@@ -103,12 +98,9 @@ class Answer(messages.Versioned, frozen=True, kw_only=True):
 
 
 class Reachability:
-    """Judges whether others can dial this peer, from what those said who tried. Sans IO.
+    """Judges whether others can dial this peer, and why, by the answers of those that tried. Sans IO.
 
-    Attributes:
-        verdict: `direct`, `private` or, before anybody has tried, `unknown`.
-        reason: Why, in one line.
-        addresses: Those that led here when last heard of; a router's, if it forwards a port.
+    `addresses` led here when last heard of; they are a router's, if it forwards a port.
     """
 
     def __init__(self, hidden: str = "") -> None:

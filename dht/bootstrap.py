@@ -49,12 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Way:
-    """One way into the swarm.
-
-    Attributes:
-        peer: PeerID that must be at its end.
-        address: Where, as given to `--join`; empty for a peer met before, whose addresses the dialer knows.
-    """
+    """A way to `peer`: an address given to `--join`, or none for a peer met before: the dialer knows its addresses."""
 
     peer: str
     address: str = ""
@@ -227,8 +222,7 @@ class Pulse:
 class Contacts:
     """Asks connected peers that have fallen silent; hangs up on those that do not answer, and buries their records.
 
-    Attributes:
-        pulse: When each was last heard. A question also tells where this peer is.
+    A question also tells where this peer is. `pulse` keeps when each peer was last heard.
     """
 
     def __init__(self, link: P2pdClient, protocol: RecordProtocol) -> None:
@@ -279,9 +273,7 @@ class Contacts:
 class Bootstrap:
     """Tries every address to join through, for ever, and the peers met before while no peer is there.
 
-    Attributes:
-        remembered: Tells the PeerIDs met before, the latest first.
-        machine: Decides which ways are tried, and tells how they fare.
+    `remembered` tells the PeerIDs met before, the latest first; `machine` decides, and tells how the ways fare.
     """
 
     def __init__(

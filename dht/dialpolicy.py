@@ -48,12 +48,7 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a place is not dialled now.
-
-    Attributes:
-        reason: One line.
-        passing: Whether it may be as soon as other tries that are under way have ended.
-    """
+    """The reason why a place is not dialled now; `passing` if it may be once other tries under way have ended."""
 
     reason: str
     passing: bool = False

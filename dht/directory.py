@@ -112,9 +112,7 @@ class _Own:
 class RunDirectory:
     """Announces this peer in its runs, and knows the others (`averaging.ports.Directory`).
 
-    Attributes:
-        name: What people call this daemon; goes into its records.
-        credential: Returns the credential of this peer's direct channels, for its records.
+    Its records tell this daemon's `name`, and the `credential` of its direct channels, which that returns.
     """
 
     def __init__(self, identity: Identity, protocol: RecordProtocol, reach: Reach, sequence: int) -> None:

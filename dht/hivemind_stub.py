@@ -9,15 +9,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-BARE = ("hivemind", "hivemind.dht")
-
 
 def bare_packages() -> None:
     """Keep the rest of hivemind out of this process; to be called before anything imports it, else without effect.
 
     Not for a process in which others may want hivemind whole: they would find it empty.
     """
-    for name in BARE:
+    for name in ("hivemind", "hivemind.dht"):
         spec = importlib.util.find_spec(name) if name not in sys.modules else None
         if spec is not None:
             sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -71,7 +71,6 @@ class P2pdOptions:
         listen: Where to accept connections; empty: nowhere (client mode).
         announce: Multiaddrs to tell others instead of those listened on.
         map_ports: Whether to ask the router for a port mapping.
-        guard: `auto`, or `watch` to force the guardian's portable way.
     """
 
     identity: Path
@@ -79,7 +78,6 @@ class P2pdOptions:
     listen: tuple[ListenAddress, ...]
     announce: tuple[str, ...] = ()
     map_ports: bool = False
-    guard: str = "auto"
 
     def arguments(self) -> list[str]:
         """Return p2pd's command line.
@@ -107,12 +105,7 @@ class P2pdOptions:
 
 @dataclass
 class P2pd:
-    """A running p2pd.
-
-    Attributes:
-        process: Its process, the leader of a group of its own.
-        lines: The last lines that it printed, escaped.
-    """
+    """A running p2pd: its process, the leader of a group of its own, and the last lines that it printed, escaped."""
 
     process: asyncio.subprocess.Process
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=KEPT_LINES))
@@ -129,7 +122,7 @@ class P2pd:
         for address in options.listen:
             check_free(address)
         options.control.unlink(missing_ok=True)
-        guard = (sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid()), options.guard)
+        guard = (sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid()))
         process = await asyncio.create_subprocess_exec(
             *guard,
             *options.arguments(),

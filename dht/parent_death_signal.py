@@ -23,9 +23,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str]) -> int:
-    """`PARENT_PID auto|watch PROGRAM ARGUMENT...`; returns the program's exit status if it was watched."""
-    parent, mode, program = int(arguments[0]), arguments[1], arguments[2:]
-    if mode == "auto" and _die_with_parent():
+    """`PARENT_PID PROGRAM ARGUMENT...`; returns the program's exit status if it was watched."""
+    parent, program = int(arguments[0]), arguments[1:]
+    if _die_with_parent():
         if os.getppid() != parent:
             return 1
         os.execv(program[0], program)
@@ -33,9 +33,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _die_with_parent() -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    return bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0)
+    is_linux = sys.platform.startswith("linux")
+    return is_linux and bool(ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0)
 
 
 def _watch(parent: int, program: list[str]) -> int:

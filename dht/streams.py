@@ -50,11 +50,8 @@ class BytesRefused(StreamClosed):
 class Stream:
     """One stream's socket: non-blocking, with a bound on stalls, safe to close from anywhere.
 
-    A cancelled `receive_into` or `send` that has moved bytes leaves the caller's framing torn: the caller closes.
-
-    Attributes:
-        sent: Bytes that the socket has taken.
-        received: Bytes that it has given.
+    A cancelled `receive_into` or `send` that has moved bytes leaves the caller's framing torn: the caller closes. The
+    socket has taken `sent` bytes and given `received` ones.
     """
 
     def __init__(self, connection: socket.socket, buffer_bytes: int = SOCKET_BUFFER_BYTES) -> None:

@@ -45,12 +45,8 @@ Handler = Callable[["FramedChannel"], Awaitable[None]]
 class FramedChannel:
     """One stream of frames (`averaging.ports.Channel`).
 
-    A `send` or `receive` that is cancelled in the middle of a frame closes the channel; a `receive` cancelled
-    before a frame has begun does not.
-
-    Attributes:
-        peer: PeerID of the other end.
-        punched: Whether it leads through a hole in both NATs.
+    `peer` is the PeerID of the other end; a channel that is `punched` leads through a hole in both NATs. A `send` or
+    `receive` that is cancelled in the middle of a frame closes the channel; before a frame has begun it does not.
     """
 
     def __init__(self, peer: str, stream: Stream, closed: Callable[[FramedChannel], None]) -> None:
@@ -160,11 +156,7 @@ class FramedChannel:
 
 
 class OpenChannels:
-    """The open channels of one transport.
-
-    Attributes:
-        handler: Has each channel that another peer has opened; None: none is accepted.
-    """
+    """The open channels of one transport; `handler` has those that other peers open, without one none is accepted."""
 
     def __init__(self) -> None:
         self.handler: Handler | None = None
@@ -210,13 +202,7 @@ class OpenChannels:
 
 
 class Libp2pTransport:
-    """Opens and accepts channels through p2pd (`averaging.ports.Transport`).
-
-    Attributes:
-        peer: PeerID of this peer.
-        channels: Those that are open.
-        listener: Where p2pd is to send streams for this.
-    """
+    """Opens and accepts channels of `peer` through p2pd (`averaging.ports.Transport`)."""
 
     def __init__(
         self, peer: str, dialable: Callable[[], bool], link: P2pdClient, dialer: Dialer, runtime: Path

@@ -31,7 +31,7 @@ from equipoise.dht.sanitize import Malformed, decode
 CERTIFICATE_LIFE_SECONDS = 30 * 86400.0
 """Life of a certificate; a daemon that runs longer makes a new one at half of it."""
 BACKDATED_SECONDS = 30 * 86400.0
-"""Most that the clock of a peer that takes a fresh certificate may be behind: OpenSSL judges by the local clock. This is
+"""Most that the clock of a peer that takes a fresh certificate may be behind: OpenSSL judges by the local one. This is
 far above the day that clocks may be off; a key that is as young as the process needs no beginning."""
 SERIAL_BYTES = 16
 MAX_CREDENTIAL_BYTES = 1024
@@ -119,11 +119,7 @@ def _moment(seconds: float) -> datetime.datetime:
 class Credential:
     """A credential that was found genuine.
 
-    Attributes:
-        peer: Whose it is.
-        certificate: DER of the one certificate it uses.
-        addresses: Where it listens, (host, port), best first; empty if it only dials.
-        expires: Seconds since 1970.
+    `peer` has the one `certificate` (DER), listens at `addresses`, best first, if it listens at all, until `expires`.
     """
 
     peer: str
@@ -194,12 +190,7 @@ def _signed(peer: str, certificate: bytes, addresses: tuple[str, ...], expires: 
 
 
 class Presence:
-    """This peer's own certificate, and the credential for it, renewed before they expire.
-
-    Attributes:
-        addresses: Where this peer's direct listener is reached, (host, port).
-        certificate: The certificate that connections present.
-    """
+    """This peer's certificate, the addresses of its direct listener, and its credential, renewed before they expire."""
 
     def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
         """`clock` tells the swarm's time, seconds since 1970."""

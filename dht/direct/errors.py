@@ -41,12 +41,7 @@ class Refused(ConnectionError):
 
 
 class Refusals:
-    """Counts refusals by reason, and logs at most one line a second about each.
-
-    Attributes:
-        counts: How often each reason occurred.
-        last: The latest in words; empty before there is one.
-    """
+    """Counts refusals by reason, keeps the last in words, and logs at most one line a second about each reason."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -43,14 +43,7 @@ _LAYERS: tuple[Layer, ...] = get_args(Layer)
 
 @dataclass(frozen=True)
 class Preface:
-    """The claim of a dialling peer.
-
-    Attributes:
-        layer: How it wants frames carried.
-        dialler: Its PeerID.
-        acceptor: PeerID that it wants to reach.
-        fingerprint: Of the certificate that it will show (`fingerprint_of`).
-    """
+    """The claim of a dialling peer: how frames are to be carried, both PeerIDs, its certificate's fingerprint."""
 
     layer: Layer
     dialler: str
@@ -92,16 +85,11 @@ async def receive_opening(connection: socket.socket) -> bytes:
 async def secure(
     connection: socket.socket, context: SSL.Context, expected: bytes, preface: Preface, *, dialler: bool
 ) -> PlainStream:
-    """Prove to each other who both are, and return the stream of the layer agreed on.
+    """Prove to each other who both are, and return the stream of the layer that the preface asks for.
 
-    Args:
-        connection: Non-blocking, after the preface; it is taken over, and closed if this fails.
-        context: Trusts the other side's certificate only.
-        expected: DER of that certificate.
-        preface: What was agreed.
-        dialler: Whether this side has dialled.
-
-    Raises Refused if the other side is not the peer that it must be, refuses this side, or ends the connection.
+    The connection, non-blocking and after the preface, is taken over, and closed if this fails. `context` trusts the
+    other side's certificate only, whose DER is `expected`. Raises Refused if the other side is not the peer that it
+    must be, refuses this side, or ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
     loop = asyncio.get_running_loop()

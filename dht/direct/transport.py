@@ -122,16 +122,11 @@ class DirectTransport:
         clock: Callable[[], float] = time.time,
         policy: DialPolicy | None = None,
     ) -> None:
-        """Make a certificate.
+        """Make a certificate; raises ValueError if unencrypted channels would be offered to other machines.
 
-        Args:
-            identity: This peer's key.
-            listen: Where to listen; empty: nowhere (client mode).
-            layer: How frames are carried once both sides have proved who they are.
-            clock: Tells the swarm's time, seconds since 1970, by which credentials expire.
-            policy: Says which addresses of credentials are dialled, and how often.
-
-        Raises ValueError if unencrypted channels are to be listened for where other machines reach them.
+        Without `listen` addresses nothing can dial this peer (client mode). Frames are carried in `layer` once both
+        sides have proved who they are. `clock` tells the swarm's time, seconds since 1970, by which credentials expire,
+        `policy` which of their addresses are dialled, and how often.
         """
         if layer == "plain" and not all(is_loopback(one.host) for one in listen):
             raise ValueError("channels without encryption are for measurements on loopback addresses only")

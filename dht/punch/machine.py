@@ -97,11 +97,9 @@ Phase = Literal["measuring", "awaiting", "leading", "trying", "settling"]
 
 
 class Punch:
-    """One side of one attempt.
+    """One side of one attempt, of which so many `tries` were begun.
 
-    Attributes:
-        deadline: When `Tick` is due, in the caller's time; infinity once it is over, when nothing is to be handled.
-        tries: Number of tries that were begun.
+    `Tick` is due at `deadline`, in the caller's time; that is infinity once it is over, and nothing is to be handled.
     """
 
     def __init__(self, begins: bool) -> None:

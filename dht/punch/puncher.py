@@ -259,12 +259,7 @@ OpenChannel = Callable[[SharedPort, Place], Awaitable[FramedChannel]]
 
 
 class PunchDriver:
-    """One side of one attempt.
-
-    Attributes:
-        channel: The channel that came of it; None before, and if none did.
-        machine: Decides, and counts the tries.
-    """
+    """Acts for one side of one attempt; `channel` is what came of it, `machine` decides, and counts the tries."""
 
     def __init__(self, stream: Stream, begins: bool, mirrors: Sequence[Place], opens: OpenChannel) -> None:
         """`mirrors` are direct listeners of public peers; `begins` for the side that speaks first on `stream`."""
@@ -353,12 +348,7 @@ class PunchDriver:
 
 
 class Puncher:
-    """Decides when a hole is punched, and keeps what came of it.
-
-    Attributes:
-        schedule: When a hole to each peer is tried, and why the last try failed.
-        listener: Where p2pd is to send streams for this.
-    """
+    """Punches holes when the `schedule` says so, and parks the channels; `listener` takes the streams of others."""
 
     def __init__(
         self, link: P2pdClient, dialer: Dialer, direct: DirectTransport, reach: Reach, folder: Path

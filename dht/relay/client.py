@@ -67,12 +67,9 @@ REFUSALS = RelayError, ConnectionError, Malformed
 
 @dataclass(frozen=True)
 class Held:
-    """A place at a relay that has passed its trial.
+    """A place at a relay that has passed its `trial`, last asked for at `since` on the monotonic clock.
 
-    Attributes:
-        address: Where others reach this peer through it, in the form that `--join` takes.
-        since: When it was last asked for, on the monotonic clock.
-        trial: How the trial went, in words.
+    Others reach this peer there at `address`, in the form that `--join` takes.
     """
 
     address: str
@@ -82,13 +79,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A relay that did not do.
-
-    Attributes:
-        reason: Why, one line.
-        retry: When to try it again, on the monotonic clock.
-        delay: Seconds from the failure to `retry`.
-    """
+    """A relay that did not do, and is tried again at `retry` on the monotonic clock, `delay` after the failure."""
 
     reason: str
     retry: float
