@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import base58
@@ -82,6 +84,13 @@ def parse_address(text: str) -> Address:
     if len(rest) != 2 or rest[0] != "p2p":
         raise _error(text, "expected /p2p/PEERID at its end", EXAMPLE)
     return Address(text, _peer(text, rest[1]), host, port, relayed)
+
+
+def well_formed(texts: Iterable[str]) -> Iterator[Address]:
+    """Parse the addresses that are not malformed."""
+    for text in texts:
+        with contextlib.suppress(AddressError):
+            yield parse_address(text)
 
 
 def parse_listen(text: str) -> ListenAddress:

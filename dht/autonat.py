@@ -24,7 +24,7 @@ import msgspec
 from humanfriendly.text import pluralize
 
 from equipoise.dht import messages
-from equipoise.dht.address import AddressError, parse_address, parse_listen
+from equipoise.dht.address import AddressError, parse_listen, well_formed
 from equipoise.dht.dialer import GREETING, Unreached, direct_hosts, probe, told
 from equipoise.dht.dialpolicy import network_of
 from equipoise.dht.direct.listener import ask_origin
@@ -86,7 +86,7 @@ class Answer(messages.Versioned, frozen=True, kw_only=True):
         reached: Addresses that led to the asker, in the form that `--listen` takes.
         failed: Why none did, if none did.
         busy: Whether nothing was tried.
-        direct: TCP port of the author's direct listener, which tells whoever asks where it comes from; 0: none.
+        direct: TCP port of the author's direct listener, which tells askers where they come from; 0: none.
         blocked: Why the asker's direct port could not be opened; empty if it was, or not tried.
     """
 
@@ -104,7 +104,7 @@ class Reachability:
     """
 
     def __init__(self, hidden: str = "") -> None:
-        """`hidden` says why nobody could dial this peer whatever they tried; then nobody is asked."""
+        """`hidden` says why no peer could dial this one in any case; then none is asked."""
         self._hidden = hidden
         self._asked: dict[str, float] = {}
         self._heard: dict[str, tuple[float, Answer]] = {}
@@ -160,16 +160,16 @@ class Reachability:
 
 
 class Reach:
-    """Finds out, and keeps what it found.
+    """Finds out how others reach this peer, and keeps what it found.
 
     Attributes:
-        on_change: Called when it is another than before.
+        on_change: Called when the verdict, the addresses or the relays are others than before.
         listening: Tells where this peer listens itself, in the form that `--join` takes.
         mates: Tells the records of all others in this peer's runs.
         direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
         relays: The relays in use.
         handlers: The unary handlers to register with p2pd.
-        listeners: Where p2pd is to send streams for this.
+        listeners: Take the streams of relayed peers, and of trials, from p2pd.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Reach:
 
     @property
     def mirrors(self) -> list[tuple[str, int]]:
-        """The direct listeners of public peers that have dialled back, which tell whoever asks where it comes from."""
+        """The direct listeners of public peers that have dialled back, which tell askers where they come from."""
         paths = self._protocol.dialer.paths
         found = [
             (host, port)
@@ -349,11 +349,7 @@ def stands_in(mates: Iterable[Readiness]) -> bool:
 def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
     """Return what may be dialled for a peer that is seen at the hosts `seen` and says it listens at `addresses`."""
     found: dict[tuple[str, int], None] = {}
-    for text in addresses:
-        try:
-            address = parse_address(text)
-        except AddressError:
-            continue
+    for address in well_formed(addresses):
         if not address.relayed:
             near = [address.host] if any(_neighbours(host, address.host) for host in seen) else []
             found |= dict.fromkeys((host, address.port) for host in (*seen, *near))

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 
-from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
+from equipoise.dht.address import Address, is_relayed, well_formed
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.limits import LruDict
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
@@ -69,10 +69,7 @@ class Dialer:
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
         """Remember where `peer` says it listens; malformed addresses and other peers' are ignored."""
-        found = []
-        for text in addresses[:MAX_ADDRESSES_PER_PEER]:
-            with contextlib.suppress(AddressError):
-                found.append(parse_address(text))
+        found = well_formed(addresses[:MAX_ADDRESSES_PER_PEER])
         mine = tuple(address for address in found if address.peer == peer)
         if mine:
             self._known[peer] = mine

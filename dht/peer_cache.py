@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.dht.address import AddressError, parse_address
+from equipoise.dht.address import well_formed
 from equipoise.dht.limits import LruDict
 from equipoise.dht.sanitize import read_regular
 
@@ -49,7 +49,9 @@ class PeerCache:
         self.first_sequence = self._starts << 40
         self.ports = content.port, content.direct_port
         self.peers: LruDict[str, tuple[str, ...]] = LruDict(MAX_PEERS)
-        self.peers.update({peer: seen for peer, seen in content.peers.items() if _sound(peer, seen)})
+        for peer, seen in content.peers.items():
+            if [address.peer for address in well_formed(seen)] == [peer] * len(seen):
+                self.peers[peer] = seen
         self._saved = b""
         self.save()
 
@@ -84,10 +86,3 @@ class PeerCache:
             if not isinstance(error, FileNotFoundError):
                 _log.warning("%s is not used: %s", self._path, error)
             return _Content()
-
-
-def _sound(peer: str, addresses: tuple[str, ...]) -> bool:
-    try:
-        return all(parse_address(text).peer == peer for text in addresses)
-    except AddressError:
-        return False

@@ -28,7 +28,7 @@ from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
 MAX_RECORD_BYTES = 4096
 """Longest record. A usual one takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
 MAX_TTL_SECONDS = 60.0
-"""Longest time that anybody keeps a record after its first arrival, whatever it asks for."""
+"""Longest time that a peer keeps a record after its first arrival; the record may ask for less."""
 MAX_RUN_BYTES = 128
 MAX_REASON_CHARACTERS = 200
 MAX_WHY_CHARACTERS = 160
@@ -67,7 +67,7 @@ _V = TypeVar("_V")
 
 
 class Forged(Malformed):
-    """A record is not signed by the peer that it names; nobody who verifies records passes such a one on."""
+    """A record is not signed by the peer that it names; no peer that verifies records passes such a one on."""
 
 
 class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -135,7 +135,7 @@ class Kept(msgspec.Struct, frozen=True):
         key: DHT key that it belongs under.
         subkey: Its author's PeerID.
         data: Its signed bytes.
-        remaining: Seconds until it is void, by whoever passes it on: durations travel, clocks do not.
+        remaining: Seconds until it is void, by the peer that passes it on: durations travel, clocks do not.
     """
 
     key: Key
@@ -303,7 +303,7 @@ class RecordStore:
             entry = self._entries[found.subkey, run]
             if entry.data == found.data:
                 if not entry.buried:
-                    # Whoever passed it on first may have understated what was left.
+                    # The peer that passed it on first may have understated what was left.
                     expires = max(entry.expires, min(entry.arrived + entry.record.ttl, now + found.remaining))
                     self._entries[found.subkey, run] = replace(entry, expires=expires)
                 return True

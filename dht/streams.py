@@ -93,7 +93,7 @@ class Stream:
         return self._why is not None
 
     def close(self, why: str = "closed by this peer") -> None:
-        """Close the socket and wake whoever waits on it; idempotent."""
+        """Close the socket and end the waits on it; idempotent."""
         if self._why is not None:
             return
         self._why = why
@@ -207,7 +207,7 @@ class Stream:
         if self._reading is not None:
             wake(self._reading)
         else:
-            # Whoever reads is busy elsewhere; to stay registered would call this at every turn of the loop.
+            # The reader is busy elsewhere; to stay registered would call this at every turn of the loop.
             self._loop.remove_reader(self._socket)
             self._watched = False
 

@@ -1,9 +1,9 @@
 """Records of our own, AES-256-GCM, for after TLS has done what it is good at.
 
-Threat: whoever controls the network between two members reads, alters, drops, replays, reorders and injects bytes.
+Threat: an attacker on the network between two members reads, alters, drops, replays, reorders and injects bytes.
 It may learn sizes and times of records and, from the preface and the start of TLS, which are in the clear, who talks to
 whom (both PeerIDs), in which layer, and the fingerprint of the dialling side's certificate. It may end the connection.
-It learns nothing of what is said and changes none of it: who alters the preface is found out inside TLS.
+It learns nothing of what is said and changes none of it: an altered preface is found out inside TLS.
 
 Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Inside it each side sends 32 random bytes;
 then both leave TLS. Key of a direction = HKDF-SHA256 over both secrets, with the direction and both PeerIDs as info:

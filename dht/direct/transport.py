@@ -80,7 +80,7 @@ class PunchedChannels:
         return None if channel.closed else channel
 
     async def stop(self) -> None:
-        """Keep nothing any more; idempotent. Channels are closed by whoever counts them."""
+        """Keep nothing any more; idempotent. `OpenChannels` closes the channels."""
         await self._tasks.stop()
 
     async def _keep(self, channel: FramedChannel) -> None:

@@ -194,7 +194,7 @@ class Punch:
                 return self._finish(f"the other side does not answer within {ANSWER_SECONDS:.0f} s")
 
     def _settle(self, now: float) -> list[Action]:
-        """One side has a channel: wait until the other has, for who hangs up first may break what it is about."""
+        """One side has a channel: wait until the other has, for the first to hang up may break what it is about."""
         self._phase, self.deadline = "settling", now + TRY_SECONDS
         return []
 

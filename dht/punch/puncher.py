@@ -64,7 +64,7 @@ TRIES_BURST = 12.0
 some five packets; a punch has three."""
 ADDRESS_TRIES_PER_SECOND = 1.0
 ADDRESS_TRIES_BURST = 60.0
-"""Tries of one address, whoever names it: twenty punches with peers behind one router."""
+"""Tries of one address, by any peers that name it: twenty punches with peers behind one router."""
 
 MIRRORS = 3
 """Most public peers asked: two tell a NAT that maps each destination to another port, a third outvotes a liar."""

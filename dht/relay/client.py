@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from equipoise.dht.address import Address, AddressError, is_relayed, parse_address
+from equipoise.dht.address import Address, is_relayed, well_formed
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import IdentityError, load_or_create
 from equipoise.dht.limits import LruDict, backoff
@@ -200,11 +200,9 @@ class RelayClient:
         direct = [path for path in self._dialer.paths.get(relay, ()) if not is_relayed(path)]
         known = [text for text in self._dialer.addresses_of(relay) if not is_relayed(text)]
         # What others are told is where it listens; the connection's other end is that too where it was dialled.
-        for text in (*known, *(f"{path}/p2p/{relay}" for path in direct)):
-            try:
-                return parse_address(f"{text}/p2p-circuit/p2p/{self._own}")
-            except AddressError:
-                continue
+        there = (*known, *(f"{path}/p2p/{relay}" for path in direct))
+        for address in well_formed(f"{text}/p2p-circuit/p2p/{self._own}" for text in there):
+            return address
         raise RelayError("no address of it is known at which others can reach it")
 
     async def _reserve(self, relay: str) -> Any:
@@ -260,7 +258,7 @@ class Trials:
             while transfer.received < TRIAL_BYTES:
                 transfer.received += await stream.receive_some(chunk)
             await stream.send(b"\1")
-            # Closed by whoever tries, who has read the answer then.
+            # The side that tries closes it, and has read the answer then.
             await stream.wait_readable()
 
     async def _conduct(self, address: Address, folder: Path) -> str:

@@ -191,7 +191,7 @@ class RelayService:
         elif request.kind == Kind.CONNECT:
             target = base58.b58encode(request.peer.id[:64]).decode()
             self._check(peer, target)
-            # Counted before anything is waited for: whoever asks many times at once gets no more.
+            # Counted before anything is waited for: a peer that asks many times at once gets no more.
             with self._circuits.counting(peer, target):
                 await self._carry(peer, target, stream)
         else:
@@ -201,7 +201,7 @@ class RelayService:
         now = time.monotonic()
         self._reserved = {one: until for one, until in self._reserved.items() if until > now}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
-            # Those who have gone made room without saying so.
+            # Peers that have gone made room without saying so.
             here = await self._dialer.refresh()
             self._reserved = {one: until for one, until in self._reserved.items() if one in here}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
