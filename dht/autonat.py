@@ -23,7 +23,6 @@ from typing import Annotated, Literal
 import msgspec
 from humanfriendly.text import pluralize
 
-from equipoise.dht import messages
 from equipoise.dht.address import AddressError, parse_listen, well_formed
 from equipoise.dht.dialer import GREETING, Unreached, direct_hosts, probe, told
 from equipoise.dht.dialpolicy import network_of
@@ -31,7 +30,7 @@ from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import connect
 from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
-from equipoise.dht.protocol import RecordProtocol
+from equipoise.dht.protocol import RecordProtocol, Versioned, decode, encode
 from equipoise.dht.records import MAX_ADDRESSES, Addresses, Readiness
 from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayClient, Trials
 from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
@@ -72,14 +71,14 @@ Probe = Callable[[str, int], Awaitable[None]]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
-class Ask(messages.Versioned, frozen=True, kw_only=True):
+class Ask(Versioned, frozen=True, kw_only=True):
     """Try to dial the author at its addresses; and at its `direct` port, if any, of the hosts where it is seen."""
 
     addresses: Addresses
     direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
 
-class Answer(messages.Versioned, frozen=True, kw_only=True):
+class Answer(Versioned, frozen=True, kw_only=True):
     """The outcome of the tries that were asked for.
 
     Attributes:
@@ -292,8 +291,8 @@ class Reach:
     async def ask(self, peer: str) -> Answer | None:
         """Have `peer` dial back; None if it did not try. Raises ConnectionError or Malformed if it gives no answer."""
         question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self.direct())
-        data = await self._link.call(peer, DIALBACK, messages.encode(question), DIALBACK_SECONDS)
-        answer = messages.decode(data, Answer)
+        data = await self._link.call(peer, DIALBACK, encode(question), DIALBACK_SECONDS)
+        answer = decode(data, Answer)
         if answer.busy:
             return None
         reached = []
@@ -306,8 +305,8 @@ class Reach:
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Dial `peer` back, which calls for that."""
         if self._under_way >= MAX_AT_ONCE or not self._limit.allow(peer, time.monotonic()):
-            return messages.encode(Answer(busy=True))
-        ask = messages.decode(data, Ask)
+            return encode(Answer(busy=True))
+        ask = decode(data, Ask)
         self._under_way += 1
         try:
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
@@ -319,7 +318,7 @@ class Reach:
                 _try_all([(host, ask.direct) for host in hosts], answered),
             )
             blocked = other.failed if hosts and not other.reached else ""
-            return messages.encode(msgspec.structs.replace(answer, direct=self.direct(), blocked=blocked))
+            return encode(msgspec.structs.replace(answer, direct=self.direct(), blocked=blocked))
         finally:
             self._under_way -= 1
 

@@ -21,9 +21,8 @@ from humanfriendly.text import pluralize
 from equipoise.dht.address import Address
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.limits import backoff
-from equipoise.dht.messages import VersionError
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
-from equipoise.dht.protocol import CallError, RecordProtocol
+from equipoise.dht.protocol import CallError, RecordProtocol, VersionError
 from equipoise.dht.state import AddressState, BootstrapStatus
 from equipoise.dht.tasks import TaskSet, sleep_until
 

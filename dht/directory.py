@@ -74,13 +74,10 @@ class Publisher:
                 unconnected += 1
             self._tasks[peer] = asyncio.create_task(self._deliver(peer))
 
-    async def drained(self, seconds: float) -> None:
-        """Wait until all are sent, at most `seconds`."""
+    async def close(self, seconds: float = 0.0) -> None:
+        """Stop sending, once all is sent, or after so many seconds."""
         if self._tasks:
             await asyncio.wait(set(self._tasks.values()), timeout=seconds)
-
-    async def close(self) -> None:
-        """Stop sending."""
         await end(set(self._tasks.values()))
 
     async def _deliver(self, peer: str) -> None:
@@ -166,8 +163,7 @@ class RunDirectory:
         last = self._seal(self._record(run, state="offline", spec=own.record.spec, round=own.record.round))
         own.publisher.publish(last, self._targets(own))
         self._protocol.take([last], self._identity.peer)
-        await own.publisher.drained(WITHDRAW_SECONDS)
-        await own.publisher.close()
+        await own.publisher.close(WITHDRAW_SECONDS)
 
     async def peers(self, run: str) -> Sequence[Readiness]:
         """Return the verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""

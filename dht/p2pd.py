@@ -122,9 +122,8 @@ class P2pd:
         for address in options.listen:
             check_free(address)
         options.control.unlink(missing_ok=True)
-        guard = (sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid()))
         process = await asyncio.create_subprocess_exec(
-            *guard,
+            *(sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid())),
             *options.arguments(),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

@@ -16,19 +16,37 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from equipoise.dht import messages
+import msgspec
+
+from equipoise.dht import sanitize
 from equipoise.dht.clock import SwarmClock
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, PeerID, RoutingTable
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
-from equipoise.dht.records import Entry, Forged, Kept, RecordStore
+from equipoise.dht.records import Addresses, Entry, Forged, Kept, Key, RecordStore
 from equipoise.dht.sanitize import Malformed, printable
+from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.tasks import TaskSet
 
+MAX_KEYS = 16
+"""A run has 4 keys; a look-up asks for one run's."""
+MAX_RECORDS = 512
+"""In one message; `PAGE_BYTES` is reached at about 140 usual ones."""
+MAX_PEER_CHARACTERS = 64
+"""An Ed25519 PeerID has 52."""
+MAX_INSTANCE_BYTES = 16
+MAX_NEAREST = 20
+"""Kademlia's k."""
+MAX_MESSAGE_BYTES = 128 * 1024
+"""p2pd's own limit is 256 KB. A page of records holds at most `PAGE_BYTES`."""
+PAGE_BYTES = 64 * 1024
+"""All records that one answer carries, about 140 usual ones."""
+
+PING, FIND, STORE = "equipoise.dht.ping", "equipoise.dht.find", "equipoise.dht.store"
 MAX_PEERS = 1024
 """Most peers whose instances are remembered, the latest heard."""
 MAX_FORMER = 4
@@ -60,9 +78,109 @@ LOOKUP_SECONDS = 6.0
 MAX_BANS = 4096
 """Most peers whose failures are remembered."""
 
-_Answer = TypeVar("_Answer", messages.Hello, messages.Found, messages.Stored)
-
 _log = logging.getLogger(__name__)
+
+_Message = TypeVar("_Message", bound="Versioned")
+
+
+class VersionError(Malformed):
+    """A message is of another protocol version; says which side is older, and what to upgrade."""
+
+
+class Versioned(msgspec.Struct, frozen=True, kw_only=True):
+    """Every message begins with the `PROTOCOL_VERSION` of its author."""
+
+    version: int = PROTOCOL_VERSION
+
+
+class Hello(Versioned, frozen=True, kw_only=True):
+    """A ping, and part of every other message.
+
+    Attributes:
+        serves: Whether the author answers look-ups (False in client mode).
+        time: The author's clock, seconds since 1970.
+        addresses: Where it listens.
+        relays: Whether it relays for peers that cannot be dialled.
+        instance: Drawn at the author's start; see `Instances`.
+        doubled: Whether the author has heard two daemons that speak as the recipient.
+    """
+
+    serves: bool
+    time: float
+    addresses: Addresses = ()
+    relays: bool = False
+    instance: Annotated[bytes, msgspec.Meta(max_length=MAX_INSTANCE_BYTES)] = b""
+    doubled: bool = False
+
+    @property
+    def hello(self) -> Hello:
+        """Itself: what every message of the DHT has."""
+        return self
+
+
+class Neighbour(msgspec.Struct, frozen=True):
+    """A peer that may be nearer to a key; its addresses are hearsay."""
+
+    peer: Annotated[str, msgspec.Meta(max_length=MAX_PEER_CHARACTERS)]
+    addresses: Addresses = ()
+
+
+Records = Annotated[tuple[Kept, ...], msgspec.Meta(max_length=MAX_RECORDS)]
+Neighbours = Annotated[tuple[Neighbour, ...], msgspec.Meta(max_length=MAX_NEAREST)]
+
+
+class Find(Versioned, frozen=True, kw_only=True):
+    """Ask for the records under some keys, and for peers nearer to them."""
+
+    hello: Hello
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Found(Versioned, frozen=True, kw_only=True):
+    """Answer to `Find`: records under any of the keys, and for each key the nearest peers known, in its order."""
+
+    hello: Hello
+    records: Records
+    nearest: Annotated[tuple[Neighbours, ...], msgspec.Meta(max_length=MAX_KEYS)]
+
+
+class Store(Versioned, frozen=True, kw_only=True):
+    """Ask to keep some records; what is not valid is dropped."""
+
+    hello: Hello
+    records: Records
+
+
+class Stored(Versioned, frozen=True, kw_only=True):
+    """Answer to `Store`."""
+
+    hello: Hello
+    accepted: int
+
+
+class _Version(msgspec.Struct, frozen=True):
+    version: int
+
+
+_versions = msgspec.msgpack.Decoder(_Version)
+encode = msgspec.msgpack.Encoder().encode
+
+
+def decode(data: bytes, kind: type[_Message]) -> _Message:
+    """Decode a stranger's message; raises Malformed if it is malformed, too large, or of another version."""
+    version = sanitize.decode(_versions, data, MAX_MESSAGE_BYTES).version
+    if version != PROTOCOL_VERSION:
+        newer = version > PROTOCOL_VERSION
+        age, hint = ("newer", "upgrade this machine's") if newer else ("older", "have it upgraded")
+        both = f"protocol version {version}, this machine version {PROTOCOL_VERSION}"
+        raise VersionError(f"its equipoise is {age} ({both}): {hint} with pip install --upgrade equipoise")
+    message = sanitize.decode(msgspec.msgpack.Decoder(kind), data, MAX_MESSAGE_BYTES)
+    if isinstance(message, Store | Found) and sum(len(one.data) for one in message.records) > PAGE_BYTES:
+        raise Malformed(f"malformed message: expected at most {PAGE_BYTES} bytes of records")
+    return message
+
+
+_Answer = TypeVar("_Answer", Hello, Found, Stored)
 
 
 class Instances:
@@ -119,7 +237,7 @@ class RecordProtocol:
         doubled_until: How long another daemon counts as speaking with this one's identity, on the monotonic clock.
     """
 
-    bucket_size = messages.MAX_NEAREST
+    bucket_size = MAX_NEAREST
 
     def __init__(self, peer: str, serves: bool, link: P2pdClient, dialer: Dialer) -> None:
         self.peer = peer
@@ -137,7 +255,7 @@ class RecordProtocol:
         self.serves = serves
         self.relays = False
         self.doubled_until = float("-inf")
-        self._instance = secrets.token_bytes(messages.MAX_INSTANCE_BYTES)
+        self._instance = secrets.token_bytes(MAX_INSTANCE_BYTES)
         self._instances = Instances()
         self._link = link
         self.dialer = dialer
@@ -160,19 +278,19 @@ class RecordProtocol:
     def handlers(self) -> dict[str, CallHandler]:
         """Return the unary handlers to register with p2pd."""
         return {
-            messages.PING: self._guarded(messages.Hello, lambda peer, _: self._hello(peer)),
-            messages.FIND: self._guarded(messages.Find, self._on_find),
-            messages.STORE: self._guarded(messages.Store, self._on_store),
+            PING: self._guarded(Hello, lambda peer, _: self._hello(peer)),
+            FIND: self._guarded(Find, self._on_find),
+            STORE: self._guarded(Store, self._on_store),
         }
 
     async def ping(self, peer: str) -> None:
         """Make acquaintance with `peer`; raises CallError if no daemon of this version answers."""
-        await self._call(peer, messages.PING, self._hello(peer), messages.Hello)
+        await self._call(peer, PING, self._hello(peer), Hello)
 
     async def store(self, peer: str, records: Sequence[Kept]) -> int:
         """Have `peer` keep `records`; return how many it took as valid. Raises CallError if it does not answer."""
-        request = messages.Store(hello=self._hello(peer), records=tuple(records))
-        return (await self._call(peer, messages.STORE, request, messages.Stored)).accepted
+        request = Store(hello=self._hello(peer), records=tuple(records))
+        return (await self._call(peer, STORE, request, Stored)).accepted
 
     async def meet(self, peer: str) -> None:
         """Ping `peer`, then look for this peer's own neighbours through it; raises CallError as `ping` does."""
@@ -202,9 +320,9 @@ class RecordProtocol:
         The records go to the record store, not to hivemind. None if there is no usable answer.
         """
         keys = tuple(keys)
-        request = messages.Find(hello=self._hello(str(peer)), keys=tuple(key.to_bytes() for key in keys))
+        request = Find(hello=self._hello(str(peer)), keys=tuple(key.to_bytes() for key in keys))
         try:
-            answer = await self._call(str(peer), messages.FIND, request, messages.Found)
+            answer = await self._call(str(peer), FIND, request, Found)
         except CallError as error:
             _log.debug("%s", error)
             return None
@@ -244,8 +362,8 @@ class RecordProtocol:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 await self.dialer.reach(peer)
-                data = await self._link.call(peer, name, messages.encode(request), CALL_SECONDS)
-            answer = messages.decode(data, kind)
+                data = await self._link.call(peer, name, encode(request), CALL_SECONDS)
+            answer = decode(data, kind)
         except TimeoutError:
             self.lose(peer)
             raise CallError(f"{peer} does not answer within {CALL_SECONDS:.0f} s") from None
@@ -265,12 +383,12 @@ class RecordProtocol:
                 await self._hold(peer)
                 raise Malformed(f"{peer} {FORGER}" if distrusted else "too many calls; wait a second")
             try:
-                request = messages.decode(data, kind)
-            except messages.VersionError:
+                request = decode(data, kind)
+            except VersionError:
                 # The bare version, from which the caller tells which side is older: an error's text would be ours.
-                return messages.encode(messages.Versioned())
+                return encode(Versioned())
             self._meet(peer, request.hello)
-            return messages.encode(handle(peer, request))
+            return encode(handle(peer, request))
 
         return guarded
 
@@ -281,17 +399,17 @@ class RecordProtocol:
         with self._held.counting(peer):
             await asyncio.sleep(HELD_SECONDS)
 
-    def _on_find(self, peer: str, request: messages.Find) -> messages.Found:
+    def _on_find(self, peer: str, request: Find) -> Found:
         now = time.monotonic()
         records = [kept for key in dict.fromkeys(request.keys) for kept in self.record_store.under(key, now)]
         nearest = tuple(self._nearest(key, peer) for key in request.keys)
-        return messages.Found(hello=self._hello(peer), records=_page(records), nearest=nearest)
+        return Found(hello=self._hello(peer), records=_page(records), nearest=nearest)
 
-    def _on_store(self, peer: str, request: messages.Store) -> messages.Stored:
-        return messages.Stored(hello=self._hello(peer), accepted=self.take(request.records, peer))
+    def _on_store(self, peer: str, request: Store) -> Stored:
+        return Stored(hello=self._hello(peer), accepted=self.take(request.records, peer))
 
-    def _hello(self, peer: str) -> messages.Hello:
-        return messages.Hello(
+    def _hello(self, peer: str) -> Hello:
+        return Hello(
             serves=self.serves,
             time=time.time(),
             addresses=self.addresses,
@@ -300,13 +418,13 @@ class RecordProtocol:
             doubled=self._instances.doubled(peer, time.monotonic()),
         )
 
-    def _nearest(self, key: bytes, asker: str) -> tuple[messages.Neighbour, ...]:
+    def _nearest(self, key: bytes, asker: str) -> tuple[Neighbour, ...]:
         place, own = DHTID.from_bytes(key), node_id_of(asker)
         found = self.routing_table.get_nearest_neighbors(place, self.bucket_size, own)
         peers = (str(peer) for _, peer in found)
-        return tuple(messages.Neighbour(peer, self.dialer.addresses_of(peer)) for peer in peers)
+        return tuple(Neighbour(peer, self.dialer.addresses_of(peer)) for peer in peers)
 
-    def _neighbours(self, nearest: Iterable[messages.Neighbour]) -> dict[Any, Any]:
+    def _neighbours(self, nearest: Iterable[Neighbour]) -> dict[Any, Any]:
         found = {}
         for neighbour in nearest:
             try:
@@ -318,7 +436,7 @@ class RecordProtocol:
                 found[node_id_of(neighbour.peer)] = PeerID.from_base58(neighbour.peer)
         return found
 
-    def _meet(self, peer: str, hello: messages.Hello) -> None:
+    def _meet(self, peer: str, hello: Hello) -> None:
         now = time.monotonic()
         self.on_heard(peer)
         self._instances.hear(peer, hello.instance, now)
@@ -356,9 +474,9 @@ def _page(records: list[Kept]) -> tuple[Kept, ...]:
     # In no order of the authors' choosing: several answers together show more than one page.
     random.shuffle(records)
     page, size = [], 0
-    for kept in records[: messages.MAX_RECORDS]:
+    for kept in records[:MAX_RECORDS]:
         size += len(kept.data)
-        if size > messages.PAGE_BYTES:
+        if size > PAGE_BYTES:
             break
         page.append(kept)
     return tuple(page)

@@ -241,9 +241,6 @@ class RecordStore:
         self._keys: dict[bytes, set[tuple[str, str]]] = {}
         self._bytes = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def accept(self, found: Kept, now: float, swarm_time: float) -> Entry | None:
         """Take a record; return its entry if it is news, None if it is known already.
 

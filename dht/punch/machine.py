@@ -9,18 +9,41 @@
     Try half the way there and back later
 
 The last four lines are repeated while no connection comes about: each time the way is measured anew, so that both
-routers' first packets cross (libp2p's DCUtR; its CONNECT is our Candidates, its SYNC our Go).
+routers' first packets cross (libp2p's DCUtR; its CONNECT is our Candidates, its SYNC our Go). Messages are msgpack,
+bounded, and checked before they are believed; not all places that a stranger names are tried.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable
+from typing import Annotated, Literal
 
 import msgspec
 
-from equipoise.dht.punch import messages
-from equipoise.dht.punch.messages import Candidates, Place, obstacle, targets
+from equipoise.dht import sanitize
 from equipoise.dht.sanitize import printable
+from equipoise.dht.state import PROTOCOL_VERSION
+
+MIN_PORT = 1024
+"""The lowest port that a peer may name. Routers give outgoing connections no lower port, so a lower one would be the
+port of another service."""
+
+MAX_INSIDE = 2
+"""Most places inside: a member that lies has so many first packets, and one more, sent to this peer's neighbours."""
+
+Place = tuple[str, int]
+"""IP address and TCP port."""
+_Told = tuple[Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]]
+PUNCH_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/punch"
+MAX_MESSAGE_BYTES = 1024
+"""Longest message; three IPv6 addresses, or a reason, take less than half."""
+MAX_REASON_CHARACTERS = 160
+MAX_TRIES = 3
+"""Most tries, as in DCUtR: what does not come about in three does not in thirty."""
+
+_Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRIES)]
 
 MEASURE_SECONDS = 4.0
 """Longest time to ask public peers where this one's connections come from."""
@@ -32,10 +55,117 @@ MAX_LEAD_SECONDS = 1.0
 """Longest wait for the other side to have heard `Go`; a relay slower than that is not in step anyway."""
 
 
+class Candidates(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+    """The places that one peer's connections come from: the two sides of a punch tell each other theirs first.
+
+    Attributes:
+        outside: As public peers see them: its router's.
+        inside: As its own machine and its neighbours see them.
+        steady: Whether its router, as far as is known, gives every destination the same port.
+    """
+
+    outside: _Told
+    inside: Annotated[tuple[_Told, ...], msgspec.Meta(max_length=MAX_INSIDE)] = ()
+    steady: bool = True
+
+
+def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Candidates:
+    """Return this peer's places: those that public peers have `seen` its connections come from, and those `inside`.
+
+    Most observers must agree on the address: a single lying observer could have peers connect to any host. Raises
+    ConnectionError, and why, if they have said nothing, or do not agree.
+    """
+    seen = list(seen)
+    # A neighbour sees what is inside, which helps nobody beyond the router.
+    outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
+    if not outside:
+        raise ConnectionError("no public peer has told where its connections come from")
+    [(host, votes)] = Counter(host for host, _ in outside).most_common(1)
+    if 2 * votes <= len(outside):
+        told = " and ".join(sorted({host for host, _ in outside}))
+        raise ConnectionError(f"public peers do not agree where its connections come from: {told}")
+    [(place, alike)] = Counter(place for place in outside if place[0] == host).most_common(1)
+    return Candidates(place, tuple(dict.fromkeys(inside))[:MAX_INSIDE], steady=2 * alike > votes)
+
+
+def targets(own: Candidates, theirs: Candidates) -> tuple[Place, ...]:
+    """Return where the other peer may be found, the likeliest first; empty if it names nothing worth a packet.
+
+    Behind one router (one public address), it is sought inside too. Addresses that nobody outside could have are
+    tried only where this peer's own is such a one. One side's port must be known; from the other, a router that looks
+    at addresses only lets a connection in whatever its port (RFC 5382, section 4.3).
+    """
+    found = []
+    if (own.steady or theirs.steady) and _alike(own.outside, theirs.outside):
+        found = [theirs.outside]
+    if own.outside[0] == theirs.outside[0]:
+        near = theirs.inside[:MAX_INSIDE]
+        found = [place for place in near if any(_alike(one, place) for one in own.inside)] + found
+    foreign = (place for place in dict.fromkeys(found) if place not in (own.outside, *own.inside))
+    return tuple(place for place in foreign if place[1] >= MIN_PORT)
+
+
+def obstacle(own: Candidates, theirs: Candidates) -> str:
+    """Return in words what is known to stand between the two; empty if nothing is."""
+    unsteady = [whose for whose, one in (("this", own), ("the other", theirs)) if not one.steady]
+    if not unsteady:
+        return ""
+    return f"{' and '.join(unsteady)} side's router gives every destination another port"
+
+
+def _alike(own: Place, theirs: Place) -> bool:
+    here, there = ipaddress.ip_address(own[0]), ipaddress.ip_address(theirs[0])
+    if there.is_multicast or there.is_unspecified or here.version != there.version:
+        return False
+    return (here.is_global, here.is_loopback) == (there.is_global, there.is_loopback)
+
+
+class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
+    """Before try `number`: answer at once, so that the way there and back is known."""
+
+    number: _Number
+
+
+class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
+    """The answer to a probe."""
+
+    number: _Number
+
+
+class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
+    """Connect now; the author does so when this should have arrived."""
+
+    number: _Number
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The author has a channel, if there is no reason; else it gives up."""
+
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)] = ""
+
+
+Message = Candidates | Probe | Echo | Go | End
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def decode(data: bytes) -> Message:
+    """Read a stranger's message; raises Malformed if it is none, or breaks a bound."""
+    message = sanitize.decode(_decoder, data, MAX_MESSAGE_BYTES)
+    try:
+        for host, _ in (message.outside, *message.inside) if isinstance(message, Candidates) else ():
+            if ipaddress.ip_address(host) and "%" in host:
+                raise ValueError("expected addresses without a zone")
+    except ValueError as error:
+        raise sanitize.Malformed(f"malformed message: {printable(str(error))}") from None
+    return message
+
+
 class Heard(msgspec.Struct, frozen=True):
     """The other side has said something."""
 
-    message: messages.Message
+    message: Message
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -75,7 +205,7 @@ class Measure(msgspec.Struct, frozen=True):
 class Say(msgspec.Struct, frozen=True):
     """Send a message to the other side."""
 
-    message: messages.Message
+    message: Message
 
 
 class Try(msgspec.Struct, frozen=True):
@@ -108,7 +238,7 @@ class Punch:
         self.tries = 0
         self._begins = begins
         self._phase: Phase = "measuring"
-        self._awaited: type[messages.Message] = Candidates
+        self._awaited: type[Message] = Candidates
         self._own: Candidates | None = None
         self._theirs: Candidates | None = None
         self._targets: tuple[Place, ...] = ()
@@ -125,7 +255,7 @@ class Punch:
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in what has happened; return what is to be done."""
         match event:
-            case Heard(messages.End(reason=reason)):
+            case Heard(End(reason=reason)):
                 return self._on_end(reason, now)
             case Heard(message):
                 return self._on_message(message, now)
@@ -151,24 +281,24 @@ class Punch:
         self._own = places
         if self._begins:
             return [Say(places), *self._await(Candidates, now)]
-        return self._compare() or [Say(places), *self._await(messages.Probe, now)]
+        return self._compare() or [Say(places), *self._await(Probe, now)]
 
-    def _on_message(self, message: messages.Message, now: float) -> list[Action]:
+    def _on_message(self, message: Message, now: float) -> list[Action]:
         if self._phase != "awaiting" or type(message) is not self._awaited:
             return self._finish(f"the other side said {type(message).__name__} out of turn")
         match message:
             case Candidates():
                 self._theirs = message
                 return (self._compare() or self._probe(now)) if self._begins else self._measure(now)
-            case messages.Probe(number=number) if number == self.tries + 1:
+            case Probe(number=number) if number == self.tries + 1:
                 self.tries = number
-                return [Say(messages.Echo(number)), *self._await(messages.Go, now)]
-            case messages.Echo(number=number) if number == self.tries:
+                return [Say(Echo(number)), *self._await(Go, now)]
+            case Echo(number=number) if number == self.tries:
                 self._phase = "leading"
                 self.deadline = now + min((now - self._probed_at) / 2, MAX_LEAD_SECONDS)
-                return [Say(messages.Go(number))]
-            case messages.Go(number=number) if number == self.tries:
-                return [*self._await(messages.Probe, now), Try(self._targets)]
+                return [Say(Go(number))]
+            case Go(number=number) if number == self.tries:
+                return [*self._await(Probe, now), Try(self._targets)]
         return self._finish(f"the other side speaks of another try than the {self.tries}.")
 
     def _on_end(self, reason: str, now: float) -> list[Action]:
@@ -202,7 +332,7 @@ class Punch:
         self._phase, self.deadline = "measuring", now + MEASURE_SECONDS
         return [Measure()]
 
-    def _await(self, kind: type[messages.Message], now: float) -> list[Action]:
+    def _await(self, kind: type[Message], now: float) -> list[Action]:
         self._phase, self._awaited, self.deadline = "awaiting", kind, now + ANSWER_SECONDS
         return []
 
@@ -218,10 +348,10 @@ class Punch:
     def _probe(self, now: float) -> list[Action]:
         self.tries += 1
         self._probed_at = now
-        return [Say(messages.Probe(self.tries)), *self._await(messages.Echo, now)]
+        return [Say(Probe(self.tries)), *self._await(Echo, now)]
 
     def _again(self, now: float) -> list[Action]:
-        if self.tries < messages.MAX_TRIES:
+        if self.tries < MAX_TRIES:
             return self._probe(now)
         failures = f"{self._found()}, in {self.tries} tries"
         # Of what was found there the other side is told nothing: it may have named places to have them looked at.
@@ -236,6 +366,6 @@ class Punch:
     def _finish(self, reason: str, told: str | None = None, tell: bool = True) -> list[Action]:
         self.deadline = float("inf")
         tell = tell and (self._begins or bool(reason))
-        words = (reason if told is None else told)[: messages.MAX_REASON_CHARACTERS]
-        last: list[Action] = [Say(messages.End(words))] if tell else []
+        words = (reason if told is None else told)[:MAX_REASON_CHARACTERS]
+        last: list[Action] = [Say(End(words))] if tell else []
         return [*last, Finish(reason)]

@@ -23,8 +23,8 @@ from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit, backoff
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
-from equipoise.dht.punch import machine, messages
-from equipoise.dht.punch.messages import PUNCH_PROTOCOL, Candidates, Place, judge
+from equipoise.dht.punch import machine
+from equipoise.dht.punch.machine import PUNCH_PROTOCOL, Candidates, Place, judge
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Acceptor, Stream, StreamClosed
 from equipoise.dht.tasks import TaskSet, sleep_until
@@ -35,7 +35,7 @@ WANTED_SECONDS = 600.0
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
 """A punch that failed is tried again after so long, each time twice as long: the other side may not have been in the
-round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few messages. After
+round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few machine. After
 one that went well it is the former: routers there may be that let connections begin and not last."""
 PATIENCE_SECONDS = 2.0
 """From first meeting a peer to punching: one may dial the other, which is simpler, and the other side learns a moment
@@ -305,7 +305,7 @@ class PunchDriver:
     async def _perform(self, action: machine.Action) -> None:
         match action:
             case machine.Say(message):
-                await streams.send_message(self._stream, messages.encode(message))
+                await streams.send_message(self._stream, machine.encode(message))
             case machine.Measure():
                 self._tasks.spawn(self._measure())
             case machine.Try(targets):
@@ -317,8 +317,8 @@ class PunchDriver:
         try:
             while True:
                 await self._stream.wait_readable()
-                data = await streams.receive_message(self._stream, messages.MAX_MESSAGE_BYTES)
-                await self._events.put(machine.Heard(messages.decode(data)))
+                data = await streams.receive_message(self._stream, machine.MAX_MESSAGE_BYTES)
+                await self._events.put(machine.Heard(machine.decode(data)))
         except (StreamClosed, Malformed) as error:
             await self._events.put(machine.Broke(str(error)))
 
@@ -401,9 +401,9 @@ class Puncher:
             self._end(peer, f"no stream to it can be opened: {error}")
 
     async def _answer(self, peer: str, relayed: bool, stream: Stream) -> None:
-        refusal = self._refusal(peer)[: messages.MAX_REASON_CHARACTERS]
+        refusal = self._refusal(peer)[: machine.MAX_REASON_CHARACTERS]
         if refusal:
-            await streams.send_message(stream, messages.encode(messages.End(refusal)))
+            await streams.send_message(stream, machine.encode(machine.End(refusal)))
             async with asyncio.timeout(HANG_UP_SECONDS):
                 await stream.wait_readable()
             return

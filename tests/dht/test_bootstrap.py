@@ -8,7 +8,7 @@ import socket
 import msgspec
 import pytest
 
-from equipoise.dht import messages
+from equipoise.dht import protocol as wire
 from equipoise.dht.dialer import Unreached, probe
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.state import PROTOCOL_VERSION
@@ -91,7 +91,7 @@ async def test_another_peer_at_the_address(members, until, stranger) -> None:
 
 async def test_another_protocol_version(members, until) -> None:
     first = await members.start("first")
-    later = messages.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0)
+    later = wire.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0)
     first._protocol._hello = lambda peer: later
     member = await members.start("member", join=first.addresses)
     await until(lambda: member.status().bootstrap[0].state == "other version")
@@ -103,8 +103,8 @@ async def test_a_newer_caller_is_told_which_side_is_older(members, until) -> Non
     first = await members.start("first")
     member = await members.start("member", join=first.addresses)
     await until(lambda: first.peer in member.status().connected)
-    newer = messages.encode(messages.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0))
-    answer = await member._link.call(first.peer, messages.PING, newer)
+    newer = wire.encode(wire.Hello(version=PROTOCOL_VERSION + 1, serves=True, time=0.0))
+    answer = await member._link.call(first.peer, wire.PING, newer)
     assert msgspec.msgpack.decode(answer) == {"version": PROTOCOL_VERSION}
 
 
@@ -113,8 +113,8 @@ def test_which_side_is_older_is_said() -> None:
         (PROTOCOL_VERSION + 1, "newer.*upgrade this"),
         (PROTOCOL_VERSION - 1, "older.*have it"),
     ):
-        with pytest.raises(messages.VersionError, match=said):
-            messages.decode(messages.encode(messages.Versioned(version=version)), messages.Hello)
+        with pytest.raises(wire.VersionError, match=said):
+            wire.decode(wire.encode(wire.Versioned(version=version)), wire.Hello)
 
 
 async def test_the_real_cause_outlasts_pauses_of_libp2p(members, until, stranger) -> None:

@@ -271,9 +271,9 @@ def test_nothing_can_be_revived_by_forgetting(identity: Identity) -> None:
     record_store.accept(kept(identity, sequence=1), NOW, SWARM_TIME)
     record_store.accept(kept(identity, sequence=2), NOW, SWARM_TIME)
     record_store.forget(NOW + REMEMBER_SECONDS - 1)
-    assert len(record_store) == 1
+    assert len(record_store._entries) == 1
     record_store.forget(NOW + REMEMBER_SECONDS + 1)
-    assert len(record_store) == 0
+    assert len(record_store._entries) == 0
     with pytest.raises(Malformed, match="swarm's clock"):
         record_store.accept(
             kept(identity, sequence=1), NOW + REMEMBER_SECONDS + 1, SWARM_TIME + REMEMBER_SECONDS + 1
@@ -305,7 +305,7 @@ def test_a_run_that_was_left_makes_room_for_another(identity: Identity) -> None:
     record_store.accept(kept(identity, run="run 7", sequence=2, state="offline"), NOW, SWARM_TIME)
     assert record_store.accept(kept(identity, run="one more"), NOW, SWARM_TIME)
     assert record_store.accept(kept(identity, run="and another"), NOW + 16, SWARM_TIME)
-    assert len(record_store) == MAX_RUNS_PER_PEER
+    assert len(record_store._entries) == MAX_RUNS_PER_PEER
 
 
 @pytest.mark.parametrize(

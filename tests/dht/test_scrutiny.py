@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from equipoise.dht import messages, records
+from equipoise.dht import protocol as wire
+from equipoise.dht import records
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.dialpolicy import DialPolicy
 from equipoise.dht.identity import Identity, peer_of
@@ -91,10 +92,10 @@ def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
 
 
 async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
-    hello = messages.Hello(serves=False, time=time.time())
-    request = messages.encode(messages.Store(hello=hello, records=tuple(kept)))
-    answer = await protocol.handlers()[messages.STORE](sender, request)
-    return messages.decode(answer, messages.Stored).accepted
+    hello = wire.Hello(serves=False, time=time.time())
+    request = wire.encode(wire.Store(hello=hello, records=tuple(kept)))
+    answer = await protocol.handlers()[wire.STORE](sender, request)
+    return wire.decode(answer, wire.Stored).accepted
 
 
 def test_forged_records_cost_one_signature_for_each_sender(

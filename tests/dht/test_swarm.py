@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from equipoise.dht import messages
+from equipoise.dht import protocol as wire
 from equipoise.dht.address import AddressError
 from equipoise.dht.dialer import Unreached
 from equipoise.dht.identity import load_or_create
@@ -282,17 +282,17 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
     key = key_of("digits", shard_of(stranger.peer))
     good = seal(record, stranger)
     forged = seal(msgspec.structs.replace(record, sequence=2), second.identity)
-    deep = messages.encode(hello)[:-1] + b"\x91" * 50 + b"\xc0"
+    deep = wire.encode(hello)[:-1] + b"\x91" * 50 + b"\xc0"
     requests = [
         (b"", "malformed"),
         (b"\xc1", "malformed"),
         (deep, "malformed"),
         (bytes(150_000), "malformed"),
-        (messages.encode({"version": 1, "hello": hello, "records": "x"}), "malformed"),
+        (wire.encode({"version": 1, "hello": hello, "records": "x"}), "malformed"),
     ]
     for request, problem in requests:
         with pytest.raises(ConnectionError, match=problem):
-            await second._link.call(first.peer, messages.STORE, request)
+            await second._link.call(first.peer, wire.STORE, request)
     for kept in (
         Kept(key, second.peer, good, 15.0),
         Kept(key_of("digits", (shard_of(stranger.peer) + 1) % 4), stranger.peer, good, 15.0),
@@ -312,11 +312,11 @@ async def test_too_many_calls_are_refused(members, until) -> None:
     first = await members.start("first")
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.peer in second.status().connected)
-    ping = messages.encode(second._protocol._hello(first.peer))
+    ping = wire.encode(second._protocol._hello(first.peer))
 
     async def flood() -> None:
         for _ in range(2000):
-            await second._link.call(first.peer, messages.PING, ping)
+            await second._link.call(first.peer, wire.PING, ping)
 
     with pytest.raises(ConnectionError, match="too many calls"):
         await flood()
@@ -327,7 +327,7 @@ async def test_clocks_that_differ_meet_in_the_middle(members, until) -> None:
     second = await members.start("second", join=first.addresses)
     await until(lambda: first.status().state == second.status().state == "joined")
     hello = second._protocol._hello
-    second._protocol._hello = lambda peer: messages.Hello(
+    second._protocol._hello = lambda peer: wire.Hello(
         serves=True, time=hello(peer).time + 300, addresses=hello(peer).addresses
     )
     await second._protocol.ping(first.peer)

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from equipoise.dht.punch import machine, puncher
-from equipoise.dht.punch.messages import PUNCH_PROTOCOL, End, decode
+from equipoise.dht.punch.machine import PUNCH_PROTOCOL, End, decode
 from equipoise.dht.punch.puncher import SharedPort
 from equipoise.dht.streams import receive_message
 from equipoise.dht.swarm import Swarm

@@ -14,23 +14,28 @@ from msgspec.structs import replace
 from equipoise.dht.punch.machine import (
     ANSWER_SECONDS,
     MAX_LEAD_SECONDS,
+    MAX_TRIES,
     MEASURE_SECONDS,
     TRY_SECONDS,
     Action,
     Broke,
+    Candidates,
+    Echo,
+    End,
     Event,
     Finish,
+    Go,
     Heard,
     Measure,
     Measured,
     Missed,
     Opened,
+    Probe,
     Punch,
     Say,
     Tick,
     Try,
 )
-from equipoise.dht.punch.messages import MAX_TRIES, Candidates, Echo, End, Go, Probe
 
 PLACES = (
     Candidates(("44.0.0.1", 5001), (("192.168.1.2", 5001),)),

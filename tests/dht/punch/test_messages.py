@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from equipoise.dht.punch.messages import (
+from equipoise.dht.punch.machine import (
     MAX_INSIDE,
     MAX_MESSAGE_BYTES,
     MAX_REASON_CHARACTERS,

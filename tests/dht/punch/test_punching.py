@@ -13,7 +13,7 @@ from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
-from equipoise.dht.punch.messages import Candidates, encode
+from equipoise.dht.punch.machine import Candidates, encode
 from equipoise.dht.punch.puncher import PunchDriver, SharedPort
 from equipoise.dht.streams import Stream, send_message
 from equipoise.dht.transport import FramedChannel
