@@ -41,9 +41,7 @@ class Accumulator:
     def add(self, gradients: Mapping[str, torch.Tensor | None], weight: float) -> None:
         """Add `weight` * gradient; a gradient that is None counts as zeros. On an error nothing is added.
 
-        Args:
-            gradients: By name; floating-point, of the shapes of this accumulator, dense or sparse (COO).
-            weight: A finite number >= 0.
+        Gradients are floating-point, of the shapes of this accumulator, dense or sparse (COO).
 
         Raises:
             ValueError: The weight is not a finite number >= 0.

@@ -140,12 +140,9 @@ def find_home(
 def load(
     flags: Mapping[str, Any], environ: Mapping[str, str] | None = None, style: str = "flag --"
 ) -> Loaded:
-    """Read the configuration of a daemon.
+    """Read the configuration of a daemon, from the process's own environment by default.
 
-    Args:
-        flags: Values by key, `home` included; None means not given.
-        environ: The environment; the process's own by default.
-        style: Name of a flag's origin, up to the flag's own name.
+    `flags` are values by key, `home` included; None means not given. `style` begins the name of a flag's origin.
 
     Raises:
         ConfigError: A key is unknown, a value has the wrong type or is out of its range, or an address is malformed
@@ -237,6 +234,7 @@ def _from_flags(flags: Mapping[str, Any], style: str) -> list[tuple[str, Any, st
 
 def _checked(key: str, value: Any, origin: str) -> Any:
     """The value as the daemon takes it."""
+    hint, choices = "", _CHOICES.get(key)
     try:
         if key in RATES and isinstance(value, str):
             value = _bytes_per_second(value)
@@ -247,20 +245,16 @@ def _checked(key: str, value: Any, origin: str) -> Any:
             raise ValueError("not finite")
         if key == "name" and not checked.isprintable():
             raise ValueError("not printable")
+        if choices and checked not in choices and (key, checked) != ("channel", UNENCRYPTED):
+            hint = _closest(checked, choices)
+            raise ValueError("not one of them")
+        return checked
     except ValueError:
-        ambiguous = key in RATES and re.search(r"[kKmMgGtT]i?b(/s)?$", str(value).strip())
-        hint = "write B for bytes or bit for bits" if ambiguous else ""
-        raise _wrong(_place(key, origin), f"expected {_expected(key)}, got {_shown(value)}", hint) from None
-    choices = _CHOICES.get(key)
-    if choices and checked not in choices and (key, checked) != ("channel", UNENCRYPTED):
-        problem = f"expected {_expected(key)}, got {_shown(value)}"
-        raise _wrong(_place(key, origin), problem, _closest(checked, choices))
-    return checked
-
-
-def _place(key: str, origin: str) -> str:
-    """The place where a person finds the setting; the name of a flag or a variable identifies it."""
-    return f"{origin}: {key}" if origin.startswith("file ") else origin
+        if key in RATES and re.search(r"[kKmMgGtT]i?b(/s)?$", str(value).strip()):
+            hint = "write B for bytes or bit for bits"
+        # The name of a flag or a variable identifies the setting.
+        place = f"{origin}: {key}" if origin.startswith("file ") else origin
+        raise _wrong(place, f"expected {_expected(key)}, got {_shown(value)}", hint) from None
 
 
 def _expected(key: str) -> str:
@@ -320,9 +314,10 @@ def _malformed(
         try:
             parse_address(address)
         except AddressError as error:
+            origin = settings["join"].origin
             if not tolerant:
-                raise _wrong(settings["join"].origin, str(error)) from error
-            found.append(BootstrapStatus(address, "malformed", f"{settings['join'].origin}: {error}", 0))
+                raise _wrong(origin, str(error)) from error
+            found.append(BootstrapStatus(address, "malformed", f"{origin}: {error}", 0))
     return tuple(found)
 
 

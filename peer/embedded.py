@@ -27,7 +27,7 @@ START_SECONDS = 60.0
 
 
 class Peer(Client):
-    """A daemon in this process, and a client of it; everything else is as with `connect`.
+    """A daemon in this process, and a client of it; all else is as with `connect`.
 
     The client reaches the daemon through a socket pair, so both faces are the same code.
     """

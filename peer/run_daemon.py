@@ -126,11 +126,9 @@ def on_signals(
 
 
 class Given(msgspec.Struct, frozen=True):
-    """The orders of a launched daemon on its standard input, which stays open as long as the launch lives.
+    """A launched daemon's configuration and the descriptor of its home's lock, on its standard input.
 
-    Attributes:
-        loaded: Its configuration.
-        lock: Descriptor of its home's lock.
+    That stays open as long as the launch lives.
     """
 
     loaded: Loaded

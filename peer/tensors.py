@@ -96,11 +96,9 @@ class Binding:
         return named
 
     def write_step(self, contribution: torch.Tensor, accumulated: Accumulator | None) -> None:
-        """Write the contribution of `step`: mean gradients, then buffers; zeros where nothing is `accumulated`.
+        """Write the contribution of `step`, f32 [`values` or more]: mean gradients, then buffers.
 
-        Args:
-            contribution: The flat vector, f32, of `values` values or more.
-            accumulated: The weighted gradients of this peer, if any.
+        An observer, which has `accumulated` nothing, writes zeros: its tensors may hold anything.
 
         Raises:
             SchemaError: A buffer has changed since join, or is not finite.
@@ -118,13 +116,9 @@ class Binding:
         mean: dict[str, torch.Tensor],
         hand_back: bool = True,
     ) -> None:
-        """Take over the result of a step, a flat vector, f32.
+        """Take over the result of a step, a flat vector, f32, into `mean`: by name, fp32, on the tensors' devices.
 
-        Args:
-            result: The flat vector.
-            stepped: The tensors whose gradients were exchanged.
-            mean: By name, fp32, on the tensors' devices; overwritten, or filled.
-            hand_back: Whether to overwrite the `.grad` of a module's parameters.
+        The gradients were those of the tensors `stepped`; `hand_back` overwrites the `.grad` of a module's parameters.
 
         Raises:
             SchemaError: A buffer has changed since join; nothing was written.

@@ -126,11 +126,6 @@ def _force(home: Path) -> dict[str, int | bool]:
 
 
 def ask(home: str | None, request: Request[Answer]) -> Answer:
-    """Connect, ask, disconnect.
-
-    Raises:
-        NoDaemon: None runs there; says how to start one.
-        DaemonLost: It does not answer; says what to do.
-    """
+    """Connect, ask, disconnect; raise NoDaemon if none runs there, and DaemonLost if it does not answer."""
     with contextlib.closing(open_link(find_home(home, os.environ)[0], ANSWER_SECONDS)) as link:
         return link.ask(request, ANSWER_SECONDS)

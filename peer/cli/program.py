@@ -97,12 +97,8 @@ def _complain(error: Exception, as_json: bool) -> int:
     """Print an error to standard error as one line, or as one JSON object; returns the exit status."""
     if isinstance(error, OSError) and not isinstance(error, EquipoiseError) and error.filename:
         error = unusable(f"use {error.filename}", error)
-    kind, text, hint, status = (
-        type(error).__name__,
-        str(error) or type(error).__name__,
-        "",
-        ExitStatus.FAILURE,
-    )
+    kind, hint, status = type(error).__name__, "", ExitStatus.FAILURE
+    text = str(error) or kind
     if isinstance(error, click.UsageError):
         hint = f"see `{error.ctx.command_path if error.ctx else 'equipoise'} --help`"
         kind, text, status = "UsageError", f"{error.format_message().rstrip('.')}; {hint}", ExitStatus.USAGE

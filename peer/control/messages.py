@@ -59,14 +59,7 @@ class RunRequest(Request[Answer], Generic[Answer], frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """The daemon that answers.
-
-    Attributes:
-        peer_id: Its PeerID.
-        name: Its name for people.
-        pid: Its process.
-        home: Its home; empty where that is gone when the daemon ends.
-    """
+    """The daemon that answers; `home` is empty where the home goes with the daemon."""
 
     peer_id: str
     name: str
@@ -82,13 +75,9 @@ class Hello(Request[Welcome], frozen=True):
 
 
 class JoinRun(RunRequest[None], frozen=True):
-    """Take part in a run; the shared memory comes beside this frame.
+    """Take part in a run: `tensors` is the schema of `average`, `gradients` that of `step`.
 
-    Attributes:
-        options: Strategy, rule, codec and sizes.
-        tensors: Schema of `average`.
-        gradients: Schema of `step`.
-        values: Length of each of the two vectors in the shared memory.
+    The shared memory, of two vectors of `values` values, comes beside this frame.
     """
 
     options: RunOptions

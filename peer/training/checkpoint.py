@@ -168,14 +168,9 @@ class Folder:
         return place
 
     def load(self, limit: int, read: Read) -> Found | None:
-        """Load the newest checkpoint that is sound.
+        """Load the newest checkpoint that is sound, of at most `limit` bytes, if there is one.
 
-        Args:
-            limit: Most bytes that an image may have here.
-            read: Checks an image, u8 [bytes], against the state here, as `TrainingState.read` does.
-
-        Returns:
-            The checkpoint that was loaded; None where there is none.
+        `read` checks an image, u8 [bytes], against the state here, as `TrainingState.read` does.
 
         Raises:
             Misfit: One is of another run, model or terms. It is not passed over: to resume from it was a mistake.
@@ -428,10 +423,7 @@ def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> None:
 
 
 def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, memoryview]:
-    """Read the checkpoint of `own` in the directory `path` and verify all of it; its image has at most `limit` bytes.
-
-    Returns:
-        Its manifest and its image, u8 [bytes].
+    """Read the manifest and the image, of at most `limit` bytes, of a checkpoint of `own`, and verify all of it.
 
     Raises:
         Misfit: It is of another run, model or terms.

@@ -72,12 +72,7 @@ class Part(Protocol):
 
 
 class Image(NamedTuple):
-    """An image that was checked against the state that read it.
-
-    Attributes:
-        id: Id of its state.
-        load: Take it on.
-    """
+    """An image that was checked against the state that read it: the id of its state, and a function to take it on."""
 
     id: StateId
     load: Callable[[], None]
@@ -96,13 +91,10 @@ class TrainingState:
             _split(part.tree(), name, {})
 
     def image(self, state: StateId) -> torch.Tensor:
-        """Copy the state; `state` is the id that it has.
-
-        Returns:
-            u8 [bytes], on the CPU.
+        """Copy the state, whose id is `state`, to an image: u8 [bytes], on the CPU.
 
         Raises:
-            ImageError: The user's part holds what cannot be written; names it.
+            ImageError: The user's part holds a value that cannot be written; names it.
         """
         tensors: dict[str, torch.Tensor] = {}
         plain = {name: _split(part.tree(), name, tensors) for name, part in self._parts.items()}
@@ -112,9 +104,8 @@ class TrainingState:
     def read(self, image: torch.Tensor, foreign: bool = False) -> Image:
         """Check all of an image against this state; nothing changes before its `load` is called.
 
-        Args:
-            image: u8 [bytes], on the CPU, not to be changed before it has been loaded.
-            foreign: Whether it comes from another peer: its hyperparameters must then be those of the run's terms.
+        The image, u8 [bytes], is on the CPU, and does not change before it has been loaded. A `foreign` one, another
+        peer's, must have the hyperparameters of the run's terms.
 
         Raises:
             ImageError: It is damaged, of another model, or holds NaN or Inf; names the first thing that differs.

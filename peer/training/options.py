@@ -179,12 +179,7 @@ class GossipKeywords(TypedDict, total=False):
 
 
 def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:
-    """Options of one kind from the keywords of a call.
-
-    Args:
-        kind: `Options` or `LocalOptions`.
-        keywords: By name.
-        others: Further keywords that the call takes: one of them may be the one that was meant.
+    """Options of one kind from the keywords of a call, which takes `others` too: one of those may be meant.
 
     Raises:
         TypeError: A keyword is unknown, or a required one is missing; names it, and the closest known one.

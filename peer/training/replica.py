@@ -99,11 +99,8 @@ class Phase(Enum):
 class Known:
     """The peers that one peer, `name`, has trained with.
 
-    Args:
-        name: PeerID of the one that remembers them.
-        trust: `heads`: it takes the word of all, whether it has trained with them or not.
-        patience: Seconds, and `ROUNDS_APART` rounds that nobody missed, without any of them: then it follows strangers.
-        now: Seconds of the clock that `group` is given.
+    After `patience` seconds, and `ROUNDS_APART` rounds that nobody missed, without any of them, it follows strangers.
+    With the trust `heads` it takes the word of all, whether it has trained with them or not.
     """
 
     def __init__(self, name: str, trust: Trust, patience: float, now: float) -> None:
@@ -196,11 +193,9 @@ class Replica:
     def attendance(self, others_give: bool = False) -> float:
         """The weight with which to take part where there is nothing to give: none, if the others are a group without.
 
-        Beside a single peer that gives, one of those who do not makes the second contributor; were it all of them, they
-        would be groups by themselves, or each with the first peer that comes to a round of several.
-
-        Args:
-            others_give: Whether several others are known, and some have accumulated something: they have begun.
+        Beside a single peer that gives, one peer that does not makes the second contributor; were it all of them, they
+        would be groups by themselves, or each with the first peer that comes to a round of several. `others_give` says
+        that several others are known, and some have accumulated something: they have begun.
         """
         if self.phase is Phase.ASTRAY:
             return ATTENDANCE if self._stands_in else 0.0

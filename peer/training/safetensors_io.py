@@ -63,10 +63,9 @@ class ImageError(EquipoiseError, ValueError):
 
 
 def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> torch.Tensor:
-    """Write tensors, on any device, as one safetensors file.
+    """Write tensors, on any device, as one safetensors file, u8 [bytes], on the CPU.
 
-    Returns:
-        u8 [bytes], on the CPU: the same for the same tensors and metadata, in whatever order they come.
+    The bytes are the same for the same tensors and metadata, in whatever order they come.
 
     Raises:
         ImageError: A tensor is sparse or of a dtype without a name in the format; names it. Or the header is too long.
@@ -101,10 +100,7 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
 
 
 def unpack(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a safetensors file, as views of it, and its metadata.
-
-    Args:
-        image: u8 [bytes], on the CPU; from whoever: every length is checked.
+    """The tensors of a safetensors file, u8 [bytes] on the CPU, as views of it, and its metadata; all is checked.
 
     Raises:
         ImageError: It is no safetensors file, or not a whole one.
