@@ -11,8 +11,7 @@ import click
 import msgspec
 
 from equipoise.dht.sanitize import escaped
-from equipoise.peer.cli.asking import peers, rounds, show_here, status, stop
-from equipoise.peer.cli.starting import daemon, demo, launch
+from equipoise.peer.cli import verbs
 from equipoise.peer.errors import EquipoiseError, ExitStatus, unusable
 
 DEBUG_ENV = "EQUIPOISE_DEBUG"
@@ -52,10 +51,10 @@ def equipoise(context: click.Context) -> None:
     Without a command it prints what is running here.
     """
     if context.invoked_subcommand is None:
-        show_here()
+        verbs.show_here()
 
 
-for verb in (demo, daemon, launch, status, peers, rounds, stop):
+for verb in (verbs.demo, verbs.daemon, verbs.launch, verbs.status, verbs.peers, verbs.rounds, verbs.stop):
     equipoise.add_command(verb)
 
 

@@ -21,7 +21,7 @@ from e2e.swarm import CLI, ChildProcess, DaemonProcess, Swarm, eventually
 from equipoise.dht.address import EXAMPLE
 from equipoise.dht.identity import IDENTITY_FILE
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.peer.cli import asking, program
+from equipoise.peer.cli import program, verbs
 from equipoise.peer.home import Home
 
 LOCAL = ["--listen", "/ip4/127.0.0.1/tcp/0"]
@@ -156,7 +156,7 @@ def second_daemon(place: Place) -> tuple[int, str]:
 
 
 def hung_daemon(place: Place) -> tuple[int, str]:
-    place.monkeypatch.setattr(asking, "ANSWER_SECONDS", 0.2)
+    place.monkeypatch.setattr(verbs, "ANSWER_SECONDS", 0.2)
     home = Home.take(place.home)
     try:
         with home.listen():

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from e2e.swarm import eventually
-from equipoise.peer.cli import asking, program
-from equipoise.peer.cli import asking as stopping
+from equipoise.peer.cli import program, verbs
 from equipoise.peer.errors import EquipoiseError, NoDaemon
 from equipoise.peer.home import PID_FILE, end_by_force, find_holder, wait_until_free
 
@@ -41,7 +40,7 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def hang(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Starts a process that has taken the home, and answers nothing."""
-    monkeypatch.setattr(asking, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(verbs, "ANSWER_SECONDS", 0.2)
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*words: str) -> subprocess.Popen[bytes]:
@@ -100,7 +99,7 @@ def test_a_daemon_that_answers_and_does_not_end_is_ended(
     hang: Start, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = hang()
-    monkeypatch.setattr(stopping, "_ask_to_stop", lambda home: not_ended(home, process.pid))
+    monkeypatch.setattr(verbs, "_ask_to_stop", lambda home: not_ended(home, process.pid))
 
     assert program.run(["stop", "--force", "--home", str(home)]) == 0
     assert process.wait(10) == -signal.SIGTERM

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from equipoise.peer.demo.learner import Digits, deal, split_digits
+from equipoise.peer.demo.trainer import Digits, deal, split_digits
 from equipoise.peer.training import DiLoCo
 from fakes.training import FakeSwarm
 

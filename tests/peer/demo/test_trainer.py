@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from equipoise.peer.demo.learner import Digits, Learner, deal, split_digits, train_alone
 from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER
+from equipoise.peer.demo.trainer import Digits, Learner, deal, split_digits, train_alone
 
 
 @pytest.fixture(scope="module")
