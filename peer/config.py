@@ -26,7 +26,7 @@ RESUME_ENV = ENV_PREFIX + "RESUME"
 FILE_NAME = "config.toml"
 
 MAX_FILE_BYTES = 64 * 1024
-"""A configuration is some lines; whatever is larger is not one."""
+"""Most bytes of a configuration file: it has some lines."""
 
 MAX_BANDWIDTH = 1e13
 """As in `equipoise.averaging.manifest`, which takes long to import."""

@@ -50,7 +50,7 @@ NEXT_STEPS: dict[AddressState, str] = {
     "wrong peer": "copy the address that the daemon there prints now",
     "failed": _COMPARE,
 }
-"""By what came of an address; the reasons of the other states say what to do themselves."""
+"""Next step for a person, by the state of an address; the reasons of the other states have one themselves."""
 
 Parts: TypeAlias = "tuple[Swarm, Router]"
 Assemble = Callable[[Config], Awaitable[Parts]]
@@ -99,7 +99,7 @@ class Daemon:
         self._met = False
 
     async def start(self) -> None:
-        """Take the home, start everything, listen to clients; whatever fails is undone.
+        """Take the home, start everything, listen to clients; on an error, undo all of it.
 
         Raises:
             HomeError: The home cannot be used, or another daemon runs there.
@@ -124,7 +124,7 @@ class Daemon:
             self._stopping.set()
 
     def failure(self) -> EquipoiseError | None:
-        """Why this daemon has met no other peer though it was told whom to join; None if it has, or was not told."""
+        """The error of a daemon that was given addresses to join and has met no other peer; else None."""
         standing = self._standing()
         return None if self._met else _failure(standing.reason, standing.bootstrap)
 

@@ -220,7 +220,7 @@ def check_timeout(timeout: float) -> float:
     """A timeout in seconds that a round may have.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a number above 0, or too large.
     """
     valid = isinstance(timeout, int | float) and not isinstance(timeout, bool) and math.isfinite(timeout)
     if not valid or not 0 < timeout <= messages.MAX_TIMEOUT:

@@ -1,4 +1,4 @@
-"""The demo's child processes: started together, heard line by line, and all ended whatever happens."""
+"""The demo's child processes: started together, heard line by line, and all ended in any case."""
 
 from __future__ import annotations
 

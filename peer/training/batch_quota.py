@@ -1,10 +1,10 @@
 """This peer's share of the target batch: it makes so much before it goes to meet the others.
 
-What others have accumulated is known a moment late. Peers as fast as each other, each with its last micro-batch done,
-would therefore all find that the swarm has not got there yet, and all make another. So each makes its share: the
-micro-batches that the target takes, dealt out as all contributed last time. One that then had to wait for the others
-had time for what it made, and for as many more as fit into the wait; by that the shares of those whom it waited for
-shrink. One that has only observed meets with what it has: nobody's share leaves time for its own.
+The others' accumulated weight is known a moment late. Peers as fast as each other, each with its last micro-batch done,
+would therefore all find that the swarm has not reached its target yet, and all make another. So each makes its share:
+the micro-batches of the target are dealt out in proportion to the last contributions. A peer that then had to wait for
+the others makes as many more as fit into the wait, and the others' shares shrink by that. A peer that has only observed
+meets at once: the others' shares leave no time for one of its own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FORMING_SECONDS = 0.5
 """Time to form a group on a busy machine though nobody is late: that is no time to make more."""
 
 NOTABLE = 0.5
-"""Micro-batches' time that one must have waited not to be one of those whom the others waited for."""
+"""Least wait, in micro-batches' time, of a peer that makes more: the others waited for peers that waited less."""
 
 MARGIN = 0.75
-"""Part of a micro-batch's time to be left over, rounded: who fills the wait to its end is the next to be waited for."""
+"""Part of a micro-batch's time to leave over, rounded: the others would wait for a peer that fills all of its wait."""
 
 
 class Pace:

@@ -9,7 +9,7 @@ from equipoise.averaging.state import StateId
 
 
 class RoundSucceeded(NamedTuple):
-    """A round came to a mean.
+    """A round ended in a mean.
 
     Attributes:
         group: The group's state before it; None if nobody claims one.
@@ -29,12 +29,7 @@ class RoundSucceeded(NamedTuple):
 
 
 class RoundFailed(NamedTuple):
-    """A round came to nothing here.
-
-    Attributes:
-        reason: Why.
-        formed: Whether there was a group, which may have come to a mean without this peer.
-    """
+    """A round failed here; if a group had `formed`, that may hold a mean without this peer."""
 
     reason: str
     formed: bool = False
@@ -67,23 +62,18 @@ class MeanFetched(NamedTuple):
 
 
 class RecoveryFailed(NamedTuple):
-    """That mean is not to be had.
-
-    Attributes:
-        reason: Why.
-        decided: Whether all peers have said so: if not, a round may still be going on with some of them.
-    """
+    """That mean is not to be had; unless all peers have `decided` so, some of them may still be in its round."""
 
     reason: str
     decided: bool = True
 
 
 class OthersBegun(NamedTuple):
-    """Others train already, with more than this peer knows of."""
+    """Other peers train already, for longer than this peer knows of."""
 
 
 class Overdue(NamedTuple):
-    """Nobody has come to this peer's round for a while: the others may be further, or have ended."""
+    """No peer has joined this peer's round for a while: the others may be further, or have ended."""
 
 
 class Deserted(NamedTuple):

@@ -2,7 +2,7 @@
 peer has missed, one after another, and tells whether they lead to the group's state.
 
 A lineage is a digest over all that was applied. So the digests of a chain of means, from a peer's own state to one that
-the group has said it holds, prove all of them together, whoever they come from; none is applied before.
+the group claims, prove all of them together, from any source; no mean is applied before.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CHECK_EVERY = 64
 """Epochs between two looks at the parameters themselves: to hash them takes as long as a step of a small model."""
 
 MAX_MISSED = 8
-"""Means that are asked for at most, as many as daemons keep; who has missed more takes a snapshot."""
+"""Most means that are asked for, as many as daemons keep; a peer that has missed more takes a snapshot."""
 
 
 class Link(NamedTuple):
-    """A mean: where it leads from and, but for its last check, where to."""
+    """A mean: the state before it and, but for a check of the parameters, the state after it."""
 
     before: StateId
     after: StateId
@@ -56,7 +56,7 @@ def leads_to(link: Link, state: StateId) -> bool:
 
 
 def told(state: StateId) -> str:
-    """The state as a reason says it."""
+    """The state's name in reasons."""
     return f"epoch {state.epoch} ({state.lineage[:8]})"
 
 
@@ -66,7 +66,7 @@ class Missed:
     Attributes:
         links: Means that are here and not applied.
         asked: The state whose next mean is being fetched, if any.
-        given_up: Why they are not to be had from where this peer stands; empty if they may be.
+        given_up: The reason why no more are to be had after this peer's state; empty if they may be.
     """
 
     def __init__(self) -> None:

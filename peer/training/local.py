@@ -51,7 +51,7 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class StepHook:
-    """Calls back after each step of the optimizer that holds some parameters; of several such the first one counts.
+    """Calls back after each step of the optimizer that holds some parameters; the first such optimizer counts.
 
     Args:
         parameters: Some of them must be the optimizer's.
@@ -287,7 +287,7 @@ class Fragment:
         self.member = Member(run, subject, options)
 
     def tick(self, step: int) -> int | None:
-        """An inner step is done, the group's `step`-th; returns which it is, if this peer has learnt that just now."""
+        """An inner step is done, the group's `step`-th; return its true number if this peer has just learnt it."""
         epoch, ended = self.member.id.epoch, self.member.outcomes
         self._gave = self._gave and self.member.pending
         self._caught_up = self.diverged = False
@@ -305,7 +305,7 @@ class Fragment:
         return self._place(step) if told or self._caught_up else None
 
     def _place(self, step: int) -> int | None:
-        """Which step of the group's this is, as an outer step has just told; None if it is as this peer counts."""
+        """The group's number of this step, as an outer step has just told; None if it is as this peer counts."""
         if self._caught_up or not self._gave:
             return self.group_step
         # It gave at the step at which all did, but it may have taken that for one of another round.
@@ -389,7 +389,7 @@ def _parts(
 
 
 def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Parameters in `count` fragments of about the same size: the largest first, each to whoever has least.
+    """Parameters in `count` fragments of about the same size: the largest first, each to the smallest fragment.
 
     Raises:
         ValueError: There are fewer parameters than fragments.

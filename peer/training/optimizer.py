@@ -28,7 +28,7 @@ from equipoise.peer.training.options import Options, number
 
 CLIP_BITS = 20
 """Bits kept of the factor that clips. Peers with other hardware, or another number of threads, add a norm up in
-another order and come to another last bit; so rounded, they clip alike, at a millionth of the factor."""
+another order and get another last bit; so rounded, they clip alike, at a millionth of the factor."""
 
 MAX_VALUE_CHARS = 200
 """A term may have 256; of longer descriptions of hyperparameters a digest is compared."""
@@ -217,7 +217,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def leave(self) -> None:
         """Finish; the run calls this when it is left."""
-        if self._finished is None and sys.exc_info()[0] is None:  # Who is thrown out does not linger.
+        if self._finished is None and sys.exc_info()[0] is None:  # After an error it does not linger.
             self.finish()
 
     def _may_collect(self) -> bool:
@@ -347,7 +347,7 @@ def _norms(mean: Mapping[str, torch.Tensor]) -> dict[str, float]:
 
 
 def _clip_factor(norm: float, clip: float | None) -> float:
-    """As torch's clip_grad_norm_: min(1, clip / (norm + 1e-6)), in few enough bits that all peers come to the same."""
+    """As torch's clip_grad_norm_: min(1, clip / (norm + 1e-6)), in so few bits that it is the same on all peers."""
     if clip is None or norm <= clip:
         return 1.0
     mantissa, exponent = math.frexp(clip / (norm + 1e-6))

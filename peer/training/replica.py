@@ -10,7 +10,7 @@ with, or else among all, is the group's (`group_state`). From that a peer knows 
   meanwhile gets the few means that it missed, which all daemons keep for a while, or else fetches a snapshot. When that
   is there, it applies the means that were kept since: in step, and nobody waited.
 
-A round that failed here may have come to a mean elsewhere, with this peer's contribution, which must not be given
+A round that failed here may have ended in a mean elsewhere, with this peer's contribution, which must not be given
 again. So a peer in step asks for that mean at once.
 
 Identities are free, so heads alone prove nothing. A peer that has trained with others, by rounds in which they held one
@@ -64,7 +64,7 @@ FAILED_ROUNDS = 3
 """Rounds that fail in a row, though others are known, before one that may train alone does; one alone is weather."""
 
 FIRST_SNAPSHOT = 2
-"""Epoch whose snapshot a peer wants that finds others at work: those who begin with it are in step by then."""
+"""Epoch whose snapshot a newcomer wants that finds others at work: the peers that begin with it are in step by then."""
 
 LOOKS_BACK = 3
 """Most questions for the mean after one state by a peer whose group has left; each may cost it seconds of training."""
@@ -123,7 +123,7 @@ class Known:
         return () if self._trust == "heads" else tuple(self._names)
 
     def group(self, round: events.RoundSucceeded, now: float) -> StateId | None:
-        """The state that this peer takes for the group's after a round; None if nobody whom it believes claims one."""
+        """The state that this peer takes for the group's after a round; None if no peer that it believes claims one."""
         if self._trust == "heads" or not self._names:
             return round.group
         believed = {self._name, *self._names}
@@ -213,7 +213,7 @@ class Replica:
 
     @property
     def gives_up(self) -> bool:
-        """True if it trains alone when its next update is due, whoever is known."""
+        """True if it trains alone when its next update is due, though others are known."""
         return self._alone == "train" and self._failures >= FAILED_ROUNDS
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -285,7 +285,7 @@ class Replica:
             return self._nobody_knows(now)
         self._group = group
         givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
-        # Also those who had nothing to give yet: they will have next time, and need a second contributor then.
+        # Also peers that had nothing to give yet: they will have next time, and need a second contributor then.
         lasting = {name for name in event.members if event.states.get(name) == group}
         idle = [name for name in event.members if name not in lasting]
         self._stands_in = len(lasting) < 2 and idle[:1] == [self._name]
