@@ -12,9 +12,9 @@ import msgspec
 
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.options import MAX_TERM_CHARS, RunOptions, Terms
-from equipoise.averaging.rules import RULES, Rule
+from equipoise.averaging.rules import Rule, parse_rule
 from equipoise.averaging.schema import Schema
-from equipoise.averaging.strategy import STRATEGIES, Strategy
+from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
@@ -101,12 +101,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @cached_property
     def strategy(self) -> Strategy:
         """The strategy that `options` names."""
-        return STRATEGIES.parse(self.options.strategy)
+        return parse_strategy(self.options.strategy)
 
     @cached_property
     def rule(self) -> Rule:
         """The rule that `options` names."""
-        return RULES.parse(self.options.rule)
+        return parse_rule(self.options.rule)
 
     @cached_property
     def marks(self) -> bytes:
@@ -138,7 +138,7 @@ def checked(options: RunOptions) -> RunOptions:
         )
     try:
         cap_of(options.weights)
-        strategy, rule = STRATEGIES.parse(options.strategy), RULES.parse(options.rule)
+        strategy, rule = parse_strategy(options.strategy), parse_rule(options.rule)
     except ValueError as error:
         raise SpecError(str(error)) from None
     if strategy.quorum > options.group_size:

@@ -77,7 +77,10 @@ class Gossip(Strategy):
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", 128)
-"""All strategies; `STRATEGIES.register` makes another one known, `STRATEGIES.parse` returns the strategy of a spec."""
+"""All strategies; `STRATEGIES.register` makes another one known."""
 
 STRATEGIES.register("allreduce", AllReduce, quorum=whole(2))
 STRATEGIES.register("gossip", Gossip, topology=choice(*TOPOLOGIES))
+
+parse_strategy = STRATEGIES.parse
+"""Returns the strategy of a spec; raises ValueError with what came, what is known, and the nearest known name."""

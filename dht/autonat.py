@@ -36,7 +36,7 @@ from equipoise.dht.relay.client import MAX_CANDIDATES, TRIAL_PROTOCOL, RelayClie
 from equipoise.dht.relay.service import HOP_PROTOCOL, RelayService
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import ReachStatus
-from equipoise.dht.tasks import TaskSet, sleep_until
+from equipoise.tasks import TaskSet, sleep_until
 
 WITNESSES = 3
 """Most peers asked: a neighbour on the same network reaches what the rest of the world does not."""

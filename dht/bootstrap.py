@@ -24,7 +24,7 @@ from equipoise.dht.limits import backoff
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.protocol import CallError, RecordProtocol, VersionError
 from equipoise.dht.state import AddressState, BootstrapStatus
-from equipoise.dht.tasks import TaskSet, sleep_until
+from equipoise.tasks import TaskSet, sleep_until
 
 FIRST_RETRY_SECONDS = 0.3
 RETRY_GROWTH = 1.5

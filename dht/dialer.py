@@ -22,7 +22,7 @@ from equipoise.dht.limits import LruDict
 from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import AddressState
-from equipoise.dht.tasks import end
+from equipoise.tasks import end
 
 PROBE_SECONDS = 2.0
 """Longest TCP handshake: it takes one round trip; a packet lost once is sent again after 1 s."""

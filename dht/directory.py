@@ -20,7 +20,7 @@ from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import CallError, RecordProtocol
 from equipoise.dht.records import Entry, Kept, Readiness, key_of, seal, shard_of
 from equipoise.dht.state import PROTOCOL_VERSION, Part
-from equipoise.dht.tasks import TaskSet, end, sleep_until
+from equipoise.tasks import TaskSet, end, sleep_until
 
 MAX_TARGETS = 64
 """Most peers told of a change directly; others find it in the DHT."""

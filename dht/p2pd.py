@@ -27,7 +27,7 @@ import psutil
 
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.sanitize import printable
-from equipoise.dht.tasks import sleep_until
+from equipoise.tasks import sleep_until
 
 START_SECONDS = 15.0
 """Longest start: p2pd answers after 0.1 s on an idle machine; a loaded one gets a hundred times that."""

@@ -22,7 +22,7 @@ from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2
 from equipoise.dht.limits import Tally
 from equipoise.dht.sanitize import printable
 from equipoise.dht.streams import Acceptor, Stream, receive_message
-from equipoise.dht.tasks import TaskSet
+from equipoise.tasks import TaskSet
 
 REQUEST_SECONDS = 5.0
 """Longest request: p2pd answers local ones within milliseconds; dialling a peer takes a few round trips."""

@@ -30,7 +30,7 @@ from equipoise.dht.p2pd_client import CallHandler, P2pdClient
 from equipoise.dht.records import Addresses, Entry, Forged, Kept, Key, RecordStore
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import PROTOCOL_VERSION
-from equipoise.dht.tasks import TaskSet
+from equipoise.tasks import TaskSet
 
 MAX_KEYS = 16
 """A run has 4 keys; a look-up asks for one run's."""

@@ -31,8 +31,8 @@ from equipoise.dht.records import MAX_ADDRESSES, MAX_NAME_CHARACTERS, Readiness
 from equipoise.dht.sanitize import printable
 from equipoise.dht.state import ReachStatus, State, SwarmStatus
 from equipoise.dht.supervisor import Supervisor
-from equipoise.dht.tasks import TaskSet
 from equipoise.dht.transport import Libp2pTransport
+from equipoise.tasks import TaskSet
 
 DEFAULT_LISTEN = ("/ip4/0.0.0.0/tcp/0",)
 """Every IPv4 address of this machine, at the usual port if it is free."""

@@ -13,7 +13,7 @@ from typing import Self
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.strategy import STRATEGIES
+from equipoise.averaging.strategy import parse_strategy
 from equipoise.averaging.weights import CAPPED
 from equipoise.compression import parse_codec
 from equipoise.peer.config import find_home
@@ -114,7 +114,7 @@ class Client:
         options = RunOptions(
             strategy=strategy,
             rule=rule,
-            codec=STRATEGIES.parse(strategy).codec if codec is None else codec,
+            codec=parse_strategy(strategy).codec if codec is None else codec,
             group_size=group_size,
             part_values=part_values,
             weights=weights,

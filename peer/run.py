@@ -19,7 +19,7 @@ from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome, RunS
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
-from equipoise.averaging.strategy import STRATEGIES, Strategy
+from equipoise.averaging.strategy import Strategy, parse_strategy
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
@@ -266,7 +266,7 @@ class Run:
     @property
     def strategy(self) -> Strategy:
         """The strategy of the run."""
-        return STRATEGIES.parse(self.options.strategy)
+        return parse_strategy(self.options.strategy)
 
     @property
     def accumulated(self) -> float:

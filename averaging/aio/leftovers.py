@@ -11,9 +11,9 @@ import logging
 from collections import OrderedDict
 from typing import NamedTuple
 
-from equipoise.averaging.aio.tasks import TaskSet
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.ports import Directory
+from equipoise.tasks import TaskSet
 
 LEFTOVER_SECONDS = 300.0
 """Longest time that a run is kept after its trainer has left. A straggler that is not back by then takes a snapshot of
@@ -40,7 +40,7 @@ class Leftovers:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._kept: OrderedDict[str, _Leftover] = OrderedDict()
-        self._tasks = TaskSet("runs that were left")
+        self._tasks = TaskSet()
 
     def add(self, run: str, transfer: Transfer) -> bool:
         """Keep what there is of a run that was left just now; returns whether it is kept, else it was stopped."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
@@ -12,9 +14,17 @@ from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.layout import Layout
 from equipoise.averaging.rules import Mean, Rule
-from equipoise.compression import Codec, CodecError, NonFiniteError, Values, unwrapped
+from equipoise.compression import Codec, CodecError, EncodeReport, NonFiniteError, Values, unwrapped
 
 MEAN = Mean()
+
+
+class Reduction(NamedTuple):
+    """A part's mean, encoded, its BLAKE3, and how many values were clamped on the way."""
+
+    mean: memoryview
+    digest: bytes
+    clamped: int
 
 
 class RoundBuffers:
@@ -116,14 +126,14 @@ class RoundBuffers:
         """The kept means of all parts, encoded, in order; of a round that has succeeded."""
         return tuple(self._means[part][1] for part in range(len(self._group.parts)))
 
-    def reduce(self, part: int, contributors: int) -> bytes:
-        """Encode and keep what the rule makes of the contributions to `part`; returns its BLAKE3.
+    def reduction(self, part: int, contributors: int) -> Callable[[], Reduction]:
+        """Return the job that applies the rule to the contributions to `part`, encodes the result, and decodes it.
+
+        The job may run in a thread. It holds all buffers that it uses, whatever is released meanwhile. It raises
+        `CodecError` if this peer's own values are not finite.
 
         The owner decodes each contribution from its encoded form, its own too, so all owners get the same bytes. For
         the mean the codec does all in one pass: in fp32, in member order, times the share of the weight.
-
-        Raises:
-            CodecError: Our own values are not finite.
         """
         where = self._group.parts[part]
         weights, kept = self._weights(contributors), self._kept[part]
@@ -132,15 +142,23 @@ class RoundBuffers:
         ]
         mean = self._pool.take(self._sizes[part])
         own, out = self._contribution[where.start : where.stop], self._result[where.start : where.stop]
-        try:
-            if isinstance(self._rule, Mean):
-                self.clamped += self._codecs[part].reduce(payloads, weights, own, mean, out).clamped
-            else:
-                self._apply_rule(self._codecs[part], payloads, weights, own, mean, out)
-        except NonFiniteError as error:
-            raise self._located(part, error) from None
-        self._means[part] = (contributors, mean)
-        return blake3(mean).digest()
+        reduce = self._codecs[part].reduce
+        if not isinstance(self._rule, Mean):
+            reduce = partial(self._apply_rule, self._codecs[part])
+
+        def job() -> Reduction:
+            try:
+                report = reduce(payloads, weights, own, mean, out)
+            except NonFiniteError as error:
+                raise self._located(part, error) from None
+            return Reduction(mean, blake3(mean).digest(), report.clamped)
+
+        return job
+
+    def keep_reduction(self, part: int, contributors: int, reduction: Reduction) -> None:
+        """Keep the result of the job that `reduction` returned for `part`."""
+        self._means[part] = (contributors, reduction.mean)
+        self.clamped += reduction.clamped
 
     def _apply_rule(
         self,
@@ -150,16 +168,18 @@ class RoundBuffers:
         own: Values,
         mean: memoryview,
         out: Values,
-    ) -> None:
+    ) -> EncodeReport:
+        clamped = 0
         present = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
         rows = torch.empty(len(present), len(own))
         for row, (payload, _) in zip(rows, present, strict=True):
             if payload is None:
-                self.clamped += codec.encode(own, mean).clamped
+                clamped = codec.encode(own, mean).clamped
             codec.decode(mean if payload is None else payload, row)
         shares = torch.tensor([weight for _, weight in present], dtype=torch.float64)
-        self.clamped += codec.encode(self._rule.reduce(rows, shares), mean).clamped
+        clamped += codec.encode(self._rule.reduce(rows, shares).values, mean).clamped
         codec.decode(mean, out)
+        return EncodeReport(clamped)
 
     def _weights(self, contributors: int) -> list[float]:
         """Each member's share of the weight; mostly asked of the same contributors for part after part."""

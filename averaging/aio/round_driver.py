@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 import torch
 
-from equipoise.averaging.aio.round_buffers import RoundBuffers
+from equipoise.averaging.aio.round_buffers import Reduction, RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
@@ -28,6 +29,7 @@ from equipoise.averaging.statesync.quorum_proof import Prove
 from equipoise.averaging.statesync.update import EncodedMean
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import CodecError, NonFiniteError
+from equipoise.tasks import Driver
 
 WITH_BODY = (wire.Contribution, wire.Mean)
 """The messages that come with values."""
@@ -38,6 +40,8 @@ ROUND_FRAME = b"R"
 HEADER_PREFIX_BYTES = 17
 
 PAIR = 2
+
+_T = TypeVar("_T")
 
 SHORT_NAME_CHARS = 8
 """The end of a PeerID is what differs between peers."""
@@ -95,6 +99,22 @@ def weights_of(
     )
 
 
+class Inline(Executor):
+    """Runs a job in the loop. A CPU reduces a part in less time than a thread needs to get the interpreter's lock."""
+
+    def submit(self, job: Callable[..., _T], /, *args: object, **options: object) -> Future[_T]:
+        """Run `job` at once; the future holds what it returned, or its `CodecError`."""
+        future: Future[_T] = Future()
+        try:
+            future.set_result(job(*args, **options))
+        except CodecError as error:
+            future.set_exception(error)
+        return future
+
+
+INLINE = Inline()
+
+
 class RoundDriver:
     """One round at one member, from the manifest to the last straggler.
 
@@ -103,6 +123,7 @@ class RoundDriver:
         sessions: Sends frames.
         closed: Called once, when the round can be forgotten.
         keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
+        executor: Reduces parts, one after another.
     """
 
     def __init__(
@@ -111,6 +132,7 @@ class RoundDriver:
         sessions: Sessions,
         closed: Callable[[RoundDriver], None],
         keep: Callable[[EncodedMean, Prove], None] = lambda mean, prove: None,
+        executor: Executor = INLINE,
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
@@ -120,6 +142,8 @@ class RoundDriver:
         self._sessions = sessions
         self._closed = closed
         self._keep = keep
+        self._executor = executor
+        self._jobs: set[asyncio.Future[Reduction]] = set()
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.index(sessions.peer)
@@ -139,18 +163,17 @@ class RoundDriver:
         self._heard_bytes = {peer: sessions.received(peer) for peer in self._members}
         self._sent = 0
         self._received = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._wakes_at = math.inf
+        self._driver = Driver(self._endpoint, self._perform, self._wake)
 
     def start(self) -> None:
         """Say hello to every member, and begin."""
         credentials = {join.peer: join.credential for join in self._task.manifest.members}
         self._sessions.enter(self.id, credentials, round=True)
-        self._perform(self._endpoint.start(self._loop.time()))
+        self._driver.perform(self._endpoint.start(self._loop.time()))
 
     def withdraw(self, reason: str) -> None:
         """Leave the round; the outcome says why."""
-        self._perform(self._endpoint.handle(events.Withdrew(reason), self._loop.time()))
+        self._driver.tell(events.Withdrew(reason))
 
     def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
         """Where the body of a frame goes: memory of its own, for whether it is wanted is seen when it is here.
@@ -170,7 +193,7 @@ class RoundDriver:
         member = self._members[peer]
         self._received += size
         if actions := self._endpoint.heard(member, self._loop.time()):
-            self._perform(actions)
+            self._driver.perform(actions)
         match message:
             case wire.Contribution(part):
                 self._on_contribution(member, part, body)
@@ -179,11 +202,13 @@ class RoundDriver:
             case wire.Heartbeat():
                 pass
             case _:
-                self._tell(events.MessageReceived(member, self._vote_signatures.check(member, message)))
+                self._driver.tell(
+                    events.MessageReceived(member, self._vote_signatures.check(member, message))
+                )
 
     def lost(self, peer: str, reason: str, gone: bool = False) -> None:
         """No channel to a member can be opened; `gone` says that its session is over, and what was sent to it lost."""
-        self._tell(events.PeerLost(self._members[peer], reason, gone))
+        self._driver.tell(events.PeerLost(self._members[peer], reason, gone))
 
     @property
     def number(self) -> int:
@@ -210,7 +235,7 @@ class RoundDriver:
         except CodecError as error:
             self._spoilt(member, error)
         else:
-            self._tell(events.ContributionReceived(member, part))
+            self._driver.tell(events.ContributionReceived(member, part))
 
     def _on_mean(self, member: int, part: int, contributors: int, body: memoryview) -> None:
         if not self._machine.wants_mean(member, part, contributors) or self._sessions.is_scratch(body):
@@ -220,51 +245,60 @@ class RoundDriver:
         except CodecError as error:
             self._spoilt(member, error)
         else:
-            self._tell(events.MeanReceived(member, part, contributors, digest))
+            self._driver.tell(events.MeanReceived(member, part, contributors, digest))
 
     def _spoilt(self, member: int, error: CodecError) -> None:
-        self._tell(events.PeerLost(member, f"sent values that do not decode: {error}"))
+        self._driver.tell(events.PeerLost(member, f"sent values that do not decode: {error}"))
 
-    def _wake(self) -> None:
-        self._wakes_at = math.inf
+    def _wake(self) -> events.Woke:
         for peer, before in self._heard_bytes.items():
             self._heard_bytes[peer] = received = self._sessions.received(peer)
             self._endpoint.received(self._members[peer], max(received - before, 0))
             self._endpoint.allow(self._members[peer], self._sessions.rtt(peer))
-        self._tell(events.Woke())
-        self._schedule()
-
-    def _tell(self, event: events.Event) -> None:
-        try:
-            self._perform(self._endpoint.handle(event, self._loop.time()))
-        except CodecError as error:
-            self.withdraw(self._own_fault(error))
+        return events.Woke()
 
     # ---- from the machine to the world ----
 
-    def _perform(self, actions: list[events.Action]) -> None:
-        looked = self._machine.looked  # before it is told of what it asks for
-        for action in actions:
-            match action:
-                case events.Send(to, message):
-                    self._post(to, message)
-                case events.SendContribution(to, part):
-                    self._sessions.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
-                case events.SendMean(to, part, contributors):
-                    self._sessions.post_bulk(
-                        self._peers[to], self.id, partial(self._make_mean, part, contributors)
-                    )
-                case events.Reduce(part, contributors):
-                    self._tell(events.PartReduced(part, contributors, self._store.reduce(part, contributors)))
-                case events.Finish() | events.Fail():
-                    self._conclude(action)
-                case events.Release():
-                    self._store.release()
-                case events.Close():
-                    self.close()
-        if looked:
-            self._mark_phase()
-            self._schedule()
+    def _perform(self, action: events.Action) -> None:
+        match action:
+            case events.Send(to, message):
+                self._post(to, message)
+            case events.SendContribution(to, part):
+                make = partial(self._make_contribution, part)
+                self._sessions.post_bulk(self._peers[to], self.id, make)
+            case events.SendMean(to, part, contributors):
+                make = partial(self._make_mean, part, contributors)
+                self._sessions.post_bulk(self._peers[to], self.id, make)
+            case events.Reduce(part, contributors):
+                self._reduce(part, contributors)
+            case events.Finish() | events.Fail():
+                self._conclude(action)
+            case events.Release():
+                self._store.release()
+            case events.Close():
+                self.close()
+        self._mark_phase()
+
+    def _reduce(self, part: int, contributors: int) -> None:
+        job = self._executor.submit(self._store.reduction(part, contributors))
+        if job.done():
+            self._reduced(part, contributors, job)
+            return
+        running = asyncio.wrap_future(job)
+        self._jobs.add(running)
+        running.add_done_callback(self._jobs.discard)
+        running.add_done_callback(partial(self._reduced, part, contributors))
+
+    def _reduced(
+        self, part: int, contributors: int, job: Future[Reduction] | asyncio.Future[Reduction]
+    ) -> None:
+        try:
+            reduction = job.result()
+        except CodecError as error:
+            self.withdraw(self._own_fault(error))
+        else:
+            self._store.keep_reduction(part, contributors, reduction)
+            self._driver.tell(events.PartReduced(part, contributors, reduction.digest))
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
         header = self._header + wire.encode(self._vote_signatures.seal(message))
@@ -300,10 +334,13 @@ class RoundDriver:
 
     def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
-        if not self.outcome.done():
-            self.outcome.set_result(
-                self._finished(end) if isinstance(end, events.Finish) else self._failed(end)
-            )
+        self._settle(self._finished(end) if isinstance(end, events.Finish) else self._failed(end))
+
+    def _settle(self, outcome: Outcome) -> None:
+        if self._jobs:  # They write into the result.
+            next(iter(self._jobs)).add_done_callback(lambda _: self._settle(outcome))
+        elif not self.outcome.done():
+            self.outcome.set_result(outcome)
 
     def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
@@ -354,9 +391,7 @@ class RoundDriver:
         """Forget the round at once, whoever may still need it."""
         self._store.release()
         self._sessions.leave(self.id)
-        if self._timer is not None:
-            self._timer.cancel()
-        self._wakes_at = -math.inf  # It is never woken again.
+        self._driver.stop()
         self._closed(self)
 
     def _mark_phase(self) -> None:
@@ -364,12 +399,3 @@ class RoundDriver:
         if phase != self._phase:
             self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._phase_began
             self._phase, self._phase_began = phase, now
-
-    def _schedule(self) -> None:
-        deadline = self._endpoint.deadline
-        if deadline >= self._wakes_at:
-            return  # Most events move the deadline later; waking early is harmless, and setting a timer is not free.
-        if self._timer is not None:
-            self._timer.cancel()
-        self._wakes_at = deadline
-        self._timer = self._loop.call_at(deadline, self._wake)

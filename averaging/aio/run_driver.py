@@ -18,7 +18,6 @@ import torch
 
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
 from equipoise.averaging.aio.sessions import Sessions
-from equipoise.averaging.aio.tasks import Alarm, TaskSet
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.vote_signatures import Keys
 from equipoise.averaging.claims import Claims
@@ -31,6 +30,7 @@ from equipoise.averaging.outcome import Exchanging, NoPeers, Outcome, RunState
 from equipoise.averaging.ports import Directory
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
+from equipoise.tasks import Driver, TaskSet
 
 MATCHMAKING_FRAME = b"M"
 """First byte of the header of every matchmaking frame; a message follows."""
@@ -117,8 +117,9 @@ class RunDriver:
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
         self._announced = events.Announce(False, 0, "joined")
-        self._alarm = Alarm(self._wake)
-        self._tasks = TaskSet(f"run {spec.name}")
+        self._driver = Driver(self._machine, self._perform, events.Woke)
+        self._differ = Driver(self._spec_diff, self._perform, self._still_differs)
+        self._tasks = TaskSet()
         self._looking = False
         self._left = ""
 
@@ -218,7 +219,7 @@ class RunDriver:
         """
         if self._formed is not None and not self._formed.done():
             self._formed.set_result(self._failed(why))
-            self._tell(events.Withdrew())
+            self._driver.tell(events.Withdrew())
 
     def report_accumulated(self, weight: float) -> None:
         """Publish the weight accumulated towards the next contribution."""
@@ -243,7 +244,7 @@ class RunDriver:
     def start(self) -> None:
         """Make this peer known in the run."""
         self._tasks.spawn(self._look_regularly())
-        self._tell(events.Woke())
+        self._driver.tell(events.Woke())
         self._publish()
 
     async def leave(self, reason: str = "left the run") -> None:
@@ -256,8 +257,9 @@ class RunDriver:
             self._formed.set_result(self._failed(reason))
         if self._round is not None:
             self._round.withdraw(reason)
-        self._tell(events.Withdrew())
-        self._alarm.cancel()
+        self._driver.tell(events.Withdrew())
+        self._driver.stop()
+        self._differ.stop()
         await self._tasks.stop()
         if serves:
             await self._announce()
@@ -279,10 +281,10 @@ class RunDriver:
             return self._failed(self._left) if self._left else formed
         except TimeoutError:
             reason = f"no group within {timeout:g} s: {self.reason}"
-            self._tell(events.Withdrew())
+            self._driver.tell(events.Withdrew())
             return self._failed(reason)
         except asyncio.CancelledError:
-            self._tell(events.Withdrew())
+            self._driver.tell(events.Withdrew())
             raise
         finally:
             self._formed = None
@@ -299,7 +301,7 @@ class RunDriver:
         dialable: bool | None = None
         while True:
             again, dialable = dialable is not None, self._sessions.dialable
-            self._tell(
+            self._driver.tell(
                 events.BecameReady(
                     weight=weight,
                     nonce=os.urandom(NONCE_BYTES),
@@ -317,7 +319,7 @@ class RunDriver:
                 await asyncio.wait({formed}, timeout=DIALABLE_SECONDS)
                 if formed.done():
                     return formed.result()
-            self._tell(events.Withdrew())
+            self._driver.tell(events.Withdrew())
 
     @property
     def _bandwidth(self) -> float:
@@ -337,7 +339,7 @@ class RunDriver:
             raise
         finally:
             self._round = None
-            self._tell(events.RoundEnded(task.manifest.round))
+            self._driver.tell(events.RoundEnded(task.manifest.round))
 
     def _failed(self, reason: str) -> Outcome:
         return Outcome(ok=False, reason=reason, run=self.spec.name, round=self._machine.round)
@@ -361,57 +363,48 @@ class RunDriver:
         if isinstance(message, matchmaking_messages.SpecQuestion | matchmaking_messages.SpecAnswer):
             self._compare(events.MessageReceived(peer, message))
         else:
-            self._tell(events.MessageReceived(peer, message))
+            self._driver.tell(events.MessageReceived(peer, message))
 
     def lost(self, peer: str) -> None:
         """The channel with a peer has broken."""
-        self._tell(events.PeerLost(peer))
+        self._driver.tell(events.PeerLost(peer))
         self._compare(events.PeerLost(peer))
 
     def speaks_of_a_round(self, peer: str) -> None:
         """A peer has said something in a round that this daemon knows nothing of."""
         if self._formed is not None:
-            self._tell(events.RoundHeard(peer))
+            self._driver.tell(events.RoundHeard(peer))
 
     def _compare(self, event: events.Event) -> None:
         before = self._spec_diff.reason
-        for send in self._spec_diff.handle(event, self._loop.time()):
-            self._sessions.post(send.peer, MATCHMAKING_FRAME + matchmaking_messages.encode(send.message))
+        self._differ.tell(event)
         if self._spec_diff.reason != before and self._spec_diff.reason:
             log.warning("run %s: %s", self.spec.name, self._spec_diff.reason)
         self._compared.set()
-        self._schedule()
 
-    def _tell(self, event: events.Event) -> None:
-        for action in self._machine.handle(event, self._loop.time()):
-            match action:
-                case events.Send(peer, message):
-                    self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
-                case events.Form(manifest, reason):
-                    self._form(manifest, reason)
-                case events.Decline(peer, round_id):
-                    gone = wire.GiveUp("it was not ready for this group")
-                    self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
-                case events.Announce():
-                    self._announced = action
-                    self._publish()
-                case events.LookUp() if not self._left:
-                    self._tasks.spawn(self._look())
-        self._schedule()
+    def _still_differs(self) -> events.Woke:
+        self._compared.set()
+        return events.Woke()
+
+    def _perform(self, action: events.Action) -> None:
+        match action:
+            case events.Send(peer, message):
+                self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
+            case events.Form(manifest, reason):
+                self._form(manifest, reason)
+            case events.Decline(peer, round_id):
+                gone = wire.GiveUp("it was not ready for this group")
+                self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
+            case events.Announce():
+                self._announced = action
+                self._publish()
+            case events.LookUp() if not self._left:
+                self._tasks.spawn(self._look())
 
     def _form(self, manifest: Manifest, reason: str) -> None:
         log.info("run %s: %s", self.spec.name, reason)
         if self._formed is not None and not self._formed.done():
             self._formed.set_result(manifest)
-
-    def _schedule(self) -> None:
-        if not self._left:
-            self._alarm.set(min(self._machine.deadline, self._spec_diff.deadline))
-
-    def _wake(self) -> None:
-        self._tell(events.Woke())
-        if self._loop.time() >= self._spec_diff.deadline:
-            self._compare(events.Woke())
 
     def _publish(self) -> None:
         if not self._left:
@@ -441,7 +434,7 @@ class RunDriver:
         finally:
             self._looking = False
         if not self._left:
-            self._tell(events.CandidatesSeen(candidates))
+            self._driver.tell(events.CandidatesSeen(candidates))
             self._compare(events.CandidatesSeen(candidates))
             self._looked.set()
 

@@ -26,12 +26,12 @@ from typing import Protocol
 from equipoise.averaging.aio.bandwidth import Meter
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.channels import PeerChannels
-from equipoise.averaging.aio.tasks import TaskSet
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.session import messages as wire
 from equipoise.averaging.session.fair_queue import Bulk, Frame
 from equipoise.averaging.session.machine import Session, SessionFault
 from equipoise.averaging.timing import DIRECT_SECONDS
+from equipoise.tasks import TaskSet
 
 MAX_QUEUED_CONTROL = 4096
 """Most control frames that wait for one peer. A healthy peer has a handful; one that does not read is given up."""
@@ -108,7 +108,7 @@ class Sessions:
         self._flows: dict[bytes, frozenset[str]] = {}
         self._rounds: set[bytes] = set()
         self._loop = asyncio.get_running_loop()
-        self._tasks = TaskSet("sessions")
+        self._tasks = TaskSet()
         self._delivered_before = 0
         self._scratch = _Scratch()
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)

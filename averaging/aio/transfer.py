@@ -9,7 +9,6 @@ import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import msgspec
 import torch
@@ -17,7 +16,6 @@ from blake3 import blake3
 
 from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.sessions import Sessions
-from equipoise.averaging.aio.tasks import Alarm, TaskSet
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
@@ -34,6 +32,7 @@ from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Chunk, Dig
 from equipoise.averaging.statesync.quorum_proof import Circle, Prove
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.update import EncodedMean, MeanError
+from equipoise.tasks import Driver, TaskSet
 
 TRANSFER_FRAME = b"T"
 """First byte of the header of every frame of a transfer; a message follows."""
@@ -80,6 +79,7 @@ class Download:
 
     Attributes:
         machine: Decides what is asked of whom.
+        driver: Feeds it events.
         ended: The machine's last action.
     """
 
@@ -99,9 +99,9 @@ class Download:
         self._credentials: Mapping[str, bytes] = {}
         self._entered: set[str] = set()
         self._due: Counter[str] = Counter()
-        self._tasks = TaskSet(f"a download of run {request.run}")
+        self._tasks = TaskSet()
         self._making: asyncio.Task[None] | None = None
-        self._alarm = Alarm(partial(self.tell, events.Woke()))
+        self.driver = Driver(self.machine, self._perform, events.Woke)
 
     def see(self, credentials: Mapping[str, bytes]) -> None:
         """These are the peers of the run, and what they say of their direct channels."""
@@ -111,7 +111,7 @@ class Download:
         for peer, credential in self._credentials.items():
             if credential != before.get(peer):
                 self._sessions.admit(peer, credential)  # A donor opens a channel before it answers.
-        self.tell(events.PeersSeen(tuple(self._credentials)))
+        self.driver.tell(events.PeersSeen(tuple(self._credentials)))
 
     def place(self, peer: str, message: Bulk, size: int) -> memoryview:
         """Where a body goes: a buffer of its own if it is wanted, else scratch.
@@ -139,36 +139,33 @@ class Download:
     def frame(self, peer: str, message: messages.ToNewcomer, body: memoryview) -> None:
         """A frame has come from a donor."""
         if not isinstance(message, Bulk):
-            self.tell(events.AnswerReceived(peer, message))
+            self.driver.tell(events.AnswerReceived(peer, message))
             return
         placed = body and not self._sessions.is_scratch(body)
         # Another donor may have sent it since it began to come in.
         if placed and self._image is not None and self.machine.expects(peer, message):
-            self.tell(events.BodyReceived(peer, message, self._put(message, body, self._image)))
+            self.driver.tell(events.BodyReceived(peer, message, self._put(message, body, self._image)))
 
-    def tell(self, event: events.FetchEvent) -> None:
-        """Tell the machine, and do what it asks for."""
-        for action in self.machine.handle(event, self._loop.time()):
-            match action:
-                case events.Send(peer, message):
-                    self._send(peer, message)
-                case events.Allocate(image):
-                    self._image, self._digests = image, b""
-                    if self._making is not None:
-                        self._making.cancel()
-                    self._making = self._tasks.spawn(self._make_room(image))
-                case events.Check(proofs):
-                    self._tasks.spawn(self._look_at(proofs))
-                case events.Finish():
-                    self._end(action)
-        self._alarm.set(self.machine.deadline)
+    def _perform(self, action: events.FetchAction) -> None:
+        match action:
+            case events.Send(peer, message):
+                self._send(peer, message)
+            case events.Allocate(image):
+                self._image, self._digests = image, b""
+                if self._making is not None:
+                    self._making.cancel()
+                self._making = self._tasks.spawn(self._make_room(image))
+            case events.Check(proofs):
+                self._tasks.spawn(self._look_at(proofs))
+            case events.Finish():
+                self._end(action)
 
     def _lot(self, peer: str) -> bytes:
         """A peer's place in an order that differs from download to download, so that no name is sure of a place."""
         return blake3(self._ticket + peer.encode()).digest()
 
     def _broken(self, peer: str, reason: str) -> FrameRefused:
-        self.tell(events.ProtocolBroken(peer, reason))
+        self.driver.tell(events.ProtocolBroken(peer, reason))
         return FrameRefused(reason)
 
     def _put(self, message: Bulk, body: memoryview, image: ImageId) -> bool:
@@ -196,13 +193,13 @@ class Download:
         try:
             self._memory = await self._room(image.size)
         except ValueError as error:
-            self.tell(events.MemoryRefused(str(error)))
+            self.driver.tell(events.MemoryRefused(str(error)))
         except Exception:
             log.exception("no memory for an image of %d bytes", image.size)
             problem = "making room for the image failed here; the daemon's log says more"
-            self.tell(events.MemoryRefused(problem))
+            self.driver.tell(events.MemoryRefused(problem))
         else:
-            self.tell(events.MemoryReady(image.size))
+            self.driver.tell(events.MemoryReady(image.size))
 
     async def _look_at(self, proofs: Sequence[Commit]) -> None:
         assert self._examine is not None, "who looks for a mean can tell whether it is one"
@@ -215,7 +212,7 @@ class Download:
         except Exception:  # Whatever is in it that nobody thought of: another donor may have a better one.
             log.exception("an image of %d bytes could not be looked at", len(self._memory))
             event = events.Checked("looking at the mean from it failed here; the daemon's log says more")
-        self.tell(event)
+        self.driver.tell(event)
 
     def _end(self, finish: events.Finish) -> None:
         for peer in self._entered:
@@ -272,8 +269,8 @@ class Transfer:
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
         self._offering = asyncio.Lock()
-        self._tasks = TaskSet(f"run {spec.name}")
-        self._alarm = Alarm(lambda: self._tell(events.RoundsSeen(busy())))
+        self._tasks = TaskSet()
+        self._driver = Driver(self._donor, self._perform, lambda: events.RoundsSeen(busy()))
         self._left = ""
 
     # ---- the face ----
@@ -296,7 +293,7 @@ class Transfer:
 
     def reach(self, epoch: int) -> None:
         """This peer's trainer stands at that epoch."""
-        self._tell(events.EpochReached(epoch))
+        self._driver.tell(events.EpochReached(epoch))
 
     async def offer(self, state: StateId, image: memoryview) -> None:
         """Serve a snapshot, once its digest is known; it takes the place of the one before.
@@ -317,7 +314,7 @@ class Transfer:
         if self._left:
             self._offering.release()
             return
-        self._tell(events.SnapshotTaken(state))
+        self._driver.tell(events.SnapshotTaken(state))
         # Not within the task: one that is cancelled before its first step runs nothing of its own.
         self._tasks.spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
 
@@ -339,11 +336,11 @@ class Transfer:
         self._require_idle()
         ticket = os.urandom(TICKET_BYTES)
         request = Request(self._spec.name, self._spec.hash, ticket, at_least, limit, circle=among)
-        self._tell(events.FetchChanged(True))
+        self._driver.tell(events.FetchChanged(True))
         try:
             finish = await self._get(request, timeout, room)
         finally:
-            self._tell(events.FetchChanged(False))
+            self._driver.tell(events.FetchChanged(False))
         got, run = finish.outcome, self._spec.name
         if got.state is None:
             log.info("run %s: no state fetched: %s", run, got.reason)
@@ -362,17 +359,17 @@ class Transfer:
             self._attended = Circle.attended(before, mean.manifest, self._sessions.peer)
             self._drop(before)
             self._means[before] = _Kept(mean, prove)
-            self._tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
+            self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """A round of this run exchanges values here; the router calls `over` when it has ended."""
         self._circle = self._circle.begun(manifest, self._sessions.peer)
         if manifest.before is not None:
-            self._tell(events.RoundBegan(manifest.before))
+            self._driver.tell(events.RoundBegan(manifest.before))
 
     def over(self, outcome: object) -> None:
         """The round of this run has ended."""
-        self._tell(events.RoundOver())
+        self._driver.tell(events.RoundOver())
 
     async def recover(
         self,
@@ -422,14 +419,14 @@ class Transfer:
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""
         if self._download is not None:
-            self._download.tell(events.Withdrew(reason))
+            self._download.driver.tell(events.Withdrew(reason))
 
     def retire(self) -> bool:
         """Fetch nothing more, and serve what is kept, as the trainer has left; returns whether anything is kept."""
         if not self._means and not self._held:
             return False
         self.withdraw("the run was left")
-        self._tell(events.TrainerLeft())
+        self._driver.tell(events.TrainerLeft())
         return True
 
     @property
@@ -445,7 +442,7 @@ class Transfer:
         for flow in self._flows.values():
             self._sessions.leave(flow)
         self._tasks.cancel()
-        self._alarm.cancel()
+        self._driver.stop()
         self._held.clear()
         self._means.clear()
 
@@ -468,18 +465,18 @@ class Transfer:
                 self._download.frame(peer, message, body)
         elif isinstance(message, Ask):
             if self._looked_up(peer, message):
-                self._tell(events.AskReceived(peer, message))
+                self._driver.tell(events.AskReceived(peer, message))
             elif self._asks.admits(peer, self._loop.time()):
                 self._tasks.spawn(self._on_ask(peer, message))
         else:
-            self._tell(events.RoundsSeen(self._busy()))
-            self._tell(events.AskReceived(peer, message))
+            self._driver.tell(events.RoundsSeen(self._busy()))
+            self._driver.tell(events.AskReceived(peer, message))
 
     def lost(self, peer: str, reason: str) -> None:
         """A peer cannot be reached, and frames to or from it are lost."""
-        self._tell(events.PeerLost(peer, reason))
+        self._driver.tell(events.PeerLost(peer, reason))
         if self._download is not None:
-            self._download.tell(events.PeerLost(peer, reason))
+            self._download.driver.tell(events.PeerLost(peer, reason))
 
     # ---- as a donor ----
 
@@ -487,7 +484,7 @@ class Transfer:
         image = await self._loop.run_in_executor(None, Image.of, data)
         if not self._left:
             self._held[image.name.digest] = image
-            self._tell(events.SnapshotReady(state, image.name))
+            self._driver.tell(events.SnapshotReady(state, image.name))
 
     async def _make_image(self, before: StateId) -> None:
         kept = self._means.get(before)
@@ -504,7 +501,7 @@ class Transfer:
         if image is not None:
             self._means[before] = _Kept(image.name, kept.prove)
             self._held[image.name.digest] = image
-        self._tell(events.MeanReady(before, None if image is None else image.name))
+        self._driver.tell(events.MeanReady(before, None if image is None else image.name))
 
     def _drop(self, before: StateId) -> None:
         kept = self._means.pop(before, None)
@@ -521,30 +518,26 @@ class Transfer:
             self._leave(peer)
             flow = self._flows[peer] = flow_of(ask.ticket, peer)
             self._sessions.enter(flow, {peer: found.credential})
-        self._tell(events.AskReceived(peer, ask))
+        self._driver.tell(events.AskReceived(peer, ask))
 
     def _looked_up(self, peer: str, ask: Ask) -> bool:
         """Whether this asker was found in the directory already, when it first asked for the same."""
         return ask.spec == self._spec.hash and self._flows.get(peer) == flow_of(ask.ticket, peer)
 
-    def _tell(self, event: events.DonorEvent) -> None:
-        if self._left:
-            return
-        for action in self._donor.handle(event, self._loop.time()):
-            match action:
-                case events.Send(peer, message):
-                    self._post(peer, message)
-                case events.SendBody(peer, message):
-                    self._post_body(peer, message)
-                case events.Release(image):
-                    self._held.pop(image.digest, None)
-                case events.MakeImage(before):
-                    self._tasks.spawn(self._make_image(before))
-                case events.Drop(before):
-                    self._drop(before)
-        for peer in [peer for peer in self._flows if not self._donor.serves(peer)]:
-            self._leave(peer)
-        self._alarm.set(self._donor.deadline)
+    def _perform(self, action: events.DonorAction) -> None:
+        match action:
+            case events.Send(peer, message):
+                self._post(peer, message)
+            case events.SendBody(peer, message):
+                self._post_body(peer, message)
+            case events.Release(image):
+                self._held.pop(image.digest, None)
+            case events.MakeImage(before):
+                self._tasks.spawn(self._make_image(before))
+            case events.Drop(before):
+                self._drop(before)
+            case events.Forget(peer):
+                self._leave(peer)
 
     def _post(self, peer: str, message: TransferMessage) -> None:
         if isinstance(message, Answer):
@@ -571,7 +564,7 @@ class Transfer:
 
     def _sent(self, peer: str) -> None:
         """Takes its turn in the queue right after a body: so the body has left."""
-        self._loop.call_soon(self._tell, events.BodySent(peer, self._busy()))
+        self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._busy()))
 
     def _leave(self, peer: str) -> None:
         if flow := self._flows.pop(peer, None):

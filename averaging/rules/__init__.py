@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from equipoise.averaging.rules.mean import Mean
-from equipoise.averaging.rules.rule import Rule
+from equipoise.averaging.rules.rule import Reduced, Rule
 from equipoise.compression.grammar import Registry
 
 RULES: Registry[Rule] = Registry("rule", "rules", "mean")
@@ -11,4 +11,7 @@ RULES: Registry[Rule] = Registry("rule", "rules", "mean")
 
 RULES.register("mean", Mean)
 
-__all__ = ["RULES", "Mean", "Rule"]
+parse_rule = RULES.parse
+"""Returns the rule of a spec; raises ValueError with what came, what is known, and the nearest known name."""
+
+__all__ = ["RULES", "Mean", "Reduced", "Rule", "parse_rule"]

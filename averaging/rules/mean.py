@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from equipoise.averaging.rules.rule import Rule
+from equipoise.averaging.rules.rule import Reduced, Rule
 
 
 class Mean(Rule):
@@ -15,9 +15,9 @@ class Mean(Rule):
 
     name = spec = "mean"
 
-    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
         """See `Rule.reduce`."""
         total = torch.zeros_like(rows[0])
         for row, weight in zip(rows, weights.to(rows.dtype), strict=True):
             total += row * weight
-        return total / weights.sum().to(rows.dtype)
+        return Reduced(total / weights.sum().to(rows.dtype), weights / weights.sum())

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
+
+
+class Reduced(NamedTuple):
+    """The result of a rule.
+
+    Attributes:
+        values: [d], of the contributions' dtype.
+        scores: f64 [n]: how much each contribution counted, 0 to 1.
+    """
+
+    values: torch.Tensor
+    scores: torch.Tensor
 
 
 class Rule(ABC):
@@ -21,13 +34,10 @@ class Rule(ABC):
     spec: str
 
     @abstractmethod
-    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def reduce(self, rows: torch.Tensor, weights: torch.Tensor) -> Reduced:
         """Combine contributions.
 
         Args:
             rows: f32 or f64 [n, d], in member order, n >= 1. They are not changed.
             weights: f64 [n], above 0.
-
-        Returns:
-            [d], of the contributions' dtype.
         """

@@ -143,7 +143,13 @@ class Drop(msgspec.Struct, frozen=True):
     before: StateId
 
 
-DonorAction = Send | SendBody | Release | MakeImage | Drop
+class Forget(msgspec.Struct, frozen=True):
+    """The server serves a peer no longer: what was begun for it alone can end."""
+
+    peer: str
+
+
+DonorAction = Send | SendBody | Release | MakeImage | Drop | Forget
 
 
 # ---- a newcomer's ----

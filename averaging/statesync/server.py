@@ -175,10 +175,6 @@ class Server:
         """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
         return min((epoch for peer in self._askers for epoch in self._wishes(peer)), default=None)
 
-    def serves(self, peer: str) -> bool:
-        """True if `peer` is a newcomer that may ask for more."""
-        return peer in self._askers
-
     @property
     def deadline(self) -> float:
         """When to wake it."""
@@ -250,7 +246,8 @@ class Server:
         asker = self._askers.get(peer)
         if asker is None and len(self._askers) >= MAX_ASKERS:
             reason = f"{MAX_ASKERS} peers are being served already"
-            self._out.append(events.Send(peer, messages.Refusal(ask.run, ask.ticket, reason)))
+            refusal = messages.Refusal(ask.run, ask.ticket, reason)
+            self._out += [events.Send(peer, refusal), events.Forget(peer)]
             return
         if asker is None or asker.ask.ticket != ask.ticket:
             self._serving.drop(peer)
@@ -325,6 +322,7 @@ class Server:
     def _forget(self, peer: str) -> None:
         del self._askers[peer]
         self._serving.drop(peer)
+        self._out.append(events.Forget(peer))
 
     # ---- answers ----
 

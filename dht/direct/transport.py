@@ -21,8 +21,8 @@ from equipoise.dht.direct.streams import PlainStream
 from equipoise.dht.identity import Identity
 from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
-from equipoise.dht.tasks import TaskSet
 from equipoise.dht.transport import FramedChannel, Handler, OpenChannels
+from equipoise.tasks import TaskSet
 
 OPEN_SECONDS = 5.0
 """Longest time to dial and shake hands, over all of a peer's addresses."""

@@ -27,8 +27,8 @@ from equipoise.dht.punch import machine
 from equipoise.dht.punch.machine import PUNCH_PROTOCOL, Candidates, Place, judge
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Acceptor, Stream, StreamClosed
-from equipoise.dht.tasks import TaskSet, sleep_until
 from equipoise.dht.transport import FramedChannel
+from equipoise.tasks import Driver, TaskSet, sleep_until
 
 WANTED_SECONDS = 600.0
 """After it was last met in a round a peer is still worth a hole for so long: some rounds are minutes apart."""
@@ -44,8 +44,6 @@ MAX_WANTED = 256
 """Most peers wanted; the least recently met is forgotten. A group has at most 64 members."""
 MAX_AT_ONCE = 4
 """Most punches under way that began here: each holds a stream and a few sockets."""
-MAX_EVENTS = 8
-"""Most events that wait to be handled; a peer that sends faster waits as well."""
 CHECK_SECONDS = 1.0
 """Longest time until a hole that is wanted is begun."""
 OPEN_SECONDS = 5.0
@@ -258,7 +256,7 @@ OpenChannel = Callable[[SharedPort, Place], Awaitable[FramedChannel]]
 """Connects from a port to a place and shakes hands there, until it is cancelled; raises OSError if that fails."""
 
 
-class PunchDriver:
+class Attempt:
     """Acts for one side of one attempt; `channel` is what came of it, `machine` decides, and counts the tries."""
 
     def __init__(self, stream: Stream, begins: bool, mirrors: Sequence[Place], opens: OpenChannel) -> None:
@@ -269,7 +267,8 @@ class PunchDriver:
         self._mirrors = mirrors
         self._opens = opens
         self._port = SharedPort()
-        self._events: asyncio.Queue[machine.Event] = asyncio.Queue(MAX_EVENTS)
+        self._driver = Driver(self.machine, self._perform, machine.Tick)
+        self._words: asyncio.Queue[machine.Say | machine.Finish] = asyncio.Queue()
         self._tasks = TaskSet()
         self._trying: asyncio.Task[None] | None = None
 
@@ -277,35 +276,26 @@ class PunchDriver:
         """Return why there is no channel; empty if there is one."""
         try:
             self._tasks.spawn(self._listen())
-            reason = await self._go_on()
+            self._driver.perform(self.machine.start(asyncio.get_running_loop().time()))
+            while isinstance(word := await self._words.get(), machine.Say):
+                await streams.send_message(self._stream, machine.encode(word.message))
+            reason = word.reason
         except StreamClosed as error:
             reason = f"the relayed stream has ended: {error}"
         finally:
+            self._driver.stop()
             await self._tasks.stop()
             self._port.close()
         # One that was opened at the last moment is as good.
         return "" if self.channel is not None else reason
 
-    async def _go_on(self) -> str:
-        actions = self.machine.start(time.monotonic())
-        while True:
-            for action in actions:
-                if isinstance(action, machine.Finish):
-                    return action.reason
-                await self._perform(action)
-            actions = self.machine.handle(await self._next(), time.monotonic())
-
-    async def _next(self) -> machine.Event:
-        try:
-            async with asyncio.timeout_at(self.machine.deadline):
-                return await self._events.get()
-        except TimeoutError:
-            return machine.Tick()
-
-    async def _perform(self, action: machine.Action) -> None:
+    def _perform(self, action: machine.Action) -> None:
         match action:
-            case machine.Say(message):
-                await streams.send_message(self._stream, machine.encode(message))
+            case machine.Say():
+                self._words.put_nowait(action)
+            case machine.Finish():
+                self._words.put_nowait(action)
+                self._driver.stop()
             case machine.Measure():
                 self._tasks.spawn(self._measure())
             case machine.Try(targets):
@@ -318,21 +308,21 @@ class PunchDriver:
             while True:
                 await self._stream.wait_readable()
                 data = await streams.receive_message(self._stream, machine.MAX_MESSAGE_BYTES)
-                await self._events.put(machine.Heard(machine.decode(data)))
+                self._driver.tell(machine.Heard(machine.decode(data)))
         except (StreamClosed, Malformed) as error:
-            await self._events.put(machine.Broke(str(error)))
+            self._driver.tell(machine.Broke(str(error)))
 
     async def _measure(self) -> None:
         try:
             measured = machine.Measured(await self._port.measure(self._mirrors))
         except OSError as error:
             measured = machine.Measured(None, said(error))
-        await self._events.put(measured)
+        self._driver.tell(measured)
 
     async def _try(self, targets: Sequence[Place]) -> None:
         failures = await asyncio.gather(*(self._try_one(place) for place in targets))
         if self.channel is None:
-            await self._events.put(machine.Missed("; ".join(failures)))
+            self._driver.tell(machine.Missed("; ".join(failures)))
 
     async def _try_one(self, place: Place) -> str:
         try:
@@ -341,7 +331,7 @@ class PunchDriver:
             return f"{shown(place)}: {said(error)}"
         if self.channel is None:
             self.channel = channel
-            await self._events.put(machine.Opened())
+            self._driver.tell(machine.Opened())
         else:
             channel.close()
         return ""
@@ -431,14 +421,14 @@ class Puncher:
             connection = await port.connect(place)
             return await self._direct.punch(peer, connection, place, dialled=begins)
 
-        driver, failure = PunchDriver(stream, begins, self._reach.mirrors, connect), "it was broken off"
+        attempt, failure = Attempt(stream, begins, self._reach.mirrors, connect), "it was broken off"
         try:
-            failure = await driver.run()
+            failure = await attempt.run()
         finally:
             self._end(peer, failure)
-        if driver.channel is not None:
-            self._direct.punched.park(driver.channel, dialled=begins)
-            _log.info("a hole to %s is punched, at try %d", peer, driver.machine.tries)
+        if attempt.channel is not None:
+            self._direct.punched.park(attempt.channel, dialled=begins)
+            _log.info("a hole to %s is punched, at try %d", peer, attempt.machine.tries)
 
     def _end(self, peer: str, failure: str) -> None:
         if failure:

@@ -28,7 +28,7 @@ from equipoise.dht.relay.service import HOP_PROTOCOL, Hop, Kind, Status, describ
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import Stream, StreamClosed
-from equipoise.dht.tasks import sleep_until
+from equipoise.tasks import sleep_until
 
 WANTED = 2
 """Most relays in use: one may die while a round goes on, and three would only make addresses longer."""

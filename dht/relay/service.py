@@ -24,7 +24,7 @@ from equipoise.dht.p2pd_client import P2pdClient, P2pdClientError
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import RelayStatus
 from equipoise.dht.streams import Stream, StreamClosed, closed_on_failure, receive_message, send_message
-from equipoise.dht.tasks import end
+from equipoise.tasks import end
 
 MAX_RESERVATIONS = 128
 """go-libp2p's own default."""

@@ -79,12 +79,12 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
                     f"expected --{name} from {allowed[0]} to {allowed[-1]}{why}, got {given}"
                 )
         # They import torch, which the command line does without until the demo really runs.
-        from equipoise.averaging.strategy import STRATEGIES
+        from equipoise.averaging.strategy import parse_strategy
         from equipoise.compression import parse_codec
 
         option = "strategy"
         try:
-            codec = STRATEGIES.parse(self.strategy).codec
+            codec = parse_strategy(self.strategy).codec
             option, codec = "codec", self.codec or codec
             parse_codec(codec)
         except ValueError as error:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from equipoise.peer.training.lineage import beginning
 from equipoise.peer.training.options import CommonOptions
 from equipoise.peer.training.replica import HELD_MEANS, Replica
 from equipoise.peer.training.safetensors_io import ImageError
+from equipoise.tasks import Driver
 
 CATCH_UP_SECONDS = 5.0
 """Longest time that a step of the training loop waits to find the group's state; then the loop has its turn."""
@@ -250,7 +250,7 @@ class Member:
         self._target = target
         self._clock = options.clock
         start = beginning(subject.model.digest())
-        self._replica = self._replica_at(start)
+        self._start_from(start)
         self._whole: StateId | None = start
         self._own: Accumulator | None = None
         self._pending: PendingRound | None = None
@@ -407,7 +407,10 @@ class Member:
 
     def meet(self, wait: bool = True) -> None:
         """Make the update that is due: with the group, or alone, or not yet; `wait=False` only starts the round."""
-        self._hear(events.Due(self.has_company()), wait)
+        before = self._pending
+        self._hear(events.Due(self.has_company()))
+        if wait and self._pending is not before:
+            self.collect()
 
     def collect(self) -> None:
         """Wait for the round that goes on, and do what follows from it; or until others turn out to be further."""
@@ -502,7 +505,7 @@ class Member:
         def load() -> None:
             with self._changing():
                 read.load()
-            self._replica = self._replica_at(read.id)
+            self._start_from(read.id)
             self._own, self._whole = None, read.id
             self._run.take()
 
@@ -529,12 +532,15 @@ class Member:
         self._why_alone = standing.reason if isinstance(standing, NoPeers) and standing != NoPeers() else ""
         return not isinstance(standing, NoPeers)
 
-    def _replica_at(self, state: StateId) -> Replica:
+    def _start_from(self, state: StateId) -> None:
         options, subject = self._options, self._subject
         values = sum(tensor.numel() for tensor in (*subject.tensors.values(), *subject.buffers.values()))
         held = affordable(values * VALUE_BYTES, psutil.virtual_memory().available)
         now = options.clock()
-        return Replica(self._run.peer, state, now, options.alone, options.patience, held, options.trust)
+        self._replica = Replica(
+            self._run.peer, state, now, options.alone, options.patience, held, options.trust
+        )
+        self._driver = Driver(self._replica, self._perform, clock=options.clock)
 
     @property
     def _stays_away(self) -> bool:
@@ -588,38 +594,38 @@ class Member:
         if own is not None and own.weight > 0:
             self._run.accumulate(mean_of(own, self._subject.tensors), own.weight)
 
-    def _hear(self, event: events.Event, wait: bool = True) -> None:
-        """Tell the replica, and do what follows; `wait` for the round that is met for, if so."""
-        todo = deque(self._replica.handle(event, self._clock()))
-        while todo:
-            match todo.popleft():
-                case events.Apply(before):
-                    self._apply(self._held.pop(before) if before in self._held else self._mean())
-                case events.Hold(before):
-                    self._held[before] = self._mean().copy()
-                case events.Forget(before):
-                    self._held.pop(before, None)
-                case events.Check():
-                    checked = events.Checked(self._subject.model.digest())
-                    todo.extendleft(reversed(self._replica.handle(checked, self._clock())))
-                case events.Fetch(at_least):
-                    self._downloads.fetch(at_least, self.limit, self._replica.known)
-                case events.Recover(after):
-                    todo.extendleft(reversed(self._recover(after)))
-                case events.Keep(before):
-                    mean = self._downloads.mean
-                    assert mean is not None, "it was fetched"
-                    self._held[before] = Mean(dict(mean.values), dict(mean.buffers))
-                case events.DropGiven():
-                    self._run.take()
-                case events.Load():
-                    assert self._downloads.image is not None, "it was fetched"
-                    with self._changing():
-                        self._downloads.image.load()
-                case events.Meet():
-                    self._meet(wait)
-                case events.StepAlone():
-                    self._step_alone()
+    def _perform(self, action: events.Action) -> None:
+        match action:
+            case events.Apply(before):
+                self._apply(self._held.pop(before) if before in self._held else self._mean())
+            case events.Hold(before):
+                self._held[before] = self._mean().copy()
+            case events.Forget(before):
+                self._held.pop(before, None)
+            case events.Check():
+                self._driver.tell(events.Checked(self._subject.model.digest()))
+            case events.Fetch(at_least):
+                self._downloads.fetch(at_least, self.limit, self._replica.known)
+            case events.Recover(after):
+                self._recover(after)
+            case events.Keep(before):
+                mean = self._downloads.mean
+                assert mean is not None, "it was fetched"
+                self._held[before] = Mean(dict(mean.values), dict(mean.buffers))
+            case events.DropGiven():
+                self._run.take()
+            case events.Load():
+                assert self._downloads.image is not None, "it was fetched"
+                with self._changing():
+                    self._downloads.image.load()
+            case events.Meet():
+                self._meet()
+            case events.StepAlone():
+                self._step_alone()
+
+    def _hear(self, event: events.Event) -> None:
+        """Tell the replica, and do what follows."""
+        self._driver.tell(event)
         self._whole = self.id
         if self.in_step:
             self._stays_away_until = None
@@ -628,15 +634,13 @@ class Member:
             log.info("run %s: %s", self._run.name, self.reason)
             self._run.tell("training", self.reason)
 
-    def _meet(self, wait: bool) -> None:
+    def _meet(self) -> None:
         if self.in_step and self._pending is None:
             if not self._run.accumulated:
                 # Just come into step it misses no mean for that; beside a single giver it has to weigh something.
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
             self._start(self._options.timeout)
             self._gave = True
-            if wait:
-                self.collect()
 
     def _mean(self) -> Mean:
         return Mean(self._run.mean, dict(self._subject.buffers))
@@ -672,7 +676,7 @@ class Member:
         try:
             yield
         except BaseException:
-            self._replica.handle(events.Interrupted(), self._clock())
+            self._driver.tell(events.Interrupted())
             self._held.clear()
             raise
 
@@ -686,7 +690,7 @@ class Member:
         except (ImageError, Refused) as error:  # Others may have the memory for it.
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
-    def _recover(self, after: StateId) -> list[events.Action]:
+    def _recover(self, after: StateId) -> None:
         """Begin to fetch a mean; one in step waits for it, and does what follows."""
         if self._stays_away_until is None:
             self._stays_away_until = self._clock() + STAY_AWAY_SECONDS
@@ -694,16 +698,16 @@ class Member:
         if self._ends_at is not None:
             left = max(self._ends_at - self._clock(), LEAST_SECONDS)
             self._downloads.recover(after, left, proved=astray, patient=not astray and self.has_company())
-            return []
+            return
         self._downloads.recover(after, proved=astray)
         if astray:
-            return []
+            return
         self._downloads.wait(LOOK_AHEAD_SECONDS)
         event = self._downloads.ended()
         if event is None:
             self._downloads.stop()
             event = events.RecoveryFailed(f"not within {LOOK_AHEAD_SECONDS:g} s", decided=False)
-        return self._replica.handle(event, self._clock())
+        self._driver.tell(event)
 
     def _look_for_download(self) -> None:
         event = self._downloads.ended()

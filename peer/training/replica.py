@@ -145,7 +145,10 @@ class Replica:
         state: Id of the state that it holds.
         phase: Its standing.
         reason: Why, one line.
+        deadline: Never: events alone move it.
     """
+
+    deadline = math.inf
 
     def __init__(
         self,

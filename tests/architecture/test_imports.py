@@ -89,7 +89,20 @@ def test_machines_seed_every_generator() -> None:
 
 
 def test_machines_do_not_know_their_drivers() -> None:
-    assert not _found(_machines(), lambda one: one.module.startswith(("equipoise.averaging.aio", "uvloop")))
+    drivers = ("equipoise.averaging.aio", "equipoise.tasks", "uvloop")
+    assert not _found(_machines(), lambda one: one.module.startswith(drivers))
+
+
+def test_one_driver_runs_every_machine() -> None:
+    machines = [source for source in sources(*PACKAGES) if any(map(_takes_events, source.nodes))]
+    assert len(machines) >= 8
+    fed = [
+        (source, call.lineno)
+        for source in sources(*PACKAGES)
+        for name, call in calls(source)
+        if name.endswith(".handle") and len(call.args) == 2 and source not in machines
+    ]
+    assert not fed, "use equipoise.tasks.Driver"
 
 
 def test_nothing_is_unpickled_and_no_shell_is_started() -> None:
@@ -107,6 +120,11 @@ def test_nothing_is_unpickled_and_no_shell_is_started() -> None:
 def _machines() -> list[Source]:
     """The protocol machines, and the simulator that drives them in virtual time."""
     return [source for source in sources("averaging", "tests/simulator") if source.path.parts[1] != "aio"]
+
+
+def _takes_events(node: ast.AST) -> bool:
+    """Whether this is a machine's `handle(self, event, now)`."""
+    return isinstance(node, ast.FunctionDef) and node.name == "handle" and node.args.args[-1].arg == "now"
 
 
 def _true(keyword: ast.keyword, *names: str) -> bool:

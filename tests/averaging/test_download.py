@@ -40,7 +40,7 @@ async def test_a_flooded_directory_has_no_more_peers_dialled_than_a_group_has() 
     names = {f"peer{index}": b"credential" for index in range(1000)}
     download.see(names)
     download.see({**{f"flood{index}": b"credential" for index in range(1000)}, **names})
-    download.tell(Withdrew("enough"))
+    download.driver.tell(Withdrew("enough"))
     assert len(wire.asked) == len(wire.admitted) == MAX_DONORS
     assert set(wire.admitted.values()) == {1}
     await asyncio.wait_for(download.ended, 1.0)

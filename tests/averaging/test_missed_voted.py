@@ -264,7 +264,7 @@ async def test_a_mean_that_takes_the_place_of_another_is_not_dropped_with_it(clu
     a, me = await cluster.add("a", "p")
     me.begin(round_of("abp", NEXT))
     a.keep(*mean_kept("abx", NEXT))
-    a._tell(AskReceived("p", Ask(SPEC.name, TICKET, SPEC.hash, 0, (), NEXT)))
+    a._driver.tell(AskReceived("p", Ask(SPEC.name, TICKET, SPEC.hash, 0, (), NEXT)))
     await asyncio.sleep(0)
     mean, proof = mean_of("ab", NEXT)
     keeps(mean, proof, a)

@@ -13,6 +13,7 @@ from equipoise.averaging.statesync.events import (
     DonorEvent,
     EpochReached,
     FetchChanged,
+    Forget,
     Release,
     Send,
     SendBody,
@@ -100,7 +101,7 @@ def test_what_is_downloaded_is_held_beside_the_newest_and_no_more() -> None:
     assert not any(
         isinstance(one, Gone) for one in giver.ask(AskChunks(RUN, TICKET, offer_of(1).image.digest, (0,)))
     )
-    assert giver.ask(Finished(RUN, TICKET)) == [Release(offer_of(1).image)]
+    assert giver.ask(Finished(RUN, TICKET)) == [Forget("new"), Release(offer_of(1).image)]
 
 
 def test_two_who_never_finish_do_not_keep_both_places() -> None:
@@ -127,8 +128,7 @@ def test_who_is_silent_is_forgotten_and_what_was_held_for_it_goes() -> None:
     giver.ask(AskDigests(RUN, TICKET, offer_of(1).image.digest))
     giver.offer(offer_of(2))
     giver.now += ASKER_SECONDS
-    assert giver.tell(Woke()) == [Release(offer_of(1).image)]
-    assert not giver.machine.serves("new")
+    assert giver.tell(Woke()) == [Forget("new"), Release(offer_of(1).image)]
 
 
 def test_nothing_waits_for_whom_is_forgotten() -> None:
@@ -138,7 +138,7 @@ def test_nothing_waits_for_whom_is_forgotten() -> None:
         giver.ask(ask(0), f"new{index}")
         giver.ask(AskChunks(RUN, TICKET, offer_of(1, chunks=9).image.digest, tuple(range(9))), f"new{index}")
     giver.now += ASKER_SECONDS
-    assert giver.tell(Woke()) == []
+    assert giver.tell(Woke()) == [Forget(f"new{index}") for index in range(5)]
     assert giver.machine.standing == ""
     assert giver.machine.deadline == float("inf")
 
@@ -200,7 +200,8 @@ def test_no_more_newcomers_than_a_group_has_members_are_served() -> None:
     giver = Giver()
     for index in range(donors.MAX_ASKERS):
         assert isinstance(giver.ask(ask(), f"new{index}")[0], Answer)
-    (refusal,) = giver.ask(ask(), "one more")
+    refusal, forget = giver.ask(ask(), "one more")
+    assert forget == Forget("one more")
     assert isinstance(refusal, Refusal)
     assert "served already" in refusal.reason
 

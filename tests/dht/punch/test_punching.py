@@ -14,7 +14,7 @@ from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.punch import machine
 from equipoise.dht.punch.machine import Candidates, encode
-from equipoise.dht.punch.puncher import PunchDriver, SharedPort
+from equipoise.dht.punch.puncher import Attempt, SharedPort
 from equipoise.dht.streams import Stream, send_message
 from equipoise.dht.transport import FramedChannel
 from fakes.direct import Peers, introduce, port_of, refused
@@ -44,12 +44,12 @@ class Hidden:
         self.first, self.second = pair
         self.streams = streams
 
-    def side(self, own: DirectTransport, other: DirectTransport, begins: bool) -> PunchDriver:
+    def side(self, own: DirectTransport, other: DirectTransport, begins: bool) -> Attempt:
         async def opens(port: SharedPort, place: tuple[str, int]) -> FramedChannel:
             connection = await port.connect(place)
             return await own.punch(other.peer, connection, place, dialled=begins)
 
-        return PunchDriver(self.streams[not begins], begins, [port_of(self.public)], opens)
+        return Attempt(self.streams[not begins], begins, [port_of(self.public)], opens)
 
     async def punch(self) -> tuple[FramedChannel, FramedChannel]:
         """Both ends of a channel."""
@@ -60,7 +60,7 @@ class Hidden:
         return first.channel, second.channel
 
 
-async def run(*sides: PunchDriver) -> list[str]:
+async def run(*sides: Attempt) -> list[str]:
     return await asyncio.gather(*(side.run() for side in sides))
 
 

@@ -1,0 +1,137 @@
+"""Background tasks, timers, and the driver of every machine of the program."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+_T = TypeVar("_T")
+_Event = TypeVar("_Event", contravariant=True)
+_Action = TypeVar("_Action", covariant=True)
+
+_log = logging.getLogger(__name__)
+
+
+class TaskSet:
+    """The tasks of one owner: none is forgotten while it runs, fails unseen, or outlives its owner."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+        """Run `work` in a task of its own."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel all of them."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Cancel all of them, and wait until they have ended; idempotent."""
+        await end(set(self._tasks))
+
+    async def join(self) -> None:
+        """Wait until all have ended."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # Only a bug of ours ends a task by an exception.
+            _log.error("the task %s failed", task.get_coro(), exc_info=task.exception())
+
+
+async def end(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """Cancel `tasks`, and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+async def sleep_until(event: asyncio.Event, seconds: float) -> None:
+    """Wait until `event` is set, for at most `seconds`."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+class Machine(Protocol[_Event, _Action]):
+    """A state machine that does no input or output itself."""
+
+    @property
+    def deadline(self) -> float:
+        """When the machine is to be woken, in seconds of its driver's clock; infinite for never."""
+
+    def handle(self, event: _Event, now: float) -> Sequence[_Action]:
+        """Take in an event; return the actions that it leads to, in order."""
+
+
+class Driver(Generic[_Event, _Action]):
+    """Feeds a machine its events, performs its actions, and wakes it at its deadline.
+
+    Args:
+        machine: Decides.
+        perform: Performs one action. It may feed the machine another event, whose actions then come first.
+        wake: Returns the event that says that the machine's deadline has come. A machine without deadlines needs none.
+        clock: Tells the time in seconds; that of the running loop if the machine has deadlines.
+    """
+
+    def __init__(
+        self,
+        machine: Machine[_Event, _Action],
+        perform: Callable[[_Action], None],
+        wake: Callable[[], _Event] | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self._machine = machine
+        self._do = perform
+        self._wake = wake
+        self._clock = clock or asyncio.get_running_loop().time
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_at = math.inf
+        self._stopped = False
+
+    def tell(self, event: _Event) -> None:
+        """Feed the machine an event; do nothing once the driver has stopped."""
+        if not self._stopped:
+            self.perform(self._machine.handle(event, self._clock()))
+
+    def perform(self, actions: Sequence[_Action]) -> None:
+        """Perform actions that the machine has returned."""
+        for action in actions:
+            self._do(action)
+        self._arm()
+
+    def stop(self) -> None:
+        """Feed the machine nothing any more. Actions that it has returned already are still performed."""
+        self._stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _arm(self) -> None:
+        # Most events move the deadline later. To wake early is harmless, and to set a timer is not free.
+        if self._wake is None or self._stopped or self._machine.deadline >= self._wakes_at:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wakes_at = self._machine.deadline
+        self._timer = asyncio.get_running_loop().call_at(self._wakes_at, self._woken)
+
+    def _woken(self) -> None:
+        self._wakes_at = math.inf
+        if self._wake is not None and self._clock() >= self._machine.deadline:
+            self.tell(self._wake())
+        self._arm()
