@@ -1,4 +1,4 @@
-"""What a daemon keeps of runs that its trainers have left: the last updates, and the last snapshot.
+"""Runs that their trainers have left, of which a daemon keeps the last updates and the last snapshot.
 
 A straggler may find that the others have finished and gone. Their daemons are still there, say in the directory that
 they have left the run, and serve what they kept of it for a while. A daemon that stops keeps nothing.
@@ -54,13 +54,13 @@ class Leftovers:
         return True
 
     def get(self, run: str) -> Transfer | None:
-        """What is kept of a run."""
+        """Return the transfer of a run that was left; None if nothing is kept of it."""
         kept = self._kept.get(run)
         return None if kept is None else kept.transfer
 
     @property
     def transfers(self) -> list[Transfer]:
-        """What is kept of all runs."""
+        """The transfers of all runs that were left."""
         return [kept.transfer for kept in self._kept.values()]
 
     def drop(self, run: str) -> None:

@@ -32,7 +32,7 @@ from equipoise.compression import CodecError, NonFiniteError
 from equipoise.tasks import Driver
 
 WITH_BODY = (wire.Contribution, wire.Mean)
-"""The messages that come with values."""
+"""The messages that carry values."""
 
 ROUND_FRAME = b"R"
 """First byte of the header of every frame of a round; the round's id and a message follow."""
@@ -44,12 +44,12 @@ PAIR = 2
 _T = TypeVar("_T")
 
 SHORT_NAME_CHARS = 8
-"""The end of a PeerID is what differs between peers."""
+"""Bounds how much of a PeerID names a member in the log: the end of it differs between peers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one round is to do.
+    """The task of one round.
 
     Attributes:
         spec: The run.
@@ -90,7 +90,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
 def weights_of(
     group: events.Group, peers: Sequence[str], contributors: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """What each contributor counted, and the claims of those that counted as less than they claim; by PeerID."""
+    """Return the weight that each contributor counted as, and the larger weights that some claimed; by PeerID."""
     counted = group.counted(contributors)
     over = [member for member in members_of(contributors) if group.weights[member] > counted[member]]
     return (
@@ -166,7 +166,7 @@ class RoundDriver:
         self._driver = Driver(self._endpoint, self._perform, self._wake)
 
     def start(self) -> None:
-        """Say hello to every member, and begin."""
+        """Admit the members, greet each, and begin the round."""
         credentials = {join.peer: join.credential for join in self._task.manifest.members}
         self._sessions.enter(self.id, credentials, round=True)
         self._driver.perform(self._endpoint.start(self._loop.time()))
@@ -176,10 +176,10 @@ class RoundDriver:
         self._driver.tell(events.Withdrew(reason))
 
     def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
-        """Where the body of a frame goes: memory of its own, for whether it is wanted is seen when it is here.
+        """Return memory for the body of a frame. Whether the body is wanted is seen once it is here.
 
         Raises:
-            FrameRefused: Its size is not that of the part it names.
+            FrameRefused: The body has another size than the part that the frame names.
         """
         if not isinstance(message, WITH_BODY) or message.part >= len(self.group.parts):
             raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
@@ -189,7 +189,7 @@ class RoundDriver:
         return self._store.take(message.part)
 
     def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:
-        """A frame of `size` bytes in all has come from a member."""
+        """Take a frame from a member, of `size` bytes with its body."""
         member = self._members[peer]
         self._received += size
         if actions := self._endpoint.heard(member, self._loop.time()):
@@ -207,17 +207,17 @@ class RoundDriver:
                 )
 
     def lost(self, peer: str, reason: str, gone: bool = False) -> None:
-        """No channel to a member can be opened; `gone` says that its session is over, and what was sent to it lost."""
+        """Note that no channel to a member can be opened; if it is `gone`, its session is over and frames are lost."""
         self._driver.tell(events.PeerLost(self._members[peer], reason, gone))
 
     @property
     def number(self) -> int:
-        """Its number in the run."""
+        """Number of the round in its run."""
         return self._task.manifest.round
 
     @property
     def run(self) -> str:
-        """Name of its run."""
+        """Name of the run."""
         return self._task.spec.name
 
     def is_member(self, peer: str) -> bool:
@@ -359,7 +359,7 @@ class RoundDriver:
         return msgspec.structs.replace(self._outcome(False, end.reason), in_doubt=end.in_doubt)
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:
-        """How far the two of a pair were apart, from this one's distance to the mean and the partner's weight."""
+        """Return how far two partners were apart, from this peer's distance to the mean and the partner's weight."""
         if not self._task.spec.strategy.pairs or len(counted) != PAIR:
             return None
         own, mean = self._task.contribution, self._task.result
@@ -388,7 +388,7 @@ class RoundDriver:
         )
 
     def close(self) -> None:
-        """Forget the round at once, whoever may still need it."""
+        """Forget the round at once, though members may still need its answers."""
         self._store.release()
         self._sessions.leave(self.id)
         self._driver.stop()

@@ -126,7 +126,7 @@ class Router:
     # ---- what the sessions tell ----
 
     def place(self, peer: str, header: bytes, size: int) -> memoryview:
-        """Where the body of a frame goes."""
+        """Return memory for the body of a frame; raises `FrameRefused`."""
         kind = header[:1]
         if kind == ROUND_FRAME:
             round = self._rounds.get(header[1:HEADER_PREFIX_BYTES])
@@ -140,7 +140,7 @@ class Router:
         raise FrameRefused(f"expected a body only in frames of a round, got {size} bytes after {kind!r}")
 
     def frame(self, peer: str, header: bytes, body: memoryview) -> None:
-        """A frame has come."""
+        """Hand a frame to its round, run or transfer; raises `FrameRefused`."""
         kind = header[:1]
         if kind == ROUND_FRAME:
             self._round_frame(peer, header, body)
@@ -156,7 +156,7 @@ class Router:
             )
 
     def lost(self, peer: str, reason: str, gone: bool) -> None:
-        """No channel to a peer can be opened."""
+        """Tell rounds, runs and transfers that no channel to a peer can be opened."""
         for round in list(self._rounds.values()):
             if round.is_member(peer):
                 round.lost(peer, reason, gone)
@@ -235,7 +235,7 @@ class Router:
         return self._leftovers.add(name, transfer)
 
     def _serving(self, run: str) -> Transfer | None:
-        """The transfer of a run that this daemon takes part in, or that it has left and still serves."""
+        """Return the transfer of a run that this daemon takes part in, or has left and still serves."""
         return self._transfers.get(run) or self._leftovers.get(run)
 
     def _busy(self) -> bool:

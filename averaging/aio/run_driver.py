@@ -36,13 +36,13 @@ MATCHMAKING_FRAME = b"M"
 """First byte of the header of every matchmaking frame; a message follows."""
 
 MAX_HISTORY = 1000
-"""Outcomes kept for `rounds`; about 1 KB each."""
+"""Most outcomes kept for `rounds`; each takes about 1 KB."""
 
 DIALABLE_SECONDS = 0.5
-"""How often one that waits for a group looks whether others can dial it."""
+"""Time between two looks of a searching peer whether other peers can dial it."""
 
 LOOK_SECONDS = 0.5
-"""Between two reads of the directory's cache, for `state`."""
+"""Time between two reads of the directory's cache, for `state`."""
 
 log = logging.getLogger(__name__)
 
@@ -54,20 +54,20 @@ class Identity(Protocol):
         """Sign with this peer's identity key."""
 
     def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Whether the key behind `peer` signed `data`."""
+        """Return whether the key behind `peer` signed `data`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a run needs of its daemon.
+    """The parts of the daemon that a run uses.
 
     Attributes:
         sessions: Sends frames.
-        directory: Who else is in the run.
+        directory: Knows the peers of the run.
         identity: Signs joins.
         bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
         begin: Starts a round whose frames will reach it.
-        left: Told when the run has been left; returns whether what is kept of it is still served.
+        left: Called when the run has been left; returns whether the daemon goes on to serve its last state.
     """
 
     sessions: Sessions
@@ -82,7 +82,7 @@ class RunDriver:
     """This daemon's part in one run.
 
     Attributes:
-        spec: What the peers of the run agree on.
+        spec: The terms that all peers of the run have alike.
         history: The last outcomes, oldest first.
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
@@ -169,7 +169,7 @@ class RunDriver:
 
     @property
     def state(self) -> RunState:
-        """Where the next round stands."""
+        """State of the next round."""
         if self._round is not None:
             return Exchanging(self._round.group.size, self._round.number)
         state = self._machine.state
@@ -177,12 +177,12 @@ class RunDriver:
 
     @property
     def others(self) -> int:
-        """How many other peers of the run answer."""
+        """Number of other peers of the run that answer."""
         return self._membership.count
 
     @property
     def reason(self) -> str:
-        """Why it stands so, one line; where all who are there have another spec, how that differs."""
+        """Reason for the state, one line; if all other peers have another spec, the difference."""
         alone = isinstance(self._machine.state, NoPeers)
         return (alone and self._spec_diff.reason) or self._machine.reason
 
@@ -191,13 +191,13 @@ class RunDriver:
         return self._membership.is_mute(peer)
 
     def difference(self, peer: str) -> str:
-        """How the spec of another peer of this name differs, one line; empty if it does not, or that is not known."""
+        """Return how another peer's spec differs, one line; empty if it does not, or the difference is not known."""
         return self._spec_diff.difference(peer)
 
     async def objection(self, timeout: float) -> str:
-        """Why this peer should rather not take part with its spec, one line; empty if it may.
+        """Return why this peer should not take part with its spec, one line; empty if it may.
 
-        Waits up to `timeout` seconds for those who are known to have another spec to say what it is.
+        Waits up to `timeout` seconds until the known peers with another spec have described theirs.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
@@ -323,7 +323,7 @@ class RunDriver:
 
     @property
     def _bandwidth(self) -> float:
-        """What this peer says it can send, to its group and to all: as its user says, or as measured; 0 if unknown."""
+        """Bytes per second that this peer claims to send: its user's figure, else the measured one; 0 if unknown."""
         return self._surroundings.bandwidth or self._sessions.meter.bandwidth.estimate
 
     async def _exchange(self, task: Task) -> Outcome:
@@ -359,19 +359,19 @@ class RunDriver:
     # ---- between the machine and the world ----
 
     def receive(self, peer: str, message: matchmaking_messages.MatchmakingMessage) -> None:
-        """A matchmaking message of this run has come."""
+        """Take a matchmaking message of this run."""
         if isinstance(message, matchmaking_messages.SpecQuestion | matchmaking_messages.SpecAnswer):
             self._compare(events.MessageReceived(peer, message))
         else:
             self._driver.tell(events.MessageReceived(peer, message))
 
     def lost(self, peer: str) -> None:
-        """The channel with a peer has broken."""
+        """Note that a peer cannot be reached."""
         self._driver.tell(events.PeerLost(peer))
         self._compare(events.PeerLost(peer))
 
     def speaks_of_a_round(self, peer: str) -> None:
-        """A peer has said something in a round that this daemon knows nothing of."""
+        """Note that a peer has sent a frame of a round that this daemon does not know."""
         if self._formed is not None:
             self._driver.tell(events.RoundHeard(peer))
 

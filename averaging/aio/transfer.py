@@ -104,7 +104,7 @@ class Download:
         self.driver = Driver(self.machine, self._perform, events.Woke)
 
     def see(self, credentials: Mapping[str, bytes]) -> None:
-        """These are the peers of the run, and what they say of their direct channels."""
+        """Take note of the peers of the run, and of their credentials for direct channels."""
         before = self._credentials
         chosen = heapq.nsmallest(MAX_DONORS, credentials, lambda peer: (peer not in before, self._lot(peer)))
         self._credentials = {peer: credentials[peer] for peer in chosen}
@@ -114,7 +114,7 @@ class Download:
         self.driver.tell(events.PeersSeen(tuple(self._credentials)))
 
     def place(self, peer: str, message: Bulk, size: int) -> memoryview:
-        """Where a body goes: a buffer of its own if it is wanted, else scratch.
+        """Return memory for a body: a buffer of its own if it is wanted, else scratch.
 
         Not into the image: a donor that stalled in the middle of a chunk could write over what another has delivered
         and was verified.
@@ -137,7 +137,7 @@ class Download:
         return self._sessions.pool.take(size)
 
     def frame(self, peer: str, message: messages.ToNewcomer, body: memoryview) -> None:
-        """A frame has come from a donor."""
+        """Take a frame from a donor."""
         if not isinstance(message, Bulk):
             self.driver.tell(events.AnswerReceived(peer, message))
             return
@@ -282,17 +282,17 @@ class Transfer:
 
     @property
     def values(self) -> int:
-        """How many values a mean of this run has, padding included."""
+        """Number of values of a mean of this run, padding included."""
         return self._spec.layout.size
 
     @property
     def standing(self) -> str:
-        """What is being fetched or served, and why, in one line; empty if nothing."""
+        """The state that is being fetched or served, and the reason, in one line; empty if none."""
         fetching = self._download.machine.standing if self._download is not None else ""
         return "; ".join(line for line in (fetching, self._donor.standing) if line)
 
     def reach(self, epoch: int) -> None:
-        """This peer's trainer stands at that epoch."""
+        """Note the epoch of this peer's trainer."""
         self._driver.tell(events.EpochReached(epoch))
 
     async def offer(self, state: StateId, image: memoryview) -> None:
@@ -352,7 +352,7 @@ class Transfer:
         return got
 
     def keep(self, mean: EncodedMean, prove: Prove) -> None:
-        """A round has come to a mean: keep it for those who missed it, if there is a state that it leads on from."""
+        """Keep a round's mean for peers that missed it, if it leads on from a state."""
         before = mean.manifest.before
         if before is not None and not self._left:
             self._circle = self._circle.ended(before, mean.manifest, self._sessions.peer)
@@ -362,13 +362,13 @@ class Transfer:
             self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
-        """A round of this run exchanges values here; the router calls `over` when it has ended."""
+        """Note that a round of this run exchanges values here; the router calls `over` when it has ended."""
         self._circle = self._circle.begun(manifest, self._sessions.peer)
         if manifest.before is not None:
             self._driver.tell(events.RoundBegan(manifest.before))
 
     def over(self, outcome: object) -> None:
-        """The round of this run has ended."""
+        """Note that the round of this run has ended."""
         self._driver.tell(events.RoundOver())
 
     async def recover(
@@ -449,7 +449,7 @@ class Transfer:
     # ---- what the router tells ----
 
     def place(self, peer: str, message: TransferMessage, size: int) -> memoryview:
-        """Where the body of a frame goes.
+        """Return memory for the body of a frame.
 
         Raises:
             FrameRefused: It is not what was asked for.
@@ -459,7 +459,7 @@ class Transfer:
         return self._download.place(peer, message, size)
 
     def frame(self, peer: str, message: TransferMessage, body: memoryview) -> None:
-        """A frame has come."""
+        """Take a frame."""
         if isinstance(message, messages.ToNewcomer):
             if self._download is not None:
                 self._download.frame(peer, message, body)
@@ -473,7 +473,7 @@ class Transfer:
             self._driver.tell(events.AskReceived(peer, message))
 
     def lost(self, peer: str, reason: str) -> None:
-        """A peer cannot be reached, and frames to or from it are lost."""
+        """Note that a peer cannot be reached, and that frames to or from it are lost."""
         self._driver.tell(events.PeerLost(peer, reason))
         if self._download is not None:
             self._download.driver.tell(events.PeerLost(peer, reason))
@@ -545,7 +545,7 @@ class Transfer:
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
 
     def _proved(self, answer: Answer) -> Answer:
-        """Put all votes to it that are known by now for the mean that it offers."""
+        """Add all votes that are known by now for the mean that the answer offers."""
         image = answer.offers[0].image if answer.offers else None
         prove = next((one.prove for one in self._means.values() if one.mean == image), None)
         return answer if prove is None else msgspec.structs.replace(answer, proof=prove())
@@ -563,7 +563,7 @@ class Transfer:
         return TRANSFER_FRAME + encode(message), body
 
     def _sent(self, peer: str) -> None:
-        """Takes its turn in the queue right after a body: so the body has left."""
+        """Tell the server that a body has left: this call takes its turn in the queue right after the body."""
         self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._busy()))
 
     def _leave(self, peer: str) -> None:

@@ -32,61 +32,61 @@ CATCH_UP_SECONDS = 5.0
 """Longest time that a step of the training loop waits to find the group's state; then the loop has its turn."""
 
 ATTEND_SECONDS = 60.0
-"""For a round to be attended, which comes when the others have made their batch. A group takes one whose time is half
-over for a reason to begin: of one that waits for a slow swarm's next round that must not be true."""
+"""Longest time that a peer waits to attend a round, which begins when the others have made their batch. A group begins
+early for a member whose time is half over, so a peer that attends a slow swarm's round must have much of it."""
 
 POLL_SECONDS = 0.05
-"""Between two looks whether a snapshot has come, while waiting for a round."""
+"""Time between two looks for a snapshot, while a peer waits for a round."""
 
 LOOK_AHEAD_SECONDS = 3.0
-"""Longest time that a step of the loop waits for the mean of a round that failed here: it is needed now, for what was
-given to it must not be given again. If it takes longer, the next round tells."""
+"""Longest time that a step of the loop waits for the mean of a round that failed here. The peer needs it now, for the
+gradients that it gave to that round must not be given again. If it takes longer, the next round tells."""
 
 STAY_AWAY_SECONDS = 2.0
-"""How long one that fetches a few missed means attends no round meanwhile: it would be bound to it until its end, and
-give nothing. One mean more that it has missed by then it fetches as well."""
+"""Longest time that a peer which fetches missed means attends no round. A round would bind it until its end, and the
+peer would give nothing to it. The mean of a round missed meanwhile is fetched as well."""
 
 OVERDUE_SECONDS = 2.0
 """Least time without a round after which a peer that looks for the group's state asks for the last one that it knows
-of, in place of one that the group has not come to: it may have ended, and those who end stay for some seconds only."""
+of. The group may have ended before it came to a later state, and peers that end stay for some seconds only."""
 
 GONE_SECONDS = 0.25
-"""Longest time from when the last other peer has gone to when a step that waits for a group notices."""
+"""Longest time until a step that waits for a group notices that the last other peer has gone."""
 
 WAIT_SECONDS = 60.0
-"""Sixteen processes that import torch on two cores take half of it."""
+"""Longest wait for other peers to join. Sixteen processes that import torch on two cores take half of it."""
 
 LEAST_SECONDS = 0.1
-"""For the last look, question or exchange, where the time for all of them is over."""
+"""Least time for the last look, question or exchange, when the time for all of them is over."""
 
 FINISH_SECONDS = 10.0
 """Bounds how long a peer that ends stays for the others, in seconds: a stalled round, or the snapshot of a small model,
 fits in. The peer leaves at once where all others are as far."""
 
 FETCH_SECONDS = 600.0
-"""For one snapshot; a gigabyte at 16 Mbit/s. It resumes from other donors within that."""
+"""Longest time for one snapshot: a gigabyte at 16 Mbit/s. A download resumes from other donors within that."""
 
 RECOVER_SECONDS = 60.0
-"""For one mean, a tenth of a snapshot. That nobody has it is known in a moment."""
+"""Longest time for one mean, a tenth of a snapshot's. That nobody has it is known in a moment."""
 
 HELD_MEMORY = 0.25
 """Largest share of the available memory for means that are kept while a snapshot comes, which takes as much again."""
 
 LEAST_HELD = 2
-"""Means kept whatever memory there is: with fewer no snapshot, which always is some rounds old, could be used."""
+"""Least number of means kept, whatever memory there is. A snapshot is always some rounds old, and needs them."""
 
 log = logging.getLogger(__name__)
 
 
 class Subject(NamedTuple):
-    """What is trained.
+    """The model that is trained.
 
     Attributes:
-        tensors: What gradients, or differences, are exchanged of, by name.
-        buffers: Those that travel with them.
+        tensors: The tensors whose gradients, or differences, are exchanged, by name.
+        buffers: The buffers that travel with them.
         model: The part of the state that holds both.
         state: All of it.
-        update: Takes the mean, fp32, by name, and makes the update that all peers make alike.
+        update: Takes the mean, fp32, by name, and applies the update that all peers apply alike.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -97,7 +97,7 @@ class Subject(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """What it came to.
+    """The end of a training.
 
     Attributes:
         in_step: Whether this peer ends with the group's last state, as far as it knows.
@@ -109,7 +109,7 @@ class Finished(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """What one round came to: gradients, or differences, by name, fp32; and averaged buffers."""
+    """The mean of one round: gradients, or differences, by name, fp32; and averaged buffers."""
 
     values: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -121,7 +121,7 @@ class Mean(NamedTuple):
 
 
 class Downloads:
-    """At most one download, and what the last one brought.
+    """At most one download, and the result of the last one.
 
     Attributes:
         image: The snapshot that has just come, checked, until the next begins.
@@ -192,7 +192,7 @@ class Downloads:
         return self._going is None or self._going.wait(seconds)
 
     def ended(self) -> events.Event | None:
-        """What the download came to, if it has ended just now."""
+        """Return the download's end as an event, if it has just ended."""
         if self._going is None or not self._going.done():
             refused, self._refused = self._refused, None
             return refused
@@ -278,7 +278,7 @@ class Member:
 
     @property
     def reason(self) -> str:
-        """Why this peer does what it does, one line."""
+        """The reason for this peer's present conduct, one line."""
         return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._crowded)))
 
     @property
@@ -338,7 +338,7 @@ class Member:
         return self.ended()
 
     def ends(self, deadline: float) -> bool:
-        """A moment of `finish`, which is to be over at `deadline`; returns whether it is."""
+        """Do one step of `finish`, which must end at `deadline`; return whether it has ended."""
         now = self._clock()
         if self._pending is not None and self._gave and self._claimed == self.id:
             if not self.has_company():
@@ -352,7 +352,7 @@ class Member:
         return self._has_all(deadline)
 
     def ended(self) -> Finished:
-        """What `finish` came to; whatever it was still waiting for is given up."""
+        """Return the end of the training, and give up what `finish` was still waiting for."""
         self._ends_at = None
         self._downloads.stop()
         self._hear(events.Stopped())
@@ -402,7 +402,7 @@ class Member:
             self._stop_search()
 
     def look_back(self) -> None:
-        """Nobody else is known any more: catch up with what the others have left behind, if there is any."""
+        """Catch up with the means that the others have left behind, now that no other peer is known."""
         self._hear(events.Deserted())
 
     def meet(self, wait: bool = True) -> None:
@@ -443,7 +443,7 @@ class Member:
             self._downloads.stop_snapshot()
 
     def _look_at_crowd(self, group: int, missing: int) -> None:
-        """Say it where some cannot have been in the group: those who are make another state of it, and so on."""
+        """Warn if the run has more peers than a group holds: peers outside of the group end with another state."""
         before, self._crowded = self._crowded, ""
         peers, most = group + missing, self._run.group_size
         if group >= most and missing:
@@ -455,7 +455,7 @@ class Member:
             log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _is_past(self, outcome: Outcome) -> bool:
-        """Whether a round was of a state that a download has left behind: the next tells where the group stands now."""
+        """Whether a round began from a state that a download has left behind. The next round tells more."""
         of = outcome.state
         moved = self.in_step and self._claimed != self.id
         return outcome.ok and moved and of is not None and of.epoch < self.id.epoch
@@ -671,7 +671,7 @@ class Member:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """What is in memory is no state at all until it is done: after an error this peer must not claim one."""
+        """Guard a change in memory: until it is done, and after an error, the peer claims no state."""
         self._whole = None
         try:
             yield
@@ -719,7 +719,7 @@ class Member:
 
 
 def wait_for(runs: Sequence[Run], peers: int) -> None:
-    """Wait until so many others have joined each of these on equal terms; who does not come in time is met later."""
+    """Wait until so many other peers have joined each run on equal terms; a peer that is late is met later."""
     deadline = time.monotonic() + WAIT_SECONDS
     for run in runs if peers else ():
         if not run.wait_for(peers, max(deadline - time.monotonic(), LEAST_SECONDS)):
@@ -727,12 +727,12 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
 
 
 def affordable(size: int, available: int) -> int:
-    """How many means of `size` bytes to keep at most where so many bytes are available."""
+    """Return how many means of `size` bytes to keep at most, given the available bytes of memory."""
     return max(min(int(available * HELD_MEMORY) // max(size, 1), HELD_MEANS), LEAST_HELD)
 
 
 def mean_of(accumulator: Accumulator, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What one peer alone has accumulated, on the devices of the tensors that it is `like`."""
+    """Return one peer's own mean, with the names, shapes and devices of the tensors that it is `like`."""
     mean = {name: torch.empty(t.shape, dtype=torch.float32, device=t.device) for name, t in like.items()}
     accumulator.mean_into(mean)
     return mean
