@@ -46,11 +46,15 @@ class Fleet(contextlib.ExitStack):
         """
         while True:
             pending = self.start(weights)
-            eventually(lambda: self.exchanging(member), "the round to begin")
+            eventually(
+                lambda begun=pending: self.exchanging(member) or any(one.done() for one in begun),
+                "the round to begin",
+            )
             state = self.runs[member].state
             if isinstance(state, Exchanging) and state.members == len(self.runs):
                 return pending
             for one, tensor, value in zip(pending, self.tensors, self.values, strict=True):
+                one.stop_search("the group closed without this member")
                 one.result()
                 tensor.copy_(value)
 
