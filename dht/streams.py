@@ -237,8 +237,8 @@ class Stream:
         """End the waits whose time is over. One timer serves all: to set one for each wait would cost as much as it."""
         now = self._loop.time()
         for waiter, until in self._waiters.items():
-            if now >= until:
-                wake(waiter, StreamClosed(f"no progress within {STALL_SECONDS:.0f} s"))
+            if now >= until and not waiter.done():
+                waiter.set_exception(StreamClosed(f"no progress within {STALL_SECONDS:.0f} s"))
         bounded = any(until < math.inf for until in self._waiters.values())
         self._watchdog = self._loop.call_later(WATCH_SECONDS, self._watch) if bounded else None
 
@@ -286,14 +286,10 @@ async def receive_message(stream: Stream, limit: int = PREFACE_BYTES) -> bytes:
     return bytes(message)
 
 
-def wake(waiter: asyncio.Future[None], error: StreamClosed | None = None) -> None:
-    """End a wait, with `error` if there is one, unless it is over."""
-    if waiter.done():
-        return
-    if error is None:
+def wake(waiter: asyncio.Future[None]) -> None:
+    """End a wait, unless it is over."""
+    if not waiter.done():
         waiter.set_result(None)
-    else:
-        waiter.set_exception(error)
 
 
 class Acceptor:

@@ -115,8 +115,7 @@ async def secure(
         if preface.layer == "tls":
             tls.stay()
             return TlsStream(connection, tls)
-        peers = (preface.dialler, preface.acceptor)
-        theirs = bytes(greeting[1:])
+        theirs, peers = bytes(greeting[1:]), (preface.dialler, preface.acceptor)
         ordered = (own, theirs) if dialler else (theirs, own)
         key = aead.traffic_key(ordered, peers, of_dialler=dialler)
         their_key = aead.traffic_key(ordered, peers, of_dialler=not dialler)
