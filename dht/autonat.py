@@ -28,6 +28,7 @@ from equipoise.dht.dialer import GREETING, Unreached, direct_hosts, probe, told
 from equipoise.dht.dialpolicy import network_of
 from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import connect
+from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient, StreamListener
 from equipoise.dht.protocol import RecordProtocol, Versioned, decode, encode
@@ -165,7 +166,6 @@ class Reach:
         on_change: Called when the verdict, the addresses or the relays are others than before.
         listening: Tells where this peer listens itself, in the form that `--join` takes.
         mates: Tells the records of all others in this peer's runs.
-        direct: Tells the TCP port of this peer's direct listener; 0 if it has none.
         relays: The relays in use.
         handlers: The unary handlers to register with p2pd.
         listeners: Take the streams of relayed peers, and of trials, from p2pd.
@@ -175,6 +175,7 @@ class Reach:
         self,
         link: P2pdClient,
         protocol: RecordProtocol,
+        direct: DirectTransport,
         folder: Path,
         hidden: str = "",
         relay: float | None = None,
@@ -183,7 +184,7 @@ class Reach:
         self.on_change: Callable[[], None] = lambda: None
         self.listening: Callable[[], Iterable[str]] = tuple
         self.mates: Callable[[], Iterable[Readiness]] = tuple
-        self.direct: Callable[[], int] = lambda: 0
+        self._direct = direct
         protocol.on_hello = self.meet
         self._link = link
         self._protocol = protocol
@@ -290,7 +291,7 @@ class Reach:
 
     async def ask(self, peer: str) -> Answer | None:
         """Have `peer` dial back; None if it did not try. Raises ConnectionError or Malformed if it gives no answer."""
-        question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self.direct())
+        question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self._direct.port)
         data = await self._link.call(peer, DIALBACK, encode(question), DIALBACK_SECONDS)
         answer = decode(data, Answer)
         if answer.busy:
@@ -318,7 +319,7 @@ class Reach:
                 _try_all([(host, ask.direct) for host in hosts], answered),
             )
             blocked = other.failed if hosts and not other.reached else ""
-            return encode(msgspec.structs.replace(answer, direct=self.direct(), blocked=blocked))
+            return encode(msgspec.structs.replace(answer, direct=self._direct.port, blocked=blocked))
         finally:
             self._under_way -= 1
 

@@ -25,8 +25,7 @@ from equipoise.tasks import TaskSet, end, sleep_until
 MAX_TARGETS = 64
 """Most peers told of a change directly; others find it in the DHT."""
 MAX_UNCONNECTED = 16
-"""Most targets that this peer must dial first: records of absent peers cost nothing to make, and must not delay
-the news to connected peers."""
+"""Most targets that this peer must dial first: records of absent peers are cheap, and must not delay others' news."""
 MAX_ATTEMPTS = 4
 """Most attempts to tell a peer; then it is told again at the next renewal, if it is still one to be told."""
 RETRY_SECONDS = 0.5

@@ -36,8 +36,7 @@ PEERS_SHARE = 8
 
 CallHandler = Callable[[str, bytes], Awaitable[bytes]]
 StreamHandler = Callable[[str, bool, Stream], Awaitable[None]]
-"""Given the PeerID of the other end (authenticated by libp2p), whether a relay lies between, and the stream, which is
-closed when the handler ends."""
+"""Has the other end's PeerID, proved by libp2p, whether a relay lies between, and the stream, closed at its end."""
 
 _log = logging.getLogger(__name__)
 

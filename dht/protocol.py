@@ -2,8 +2,7 @@
 
 hivemind's own handlers decode values of strangers recursively and without bounds, keep whatever they are sent for
 as long as the sender likes, and compare clocks. Here every handler knows its caller (authenticated by libp2p), limits
-its rate, decodes within bounds, and keeps only signed readiness records. `DHTNode` needs of
-a protocol the attributes and `call_find` below.
+its rate, decodes within bounds, and keeps only signed readiness records. `DHTNode` needs attributes and `call_find`.
 """
 
 from __future__ import annotations

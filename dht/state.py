@@ -12,8 +12,7 @@ PROTOCOL_VERSION = 1
 State = Literal["offline", "searching", "joined", "ready"]
 
 Part = Literal["joined", "ready", "left", "offline"]
-"""A peer's part in one run, as its record says: it computes, waits for a group, has left and still serves what it kept,
-or has left."""
+"""A peer's part in one run: it computes, waits for a group, has left and still serves what it kept, or has left."""
 
 AddressState = Literal[
     "malformed",
@@ -76,7 +75,7 @@ class RelayStatus(msgspec.Struct, frozen=True):
         bandwidth: Bytes a second at most, all circuits together.
         reservations: Peers that may be reached through this one.
         circuits: Connections that go through it now.
-        bytes: What it has relayed.
+        bytes: Bytes that it has relayed.
         refused: Requests that it has refused.
     """
 

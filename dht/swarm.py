@@ -112,8 +112,14 @@ class Swarm:
         policy = DialPolicy(private_networks)
         dialer = self._dialer = Dialer(link, peer, policy)
         protocol = self._protocol = RecordProtocol(peer, dialable, link, dialer)
+        hosts = dict.fromkeys(one.host for one in self._listen)
+        listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
+        if listen and options.direct_listen:
+            listen = [multiaddr.parse_listen(text) for text in options.direct_listen]
+        direct = DirectTransport(self.identity, listen, options.channel, protocol.clock.now, policy)
+        self.direct = direct
         hidden = "" if dialable else "it was started in client mode"
-        reach = self._reach = Reach(link, protocol, self._runtime, hidden, options.relay)
+        reach = self._reach = Reach(link, protocol, direct, self._runtime, hidden, options.relay)
         reach.on_change = self._on_reach
         reach.listening = lambda: self._listening
         reach.mates = self._mates
@@ -121,20 +127,14 @@ class Swarm:
         self.transport = Libp2pTransport(peer, lambda: reach.dialable, link, dialer, self._runtime)
         self.directory = RunDirectory(self.identity, protocol, reach, self._memory.first_sequence)
         self.directory.name = options.name[:MAX_NAME_CHARACTERS]
+        self.directory.credential = lambda: direct.credential
         protocol.on_peer = self._on_peer
         self._contacts = Contacts(link, protocol)
         others = [address for address in self._join if address.peer != peer]
         self._bootstrap = Bootstrap(others, link, protocol, self._contacts)
         self._bootstrap.remembered = self._remembered
-        hosts = dict.fromkeys(one.host for one in self._listen)
-        listen = [multiaddr.ListenAddress(host, host, 0) for host in hosts]
-        if listen and options.direct_listen:
-            listen = [multiaddr.parse_listen(text) for text in options.direct_listen]
-        self.direct = DirectTransport(self.identity, listen, options.channel, protocol.clock.now, policy)
-        self.directory.credential = lambda: self.direct.credential
-        reach.direct = lambda: self.direct.port
-        self._puncher = Puncher(link, dialer, self.direct, reach, self._runtime)
-        self.direct.on_meet = self._puncher.want
+        self._puncher = Puncher(link, dialer, direct, reach, self._runtime)
+        direct.on_meet = self._puncher.want
         self._listeners = (self.transport.listener, *reach.listeners, self._puncher.listener)
 
     @property

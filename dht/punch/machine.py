@@ -27,8 +27,7 @@ from equipoise.dht.sanitize import printable
 from equipoise.dht.state import PROTOCOL_VERSION
 
 MIN_PORT = 1024
-"""The lowest port that a peer may name. Routers give outgoing connections no lower port, so a lower one would be the
-port of another service."""
+"""Lowest port that a peer may name: routers give outgoing connections no lower one, so it would be a service's."""
 
 MAX_INSIDE = 2
 """Most places inside: a member that lies has so many first packets, and one more, sent to this peer's neighbours."""

@@ -35,11 +35,10 @@ WANTED_SECONDS = 600.0
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
 """A punch that failed is tried again after so long, each time twice as long: the other side may not have been in the
-round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few machine. After
+round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few messages. After
 one that went well it is the former: routers there may be that let connections begin and not last."""
 PATIENCE_SECONDS = 2.0
-"""From first meeting a peer to punching: one may dial the other, which is simpler, and the other side learns a moment
-later that both are in one round."""
+"""Time from meeting a peer to punching: one may dial the other, and the other side learns of their round later."""
 MAX_WANTED = 256
 """Most peers wanted; the least recently met is forgotten. A group has at most 64 members."""
 MAX_AT_ONCE = 4

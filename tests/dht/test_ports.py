@@ -92,8 +92,9 @@ async def test_others_are_told_what_is_announced(members, until) -> None:
     named = "/dns4/gpu.example.org/tcp/31337"
     second = await members.start("second", join=first.addresses, announce=[named])
     assert second.addresses == [f"{named}/p2p/{second.peer}"]
+    # Before the other has tried to dial it there, in vain.
+    assert second.direct.status().listening[0] == f"gpu.example.org:{second.direct.port}"
     await until(lambda: first._dialer.addresses_of(second.peer) == (f"{named}/p2p/{second.peer}",))
-    await until(lambda: second.direct.status().listening[0] == f"gpu.example.org:{second.direct.port}")
 
 
 @pytest.mark.parametrize(

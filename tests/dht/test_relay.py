@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from types import SimpleNamespace
 
 import base58
 import pytest
@@ -247,7 +248,7 @@ async def test_members_find_out_whether_their_direct_port_can_be_opened(members,
     assert "direct channel" not in second.status().reach.reason
     # A firewall lets one of its two ports through; what answers at the other is no direct listener.
     for port in (unused_port, parse_address(second.addresses[0]).port):
-        second._reach.direct = lambda port=port: port
+        second._reach._direct = SimpleNamespace(port=port)
         second._reach._verdict.doubt()
         why = f"; 1 cannot open a direct channel to it: nobody listens at 127.0.0.1 port {port}"
         if port != unused_port:

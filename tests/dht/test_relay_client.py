@@ -117,7 +117,8 @@ async def test_a_relay_that_says_it_cuts_is_believed(world: World, limit: dict[s
 
 async def test_relays_that_are_gone_make_room_for_others(tmp_path: Path) -> None:
     link = SimpleNamespace(attached=False)
-    reach = Reach(link, SimpleNamespace(dialer=None, peer=OWN), tmp_path)  # type: ignore[arg-type]
+    protocol, direct = SimpleNamespace(dialer=None, peer=OWN), SimpleNamespace(port=0)
+    reach = Reach(link, protocol, direct, tmp_path)  # type: ignore[arg-type]
     for number in range(MAX_CANDIDATES + 1):
         reach.meet(f"relay {number}", True)
         reach.meet("relay 0", True)
