@@ -126,7 +126,12 @@ class Daemon:
     def failure(self) -> EquipoiseError | None:
         """The error of a daemon that was given addresses to join and has met no other peer; else None."""
         standing = self._standing()
-        return None if self._met else _failure(standing.reason, standing.bootstrap)
+        failed = [entry for entry in standing.bootstrap if entry.state not in ("trying", "connected")]
+        if self._met or not failed:
+            return None
+        kind = Refused if all(entry.state == "other version" for entry in failed) else Unreached
+        reason = standing.reason.replace("; trying again", "")
+        return kind(f"ended without having met another peer: {reason}")
 
     async def stop(self) -> None:
         """Finish or fail open rounds, leave, end what was started, release the home; bounded and idempotent."""
@@ -215,15 +220,6 @@ def _advised(reason: str, entries: Sequence[BootstrapStatus]) -> str:
         if reason.startswith(entry.reason) and entry.state in NEXT_STEPS:
             return f"{reason}; {NEXT_STEPS[entry.state]}"
     return reason
-
-
-def _failure(reason: str, entries: Sequence[BootstrapStatus]) -> EquipoiseError | None:
-    """The error of a daemon that ends without having met anyone, for `reason`; None if no address has failed."""
-    failed = [entry for entry in entries if entry.state not in ("trying", "connected")]
-    if not failed:
-        return None
-    kind = Refused if all(entry.state == "other version" for entry in failed) else Unreached
-    return kind(f"ended without having met another peer: {reason.replace('; trying again', '')}")
 
 
 async def _bounded(stop: Callable[[], Awaitable[None]], what: str) -> None:

@@ -90,17 +90,21 @@ class Home:
         Raises:
             HomeError: Something else is in its place, or its path is too long.
         """
-        _remove_stale(self.path / SOCKET_FILE)
+        path = self.path / SOCKET_FILE
+        if path.is_symlink() or (path.exists() and not path.is_socket()):
+            kind = "a symbolic link" if path.is_symlink() else "not a socket"
+            raise HomeError(f"{path} is {kind}", "a daemon never makes that; look at it and remove it")
+        path.unlink(missing_ok=True)
         control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | getattr(socket, "SOCK_CLOEXEC", 0))
         try:
             # Linux creates the file with the socket's own mode, so no moment is left in which others may connect.
             os.fchmod(control.fileno(), 0o600)
             _with_short_path(self.path, control.bind)
-            (self.path / SOCKET_FILE).chmod(0o600)
+            path.chmod(0o600)
             control.listen(BACKLOG)
         except OSError as error:
             control.close()
-            raise unusable(f"listen on {self.path / SOCKET_FILE}", error) from error
+            raise unusable(f"listen on {path}", error) from error
         control.setblocking(False)
         return control
 
@@ -312,13 +316,6 @@ def _is_still(path: Path, lock: int) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(lock))
     return False
-
-
-def _remove_stale(path: Path) -> None:
-    if path.is_symlink() or (path.exists() and not path.is_socket()):
-        kind = "a symbolic link" if path.is_symlink() else "not a socket"
-        raise HomeError(f"{path} is {kind}", "a daemon never makes that; look at it and remove it")
-    path.unlink(missing_ok=True)
 
 
 def _with_short_path(home: Path, use: Callable[[str], None]) -> None:

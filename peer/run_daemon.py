@@ -275,18 +275,12 @@ async def _end(child: asyncio.subprocess.Process, seconds: float) -> int:
 
 def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     # Ctrl-C reaches every process of the terminal's foreground group; twice would interrupt the script's clean-up.
-    if number == signal.SIGINT and _in_foreground():
-        return
+    with contextlib.suppress(OSError, ValueError):
+        if number == signal.SIGINT and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp():
+            return
     _send(child, number)
 
 
 def _send(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.send_signal(number)
-
-
-def _in_foreground() -> bool:
-    try:
-        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
-    except (OSError, ValueError):
-        return False

@@ -17,10 +17,10 @@ MIN_SURVIVORS = 2
 """One peer alone has nobody to average with."""
 
 SECONDS, FEW_PEERS = 85.0, 4
-"""Few peers start, train and end in half of that on two idle cores."""
+"""Time for a few peers: they start, train and end in half of that on two idle cores."""
 
 SECONDS_PER_PEER = 20.0
-"""For each peer more: eight need 80 s of two busy cores."""
+"""Time for each peer more: eight need 80 s of two busy cores."""
 
 BATCH = 32
 """Samples that a trainer adds to what it contributes at a time."""
@@ -51,7 +51,6 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
         codec: Codec spec in which values travel; empty for that of the strategy.
         kill: Daemons to SIGKILL half-way, the one that the others joined through among them.
         strategy: Strategy of the run.
-        seconds: Time after which the demo gives up; 0 stands for as long as so many peers need on two cores.
     """
 
     peers: int = 4
@@ -59,7 +58,6 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = ""
     kill: int = 0
     strategy: str = "allreduce"
-    seconds: float = 0.0
 
     def check(self) -> DemoOptions:
         """Refuse what cannot work before anything is started; returns the options with their codec named.
@@ -97,7 +95,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limit(self) -> float:
         """Seconds after which the demo gives up."""
-        return self.seconds or SECONDS + SECONDS_PER_PEER * max(0, self.peers - FEW_PEERS)
+        return SECONDS + SECONDS_PER_PEER * max(0, self.peers - FEW_PEERS)
 
     @property
     def target(self) -> float:

@@ -78,7 +78,10 @@ class Learner:
     """
 
     def __init__(self, share: Digits, seed: int) -> None:
-        self.model = _network()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(MODEL_SEED)
+            inner = (nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU())
+            self.model = nn.Sequential(*inner, nn.Linear(HIDDEN, 10))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
         self._batches = _batches(share, torch.Generator().manual_seed(seed))
 
@@ -103,11 +106,6 @@ class Learner:
             content.update(parameter.detach().contiguous().numpy().tobytes())
         return content.hexdigest()
 
-    @property
-    def values(self) -> int:
-        """Number of values in the gradient."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
 
 def train_alone(share: Digits, seed: int, updates: int) -> Learner:
     """A learner that has made `updates` from its own share alone, each from a peer's part of the target batch."""
@@ -116,18 +114,6 @@ def train_alone(share: Digits, seed: int, updates: int) -> Learner:
         learner.backward(BATCHES_PER_PEER)
         learner.optimizer.step()
     return learner
-
-
-def _network() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(MODEL_SEED)
-        return nn.Sequential(
-            nn.Linear(64, HIDDEN),
-            nn.ReLU(),
-            nn.Linear(HIDDEN, HIDDEN),
-            nn.ReLU(),
-            nn.Linear(HIDDEN, 10),
-        )
 
 
 def _batches(share: Digits, generator: torch.Generator) -> Iterator[Digits]:
@@ -196,7 +182,7 @@ def main() -> None:
                 digest=learner.digest(),
                 accuracy=learner.accuracy(test),
                 alone=alone.accuracy(test),
-                values=learner.values,
+                values=sum(parameter.numel() for parameter in learner.model.parameters()),
             )
         )
         # A neighbour may still need this peer to finish its last round.

@@ -361,7 +361,10 @@ def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int =
         tensors[path] = tree.detach()
         return {"tensor": path}
     if isinstance(tree, Mapping):
-        items = _pairs(tree, path)
+        for key in tree:
+            if not isinstance(key, str | int):
+                raise ImageError(f"{path!r} has the key {key!r}: expected strings or integers")
+        items = sorted(tree.items(), key=lambda item: (isinstance(item[0], str), item[0]))
         return {"dict": [[key, _split(one, f"{path}/{key}", tensors, depth + 1)] for key, one in items]}
     if isinstance(tree, list | tuple):
         kind = "list" if isinstance(tree, list) else "tuple"
@@ -369,13 +372,6 @@ def _split(tree: Tree, path: str, tensors: dict[str, torch.Tensor], depth: int =
     raise ImageError(
         f"{path!r} is a {type(tree).__name__}: expected numbers, strings, tensors, and dicts, lists, tuples of those"
     )
-
-
-def _pairs(tree: Mapping[Any, Any], path: str) -> list[tuple[str | int, Any]]:
-    for key in tree:
-        if not isinstance(key, str | int):
-            raise ImageError(f"{path!r} has the key {key!r}: expected strings or integers")
-    return sorted(tree.items(), key=lambda item: (isinstance(item[0], str), item[0]))
 
 
 def _join(plain: Any, tensors: dict[str, torch.Tensor]) -> Tree:

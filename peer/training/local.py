@@ -160,9 +160,13 @@ class DiLoCo(LocalTraining[Finished]):
         run.trained_by = type(self).__name__
         parameters = stepped_tensors(run.source)
         self._hook = StepHook(parameters.values(), self._stepped)
+        parts = [(run, parameters)]
+        if self._options.fragments > 1:
+            named = enumerate(dealt(parameters, self._options.fragments))
+            parts = [(run.branch(f"{run.name}/{at}", part), part) for at, part in named]
         self._fragments = [
-            Fragment(part_run, named, copy.deepcopy(outer), self._options, at)
-            for at, (part_run, named) in enumerate(_parts(run, parameters, self._options.fragments))
+            Fragment(part_run, part, copy.deepcopy(outer), self._options, at)
+            for at, (part_run, part) in enumerate(parts)
         ]
         terms = {
             "training": type(self).__name__,
@@ -376,16 +380,6 @@ class Fragment:
     def _return_to_agreed(self) -> None:
         for name, agreed in self._agreed.items():
             self._local[name].copy_(agreed)
-
-
-def _parts(
-    run: Run, parameters: Mapping[str, torch.Tensor], count: int
-) -> list[tuple[Run, dict[str, torch.Tensor]]]:
-    """The run itself, or a run for each fragment."""
-    if count == 1:
-        return [(run, dict(parameters))]
-    fragments = enumerate(dealt(parameters, count))
-    return [(run.branch(f"{run.name}/{at}", named), named) for at, named in fragments]
 
 
 def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from blake3 import blake3
+from torch.linalg import vector_norm
 
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.state import StateId
@@ -241,7 +242,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
         """The step that all peers make alike, of the mean in fp32."""
-        norms = _norms(mean)
+        # In double precision a norm is 0 only where all values are, and finite only where all are.
+        norms = {name: float(vector_norm(one, dtype=torch.float64)) for name, one in mean.items()}
         norm = math.hypot(*norms.values())
         if math.isfinite(norm):
             held = {name: one for name, one in mean.items() if norms[name]}
@@ -339,11 +341,6 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
         told = f"{len(missing)} parameters of run {run.name!r} are not the optimizer's, as {missing[0]!r}"
         raise Refused(told, "give it all of them, or freeze those with requires_grad_(False) before join")
     return parameters
-
-
-def _norms(mean: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """The L2 norm of each, in double precision: 0 only where all values are, and finite only where all are."""
-    return {name: float(torch.linalg.vector_norm(one, dtype=torch.float64)) for name, one in mean.items()}
 
 
 def _clip_factor(norm: float, clip: float | None) -> float:

@@ -137,8 +137,9 @@ def test_failed_attempts_are_shown_and_counted() -> None:
     assert "trainer 1, update 2: a member was lost" in notes.notes
 
 
-def test_a_swarm_that_hangs_is_given_up() -> None:
-    summary, _, _ = play(DemoOptions(peers=3, rounds=4, seconds=0.05), {0: COURSE, 1: COURSE, 2: []})
+def test_a_swarm_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("equipoise.peer.demo.options.SECONDS", 0.05)
+    summary, _, _ = play(DemoOptions(peers=3, rounds=4), {0: COURSE, 1: COURSE, 2: []})
     assert "gave up after 0.05 s" in summary.problems
 
 
