@@ -54,7 +54,7 @@ async def start_parts(config: Config) -> tuple[Swarm, Router]:
         swarm = Swarm(Path(config.home), options)
         await swarm.start()
     except IdentityError as error:
-        if isinstance(error.__cause__, OSError):
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno:  # Else it says itself what to do.
             raise unusable(f"use {Path(config.home) / IDENTITY_FILE}", error.__cause__) from error
         raise HomeError(str(error)) from error
     except P2pdError as error:
