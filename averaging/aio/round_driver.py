@@ -23,10 +23,9 @@ from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
-from equipoise.averaging.session.fair_queue import Frame
+from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.statesync.quorum_proof import Prove
-from equipoise.averaging.statesync.update import EncodedMean
+from equipoise.averaging.statesync.update import EncodedMean, Prove
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import CodecError, NonFiniteError
 from equipoise.tasks import Driver

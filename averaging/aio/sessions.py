@@ -28,8 +28,8 @@ from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.channels import PeerChannels
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.session import messages as wire
-from equipoise.averaging.session.fair_queue import Bulk, Frame
 from equipoise.averaging.session.machine import Session, SessionFault
+from equipoise.averaging.session.outbox import Bulk, Frame
 from equipoise.averaging.timing import DIRECT_SECONDS
 from equipoise.tasks import TaskSet
 

@@ -22,16 +22,15 @@ from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
 from equipoise.averaging.ports import Candidate, Directory, FrameRefused
 from equipoise.averaging.rate_limit import Allowance
-from equipoise.averaging.session.fair_queue import Frame
+from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, Image, ImageId, is_chunk
 from equipoise.averaging.statesync.client import Fetch, Request
 from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Chunk, Digests, TransferMessage, encode
-from equipoise.averaging.statesync.quorum_proof import Circle, Prove
 from equipoise.averaging.statesync.server import Server
-from equipoise.averaging.statesync.update import EncodedMean, MeanError
+from equipoise.averaging.statesync.update import Circle, EncodedMean, MeanError, Prove
 from equipoise.tasks import Driver, TaskSet
 
 TRANSFER_FRAME = b"T"

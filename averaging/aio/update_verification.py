@@ -2,7 +2,7 @@
 
 They are proved step by step: the joins are signed by those whom they name, the manifest's hash is the round's id, the
 mean's digest is over that, the contributors and every encoded byte, and more than half of the members have signed that
-digest. Whether their round was the group's, the peers tell by whom this peer knows its state (`quorum_proof`); a peer
+digest. Whether their round was the group's, the peers tell by whom this peer knows its state (`Circle`); a peer
 that knows what state the mean must lead to needs only the digest.
 """
 
@@ -21,8 +21,15 @@ from equipoise.averaging.manifest import ManifestError, Verify
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.quorum_proof import Circle, voters
-from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, MeanError, cut, read_head
+from equipoise.averaging.statesync.update import (
+    MAX_MANIFEST_BYTES,
+    Circle,
+    EncodedMean,
+    MeanError,
+    cut,
+    read_head,
+    voters,
+)
 from equipoise.compression import CodecError
 
 Room = Callable[[], torch.Tensor]

@@ -8,8 +8,8 @@ from typing import Any
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import Action, BecameReady, Send
+from equipoise.averaging.matchmaking.group_builder import StragglerWait
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_JUMP, Membership
-from equipoise.averaging.matchmaking.straggler_wait import StragglerWait
 from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import PROTOCOL_VERSION
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context, Objection
-from equipoise.averaging.matchmaking.group_builder import Closing, GroupBuilder, Outlook, Parked
-from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
+from equipoise.averaging.matchmaking.group_builder import MAX_WAIT, Closing, GroupBuilder, Outlook, Parked
 from equipoise.averaging.matchmaking.topology import rank
 
 MAX_GATHERINGS = 4

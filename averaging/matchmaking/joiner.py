@@ -9,8 +9,8 @@ from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import Context
 from equipoise.averaging.matchmaking.coordinator import Coordinator
 from equipoise.averaging.matchmaking.events import BecameReady
+from equipoise.averaging.matchmaking.group_builder import MAX_WAIT
 from equipoise.averaging.matchmaking.membership import LEAP
-from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
 from equipoise.averaging.timing import KEEPALIVE, MISSED_SECONDS, OVERDUE_SECONDS, REPLY_SECONDS
 
 HOLD_SECONDS = MAX_WAIT + REPLY_SECONDS

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
-from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
+from equipoise.averaging.matchmaking.group_builder import MAX_WAIT
 from equipoise.averaging.options import Number, RunOptions, Word
 from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.spec import (

@@ -1,7 +1,7 @@
 """The mean that a peer takes which missed one: decided from the answers of the others, as soon as they allow it.
 
 The peer asks whoever holds the state after for what led there. How many offer a mean proves nothing; the votes that
-come with it do (`quorum_proof`), so one honest donor is enough. The peer tries first what most offer of those by whom
+come with it do (`update`), so one honest donor is enough. The peer tries first what most offer of those by whom
 it knows its state: strangers who make something up do not cost it the time. What nobody gives, though some offer it,
 comes last. That changes as answers come: a peer at which that very round goes on answers when the round has ended.
 """

@@ -8,10 +8,14 @@ import pytest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.context import FORGER_SECONDS, MAX_JOINS_OF_ONE
 from equipoise.averaging.matchmaking.events import Action, LookUp, MessageReceived, PeerLost, Woke
-from equipoise.averaging.matchmaking.group_builder import INVITE_AGAIN_SECONDS, MAX_PARKED_GROUPS
+from equipoise.averaging.matchmaking.group_builder import (
+    INITIAL_WAIT,
+    INVITE_AGAIN_SECONDS,
+    MAX_PARKED_GROUPS,
+    MIN_WAIT,
+)
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.membership import DIAL_SECONDS, LEAP, MISSES, WARM_SECONDS
-from equipoise.averaging.matchmaking.straggler_wait import INITIAL_WAIT, MIN_WAIT
 from equipoise.averaging.timing import INVITE_SECONDS, KEEPALIVE, SILENT_SECONDS
 from fakes.matchmaking import OTHER_SPEC, asks, elapse, formed, join, machine, ready, roles, seen, sent
 from simulator.matchmaking import RUN

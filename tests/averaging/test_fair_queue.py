@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from equipoise.averaging.session.fair_queue import Bulk, Frame, SendQueue
+from equipoise.averaging.session.outbox import Bulk, Frame, SendQueue
 
 FP32, INT8 = 4096, 1040
 """Bytes of a part's values, in proportion."""

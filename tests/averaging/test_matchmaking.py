@@ -10,9 +10,9 @@ import pytest
 from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
+from equipoise.averaging.matchmaking.group_builder import INITIAL_WAIT
 from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN, Matchmaking
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_ASKED, MAX_JUMP, SUSPECT_SECONDS
-from equipoise.averaging.matchmaking.straggler_wait import INITIAL_WAIT
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.timing import KEEPALIVE, OVERDUE_SECONDS, REPLY_SECONDS
 from fakes.matchmaking import (

@@ -7,9 +7,9 @@ import pytest
 from equipoise.averaging.manifest import Manifest
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import MessageReceived, RoundHeard, Woke
+from equipoise.averaging.matchmaking.group_builder import MAX_WAIT
 from equipoise.averaging.matchmaking.joiner import HOLD_SECONDS
 from equipoise.averaging.matchmaking.machine import MAX_NOTICES, NOTICE_SECONDS
-from equipoise.averaging.matchmaking.straggler_wait import MAX_WAIT
 from equipoise.averaging.timing import MISSED_SECONDS, REPLY_SECONDS
 from fakes.matchmaking import NAMES, elapse, formed, join, machine, others_of, ready, roles, seen, sent
 from simulator.matchmaking import RUN, verify

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.averaging.matchmaking.events import Action, MessageReceived, Send
+from equipoise.averaging.matchmaking.group_builder import INITIAL_WAIT
 from equipoise.averaging.matchmaking.joiner import HOLD_SECONDS, LONELY_SECONDS
 from equipoise.averaging.matchmaking.machine import Matchmaking
 from equipoise.averaging.matchmaking.messages import Invitation, JoinAccepted, JoinRequest, Whereabouts
-from equipoise.averaging.matchmaking.straggler_wait import INITIAL_WAIT
 from equipoise.averaging.outcome import NoPeers
 from equipoise.averaging.timing import REPLY_SECONDS
 from fakes.seeds import few_and_many

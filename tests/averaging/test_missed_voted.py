@@ -38,8 +38,7 @@ from equipoise.averaging.statesync.events import (
     Woke,
 )
 from equipoise.averaging.statesync.messages import Answer, Ask, AskChunks, AskDigests, Offer
-from equipoise.averaging.statesync.quorum_proof import Circle, Prove, voters
-from equipoise.averaging.statesync.update import EncodedMean, MeanError, read_head
+from equipoise.averaging.statesync.update import Circle, EncodedMean, MeanError, Prove, read_head, voters
 from equipoise.averaging.timing import STALL_SECONDS
 from fakes.cluster import SPEC, Cluster
 from fakes.memory import FakeIdentity

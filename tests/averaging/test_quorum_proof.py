@@ -16,8 +16,7 @@ from equipoise.averaging.allreduce.vote_signatures import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.quorum_proof import MAX_ROUNDS, Circle, voters
-from equipoise.averaging.statesync.update import MeanError
+from equipoise.averaging.statesync.update import MAX_ROUNDS, Circle, MeanError, voters
 from simulator.matchmaking import SPEC, signer, verify
 
 BEFORE = StateId(7, "ab" * 32)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.matchmaking.straggler_wait import (
+from equipoise.averaging.matchmaking.group_builder import (
     FEW,
     INITIAL_WAIT,
     MAX_WAIT,

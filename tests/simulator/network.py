@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from equipoise.averaging.session.fair_queue import Frame
 from equipoise.averaging.session.machine import SESSION_BYTES, Hello, SessionFault
 from equipoise.averaging.session.messages import ENVELOPE_BYTES, decode_envelope
-from equipoise.averaging.session.outbox import Outbox
+from equipoise.averaging.session.outbox import Frame, Outbox
 from simulator.core import Clock, Process, Violation
 
 N = TypeVar("N", bound=Hashable)
