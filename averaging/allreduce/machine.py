@@ -186,7 +186,7 @@ class AllReduce:
             case wire.Held(ballot, decision, digest):
                 news = self._on_held(sender, Vote(ballot, decision, digest))
             case wire.Commit(ballot, decision, digest, holders):
-                news = paxos.on_votes(sender, Vote(ballot, decision, digest), holders)
+                news = paxos.on_votes(Vote(ballot, decision, digest), holders)
             case wire.Fetch(contributors, parts):
                 self._serve(sender, contributors, parts)
             case wire.GiveUp(reason):
@@ -241,7 +241,7 @@ class AllReduce:
         if isinstance(self.ended, Finish) and vote.digest != self.ended.digest:
             # The sender has not learnt which mean was chosen.
             self._send_commit(1 << sender)
-        return self._paxos.on_votes(sender, vote, 1 << sender)
+        return self._paxos.on_votes(vote, 1 << sender)
 
     def _on_lost(self, member: int, reason: str, now: float) -> None:
         if member == self.me or not self._attendance.lose(member, now):

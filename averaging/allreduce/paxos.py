@@ -7,7 +7,6 @@ to member b mod n. What a leader plans and hears before it proposes lives in its
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -24,9 +23,6 @@ could leave the others no ballots that a message can carry."""
 
 PATIENT_STALLS = 3
 """Stalls after which the first in line no longer trusts a leader that is not known to be lost."""
-
-MAX_VOTES_PER_MEMBER = 64
-"""Most different votes taken from one member: it casts one per ballot, and few rounds have a third."""
 
 MAX_RETRY_STALLS = 8
 """Most stalls between two attempts of a member to lead: a round trip of 16 s is as slow as it gets."""
@@ -49,7 +45,7 @@ class Vote(msgspec.Struct, frozen=True):
 
 
 class Tally:
-    """Counts votes until a majority of the group has cast the same one.
+    """Counts votes until a majority of the group has cast the same one. `vote_signatures` bounds how many come.
 
     Attributes:
         chosen: The vote that a majority cast, once there is one.
@@ -59,21 +55,12 @@ class Tally:
         self.size = size
         self.chosen: Vote | None = None
         self._voters: dict[Vote, int] = {}
-        self._told: Counter[int] = Counter()
 
-    def add(self, vote: Vote, voters: int, teller: int) -> bool:
-        """Count the votes of the members in the bitmask `voters`, of which `teller` told.
-
-        Returns:
-            Whether there were new ones. A repeated one changes nothing, nor does one too many.
-        """
+    def add(self, vote: Vote, voters: int) -> bool:
+        """Count the votes of the members in the bitmask `voters`; returns whether there were new ones."""
         before = self._voters.get(vote, 0)
         if not voters & ~before:
             return False
-        if not before:
-            if self._told[teller] >= MAX_VOTES_PER_MEMBER:
-                return False
-            self._told[teller] += 1
         self._voters[vote] = before | voters
         if self.chosen is None and is_majority(self._voters[vote], self.size):
             self.chosen = vote
@@ -351,9 +338,9 @@ class Paxos:
         self._settle()
         return True
 
-    def on_votes(self, sender: int, vote: Vote, voters: int) -> bool:
-        """Count votes that `sender` told of; returns whether there were new ones."""
-        news = self.valid(vote.decision) and self.tally.add(vote, voters & self.group.everyone, sender)
+    def on_votes(self, vote: Vote, voters: int) -> bool:
+        """Count votes; returns whether there were new ones."""
+        news = self.valid(vote.decision) and self.tally.add(vote, voters & self.group.everyone)
         self._settle()
         return news
 
@@ -370,7 +357,7 @@ class Paxos:
         """Count our own vote for what we hold, and say it."""
         assert self.held is not None
         ballot, decision = self.held
-        self.tally.add(Vote(ballot, decision, digest), 1 << self.me, self.me)
+        self.tally.add(Vote(ballot, decision, digest), 1 << self.me)
         self._settle()
         return wire.Held(ballot, decision, digest)
 
@@ -378,7 +365,7 @@ class Paxos:
         """Count our own vote for the chosen mean, which is whole here; returns it unless it has been said."""
         chosen = self.chosen
         assert chosen is not None
-        if not self.tally.add(chosen, 1 << self.me, self.me):
+        if not self.tally.add(chosen, 1 << self.me):
             return None
         return wire.Held(chosen.ballot, chosen.decision, chosen.digest)
 

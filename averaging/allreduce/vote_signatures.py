@@ -20,11 +20,14 @@ import msgspec
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.allreduce.paxos import MAX_VOTES_PER_MEMBER, Vote, members_of
+from equipoise.averaging.allreduce.paxos import Vote, members_of
 from equipoise.averaging.manifest import Sign, Verify
 
 DOMAIN = b"equipoise vote 1\0"
 """Prefix of signed votes: no other bytes that an identity signs begin with it."""
+
+MAX_VOTES_PER_MEMBER = 64
+"""Most different votes that one member may tell of: it casts one per ballot, and few rounds have a third."""
 
 MAX_BAD_SIGNATURES = 128
 """Most false signatures of one sender in a round, 0.1 ms each; an honest one may pass on one per liar and vote."""

@@ -15,7 +15,7 @@ from equipoise.averaging.allreduce.events import (
     SendMean,
 )
 from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.allreduce.paxos import MAX_BALLOT_LEAP, MAX_VOTES_PER_MEMBER
+from equipoise.averaging.allreduce.paxos import MAX_BALLOT_LEAP
 from equipoise.averaging.ports import FrameRefused
 from fakes.one_member import (
     ALL,
@@ -166,15 +166,6 @@ def test_a_reduction_that_came_too_late_to_be_wanted_can_be_wanted_again() -> No
     table.reduced(ALL)
     actions = table.says(C, wire.Plan(2, 0, ALL), wire.Propose(2, Decision(ALL, ALL)))
     assert Reduce(0, ALL) in actions
-
-
-def test_votes_are_bounded_per_member() -> None:
-    table = Table(B)
-    decision = Decision(ALL, ALL)
-    for ballot in range(3 * MAX_VOTES_PER_MEMBER):
-        table.says(C, wire.Held(ballot, decision, DIGEST))
-        table.says(C, wire.Commit(ballot, decision, DIGEST, 0b100))
-    assert len(table.machine._paxos.tally._voters) <= MAX_VOTES_PER_MEMBER
 
 
 @pytest.mark.parametrize("message", [wire.Prepare, wire.Refuse])

@@ -10,8 +10,14 @@ import pytest
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.messages import Decision
-from equipoise.averaging.allreduce.paxos import MAX_VOTES_PER_MEMBER, Vote
-from equipoise.averaging.allreduce.vote_signatures import MAX_BAD_SIGNATURES, Keys, VoteSignatures, signers
+from equipoise.averaging.allreduce.paxos import Vote
+from equipoise.averaging.allreduce.vote_signatures import (
+    MAX_BAD_SIGNATURES,
+    MAX_VOTES_PER_MEMBER,
+    Keys,
+    VoteSignatures,
+    signers,
+)
 
 A, B, C, D = range(4)
 PEERS = ("a", "b", "c", "d")
@@ -165,6 +171,22 @@ def test_what_one_member_makes_us_check_and_keep_is_bounded() -> None:
     assert len(checks) == MAX_BAD_SIGNATURES
     assert len(listener._signatures) <= MAX_VOTES_PER_MEMBER
     assert believed(listener, B, commit([B, C])) == 0b0110
+
+
+def test_who_tells_of_too_many_votes_is_no_longer_heard_and_silences_nobody_else() -> None:
+    listener = vote_signatures(D)
+
+    def heard(voter: int, ballot: int) -> bool:
+        sealed = VoteSignatures(bytes(16), voter, PEERS, Keys(partial(sign, PEERS[voter]), verify)).seal(
+            wire.Held(ballot, DECISION, DIGEST)
+        )
+        return isinstance(listener.check(voter, sealed), wire.Held)
+
+    told = [heard(C, ballot) for ballot in range(2 * MAX_VOTES_PER_MEMBER)]
+    assert told == [True] * MAX_VOTES_PER_MEMBER + [False] * MAX_VOTES_PER_MEMBER
+    assert heard(B, 10**6)
+    assert not heard(C, 10**6 + 1)
+    assert heard(C, 10**6)
 
 
 def test_a_vote_is_signed_once_and_anything_else_passes_as_it_is() -> None:
