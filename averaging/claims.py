@@ -21,10 +21,6 @@ FULL = 0.95
 MAX_NAMED = 3
 """Most peers that an event names."""
 
-MAX_PEERS = 4096
-"""Most peers whose claims are looked at, as in matchmaking."""
-
-
 class Claims:
     """The claims of the others in one run."""
 
@@ -38,7 +34,7 @@ class Claims:
         """Count what the others have accumulated, as they say.
 
         Args:
-            claimed: PeerID -> weight, of all others that answer; 0 for those that are at another round.
+            claimed: PeerID -> weight, of the others that answer; 0 for those that are at another round.
             target: Weight that all peers accumulate for a round; None if the run has no target and nothing tells a fair
                 share.
 
@@ -49,7 +45,7 @@ class Claims:
         share = self._target / (len(claimed) + 1)
         self._given = {peer: given for peer, given in self._given.items() if peer in claimed}
         most = {peer: GROWTH * self._given[peer] if peer in self._given else share for peer in claimed}
-        self._counted = {peer: min(claim, most[peer]) for peer, claim in [*claimed.items()][:MAX_PEERS]}
+        self._counted = {peer: min(claim, most[peer]) for peer, claim in claimed.items()}
         return sum(self._counted.values())
 
     @property

@@ -111,7 +111,5 @@ class Announce(msgspec.Struct, frozen=True):
 class LookUp(msgspec.Struct, frozen=True):
     """Ask the directory, and tell `CandidatesSeen` when it has answered; not again while one is going on."""
 
-    reason: str
-
 
 Action = Send | Form | Decline | Announce | LookUp

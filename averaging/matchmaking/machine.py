@@ -192,5 +192,5 @@ class Matchmaking(Matchmaker):
         if now >= self._look_at:
             self._look_at = now + (LOOK_OFTEN if busy else LOOK_SELDOM)
             self._looked_at = now
-            self._context.out.append(events.LookUp(self.reason))
+            self._context.out.append(events.LookUp())
         return self._look_at
