@@ -21,6 +21,7 @@ FULL = 0.95
 MAX_NAMED = 3
 """Most peers that an event names."""
 
+
 class Claims:
     """The claims of the others in one run."""
 
