@@ -269,20 +269,27 @@ class Network(Clock, Generic[N, P]):
 
     def _reopen(self, one: N, other: N, dial: int) -> None:
         """Open a channel in place of one that broke, as soon as that is possible."""
-        pair = frozenset((one, other))
-        there, back = self.links[one, other], self.links[other, one]
-        if self._dials[pair] != dial or self.processes[one].dead or self.processes[other].dead:
+        if self._stale(one, other, dial) or self.processes[one].dead or self.processes[other].dead:
             return
+        there, back = self.links[one, other], self.links[other, one]
         if there.cuts or back.cuts:
             self.at(self.now + REDIAL_SECONDS, self._reopen, one, other, dial)
             return
         self.processes[one].happen(False, self._hail, one, other, dial)
 
+    def _stale(self, one: N, other: N, dial: int) -> bool:
+        """True if two processes have dialled again since, or one of them is another process now."""
+        return self._dials[frozenset((one, other))] != dial
+
     def _hail(self, one: N, other: N, dial: int) -> None:
+        if self._stale(one, other, dial):
+            return
         hello, at = self.links[one, other].outbox.session.hello(), self.now + self.links[one, other].delay()
         self.at(at, self.processes[other].happen, False, self._answer, one, other, dial, hello)
 
     def _answer(self, one: N, other: N, dial: int, hello: Hello) -> None:
+        if self._stale(one, other, dial):
+            return
         at = self.now + self.links[other, one].delay()
         if self._greet(other, one, dial, hello):
             answer = self.links[other, one].outbox.session.hello()
@@ -290,7 +297,7 @@ class Network(Clock, Generic[N, P]):
             self.at(at, self.processes[other].happen, False, self._write, other, one)
 
     def _greet(self, end: N, other: N, dial: int, hello: Hello) -> bool:
-        if self._dials[frozenset((end, other))] != dial:
+        if self._stale(end, other, dial):
             return False
         link = self.links[end, other]
         if not link.outbox.session.greet(hello):
@@ -346,6 +353,8 @@ class Network(Clock, Generic[N, P]):
         """Another process takes the place of one: nobody has a session with it."""
         for pair in [pair for pair in self.links if name in pair]:
             del self.links[pair]
+            # A hello that is still under way is of the old process.
+            self._dials[frozenset(pair)] = self._dials.get(frozenset(pair), 0) + 1
 
     def _died(self, dead: N, other: N) -> None:
         if (dead, other) not in self.links or not self.processes[dead].dead:
