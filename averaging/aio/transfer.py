@@ -217,6 +217,7 @@ class Download:
         for peer in self._entered:
             self._sessions.leave(flow_of(self._ticket, peer))
         self._memory = memoryview(b"")
+        self.driver.stop()
         if not self.ended.done():
             self.ended.set_result(finish)
 

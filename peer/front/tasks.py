@@ -97,33 +97,37 @@ class Driver(Generic[_Event, _Action]):
         clock: Callable[[], float] | None = None,
     ) -> None:
         self._machine = machine
-        self._do = perform
+        self._perform: Callable[[_Action], None] | None = perform
         self._wake = wake
         self._clock = clock or asyncio.get_running_loop().time
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_at = math.inf
-        self._stopped = False
 
     def tell(self, event: _Event) -> None:
         """Feed the machine an event; do nothing once the driver has stopped."""
-        if not self._stopped:
+        if self._perform is not None:
             self.perform(self._machine.handle(event, self._clock()))
 
     def perform(self, actions: Sequence[_Action]) -> None:
         """Perform actions that the machine has returned."""
+        perform = self._perform
         for action in actions:
-            self._do(action)
+            if perform is not None:
+                perform(action)
         self._arm()
 
     def stop(self) -> None:
-        """Feed the machine nothing any more. Actions that it has returned already are still performed."""
-        self._stopped = True
+        """Feed the machine nothing any more, and let go of its owner, whose memory is free at once then.
+
+        Actions that the machine has returned already are still performed.
+        """
+        self._perform = self._wake = None
         if self._timer is not None:
             self._timer.cancel()
 
     def _arm(self) -> None:
         # Most events move the deadline later. To wake early is harmless, and to set a timer is not free.
-        if self._wake is None or self._stopped or self._machine.deadline >= self._wakes_at:
+        if self._wake is None or self._machine.deadline >= self._wakes_at:
             return
         if self._timer is not None:
             self._timer.cancel()

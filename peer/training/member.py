@@ -540,7 +540,6 @@ class Member:
         self._replica = Replica(
             self._run.peer, state, now, options.alone, options.patience, held, options.trust
         )
-        self._driver = Driver(self._replica, self._perform, clock=options.clock)
 
     @property
     def _stays_away(self) -> bool:
@@ -593,6 +592,11 @@ class Member:
         own, self._own = self._own, None
         if own is not None and own.weight > 0:
             self._run.accumulate(mean_of(own, self._subject.tensors), own.weight)
+
+    @property
+    def _driver(self) -> Driver[events.Event, events.Action]:
+        """Made for each event: a driver that stays would keep this member, and its tensors, from being freed."""
+        return Driver(self._replica, self._perform, clock=self._clock)
 
     def _perform(self, action: events.Action) -> None:
         match action:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -73,6 +74,24 @@ async def test_a_driver_that_has_stopped_tells_nothing_and_does_not_wake() -> No
     await passed.wait()
     assert not done
     assert not machine.woken_at
+
+
+async def test_what_a_stopped_driver_ran_for_is_freed_at_once() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.driver = Driver(Echo(), self.perform, self.wake)
+
+        def perform(self, action: str) -> None:
+            self.driver.stop()
+
+        def wake(self) -> str:
+            return "WOKE"
+
+    owner = Owner()
+    gone = weakref.ref(owner)
+    owner.driver.tell("ab")
+    del owner
+    assert gone() is None
 
 
 async def test_a_task_that_fails_is_logged_with_its_name(caplog: pytest.LogCaptureFixture) -> None:
