@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import torch
 
-from equipoise.averaging.aio.round_buffers import Reduction, RoundBuffers
+from equipoise.averaging.aio.round_buffers import RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
@@ -39,8 +37,6 @@ ROUND_FRAME = b"R"
 HEADER_PREFIX_BYTES = 17
 
 PAIR = 2
-
-_T = TypeVar("_T")
 
 SHORT_NAME_CHARS = 8
 """Bounds how much of a PeerID names a member in the log: the end of it differs between peers."""
@@ -98,22 +94,6 @@ def weights_of(
     )
 
 
-class Inline(Executor):
-    """Runs a job in the loop. A CPU reduces a part in less time than a thread needs to get the interpreter's lock."""
-
-    def submit(self, job: Callable[..., _T], /, *args: object, **options: object) -> Future[_T]:
-        """Run `job` at once; the future holds what it returned, or its `CodecError`."""
-        future: Future[_T] = Future()
-        try:
-            future.set_result(job(*args, **options))
-        except CodecError as error:
-            future.set_exception(error)
-        return future
-
-
-INLINE = Inline()
-
-
 class RoundDriver:
     """One round at one member, from the manifest to the last straggler.
 
@@ -122,7 +102,6 @@ class RoundDriver:
         sessions: Sends frames.
         closed: Called once, when the round can be forgotten.
         keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
-        executor: Reduces parts, one after another.
     """
 
     def __init__(
@@ -131,7 +110,6 @@ class RoundDriver:
         sessions: Sessions,
         closed: Callable[[RoundDriver], None],
         keep: Callable[[EncodedMean, Prove], None] = lambda mean, prove: None,
-        executor: Executor = INLINE,
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
@@ -141,8 +119,6 @@ class RoundDriver:
         self._sessions = sessions
         self._closed = closed
         self._keep = keep
-        self._executor = executor
-        self._jobs: set[asyncio.Future[Reduction]] = set()
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.index(sessions.peer)
@@ -279,25 +255,12 @@ class RoundDriver:
         self._mark_phase()
 
     def _reduce(self, part: int, contributors: int) -> None:
-        job = self._executor.submit(self._store.reduction(part, contributors))
-        if job.done():
-            self._reduced(part, contributors, job)
-            return
-        running = asyncio.wrap_future(job)
-        self._jobs.add(running)
-        running.add_done_callback(self._jobs.discard)
-        running.add_done_callback(partial(self._reduced, part, contributors))
-
-    def _reduced(
-        self, part: int, contributors: int, job: Future[Reduction] | asyncio.Future[Reduction]
-    ) -> None:
         try:
-            reduction = job.result()
+            digest = self._store.reduce(part, contributors)
         except CodecError as error:
             self.withdraw(self._own_fault(error))
         else:
-            self._store.keep_reduction(part, contributors, reduction)
-            self._driver.tell(events.PartReduced(part, contributors, reduction.digest))
+            self._driver.tell(events.PartReduced(part, contributors, digest))
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
         header = self._header + wire.encode(self._vote_signatures.seal(message))
@@ -333,13 +296,7 @@ class RoundDriver:
 
     def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
-        self._settle(self._finished(end) if isinstance(end, events.Finish) else self._failed(end))
-
-    def _settle(self, outcome: Outcome) -> None:
-        if self._jobs:  # They write into the result.
-            next(iter(self._jobs)).add_done_callback(lambda _: self._settle(outcome))
-        elif not self.outcome.done():
-            self.outcome.set_result(outcome)
+        self.outcome.set_result(self._finished(end) if isinstance(end, events.Finish) else self._failed(end))
 
     def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)

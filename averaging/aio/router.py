@@ -6,10 +6,9 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from concurrent.futures import Executor
 
 from equipoise.averaging.aio.leftovers import Leftovers
-from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, INLINE, ROUND_FRAME, RoundDriver, Task
+from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, RoundDriver, Task
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver, Surroundings
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
@@ -54,7 +53,6 @@ class Router:
         identity: Signs this peer's joins.
         bandwidth: What this peer can send, bytes per second; 0 to measure it.
         direct: Carries frames between members of a group faster than `transport`, where it can.
-        executor: Reduces parts, one after another.
     """
 
     def __init__(
@@ -64,13 +62,11 @@ class Router:
         identity: Identity,
         bandwidth: float = 0.0,
         direct: DirectTransport | None = None,
-        executor: Executor = INLINE,
     ) -> None:
         self._runs: dict[str, RunDriver] = {}
         self._transfers: dict[str, Transfer] = {}
         self._leftovers = Leftovers(directory)
         self._stopping = False
-        self._executor = executor
         self._rounds: dict[bytes, RoundDriver] = {}
         self._closed: OrderedDict[bytes, None] = OrderedDict()
         self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
@@ -207,7 +203,7 @@ class Router:
             one.close()
         transfer = self._transfers[task.spec.name]
         transfer.begin(task.manifest)
-        round = RoundDriver(task, self._sessions, self._forget, transfer.keep, self._executor)
+        round = RoundDriver(task, self._sessions, self._forget, transfer.keep)
         round.outcome.add_done_callback(transfer.over)
         self._rounds[round.id] = round
         round.start()
