@@ -206,8 +206,7 @@ class Session:
     async def transfer(self) -> Transfer:
         """The exchange of the run's state, among the peers that step if there are gradients."""
         purpose = STEP if STEP in self._specs else AVERAGE
-        await self._use(purpose)
-        return self._router.transfer(self._specs[purpose].name)
+        return (await self._use(purpose)).transfer
 
     async def fetch(self, request: FetchState, image: SharedMemory) -> FetchOutcome:
         """Download a snapshot into the client's memory, whose capacity is the limit of its size.
@@ -248,9 +247,7 @@ class Session:
     def status(self) -> RunStatus:
         """The run's part of the daemon's status."""
         spec, run_driver = self._specs[self._purpose], self._run_drivers.get(self._purpose)
-        # The router may have let go of a run that is being left.
-        joined = [] if self.leaving else [self._specs[purpose].name for purpose in self._run_drivers]
-        transfers = [self._router.transfer(name).standing for name in joined]
+        transfers = [] if self.leaving else [one.transfer.standing for one in self._run_drivers.values()]
         shown = RunStatus(
             name=self.name,
             purpose=self._purpose,
@@ -324,7 +321,7 @@ class Session:
     async def _disagree(self, run_driver: RunDriver) -> None:
         """Undo the agreement: the client may try again."""
         async with self._joining:
-            await run_driver.leave("others have agreed on something else")
+            await self._router.leave(run_driver, "others have agreed on something else")
             self._run_drivers.pop(STEP, None)
             self._purpose = AVERAGE
             self._announcing = asyncio.create_task(self._announce())
@@ -341,7 +338,7 @@ class Session:
         region, values = self._region, self._specs[purpose].layout.size
         if region is None:
             return self._failed("the run was left before the round began")
-        transfer = self._router.transfer(self._specs[purpose].name)
+        transfer = run_driver.transfer
         if state is not None:
             transfer.reach(state.epoch)
         if self._stopped:  # Before the search began.
@@ -376,7 +373,7 @@ class Session:
             self._reporting.cancel()
         async with self._joining:
             drivers = self._run_drivers.values()
-            leaving = [asyncio.create_task(run_driver.leave(reason)) for run_driver in drivers]
+            leaving = [asyncio.create_task(self._router.leave(run_driver, reason)) for run_driver in drivers]
         if leaving:
             _, late = await asyncio.wait(leaving, timeout=LEAVE_SECONDS)
             for task in late:

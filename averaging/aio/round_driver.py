@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import msgspec
 import torch
@@ -35,6 +35,11 @@ ROUND_FRAME = b"R"
 """First byte of the header of every frame of a round; the round's id and a message follow."""
 
 HEADER_PREFIX_BYTES = 17
+"""Length of that byte and the id."""
+
+MAX_COMING = 32
+"""Most headers of bodies under way that are kept decoded, of all rounds; from each channel one comes at a time. A
+hostile one takes 128 KiB and as much decoded."""
 
 PAIR = 2
 
@@ -100,7 +105,7 @@ class RoundDriver:
     Args:
         task: What to do.
         sessions: Sends frames.
-        closed: Called once, when the round can be forgotten.
+        closed: Called with its id when the round can be forgotten.
         keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
     """
 
@@ -108,14 +113,14 @@ class RoundDriver:
         self,
         task: Task,
         sessions: Sessions,
-        closed: Callable[[RoundDriver], None],
-        keep: Callable[[EncodedMean, Prove], None] = lambda mean, prove: None,
+        closed: Callable[[bytes], None],
+        keep: Callable[[EncodedMean, Prove], None],
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
         self._layout = task.spec.layout
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._task = task
+        self.task = task
         self._sessions = sessions
         self._closed = closed
         self._keep = keep
@@ -142,7 +147,7 @@ class RoundDriver:
 
     def start(self) -> None:
         """Admit the members, greet each, and begin the round."""
-        credentials = {join.peer: join.credential for join in self._task.manifest.members}
+        credentials = {join.peer: join.credential for join in self.task.manifest.members}
         self._sessions.enter(self.id, credentials, round=True)
         self._driver.perform(self._endpoint.start(self._loop.time()))
 
@@ -150,12 +155,15 @@ class RoundDriver:
         """Leave the round; the outcome says why."""
         self._driver.tell(events.Withdrew(reason))
 
-    def place(self, peer: str, message: wire.RoundMessage, size: int) -> memoryview:
+    def place(self, peer: str, header: bytes, size: int) -> memoryview:
         """Return memory for the body of a frame. Whether the body is wanted is seen once it is here.
 
         Raises:
             FrameRefused: The body has another size than the part that the frame names.
         """
+        if peer not in self._members:
+            return self._sessions.scratch(size)
+        message = _bulk_message(header)
         if not isinstance(message, WITH_BODY) or message.part >= len(self.group.parts):
             raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
         expected = self._store.size(message.part)
@@ -163,10 +171,17 @@ class RoundDriver:
             raise FrameRefused(f"expected {expected} bytes for part {message.part}, got {size}")
         return self._store.take(message.part)
 
-    def frame(self, peer: str, message: wire.RoundMessage, body: memoryview, size: int) -> None:
-        """Take a frame from a member, of `size` bytes with its body."""
-        member = self._members[peer]
-        self._received += size
+    def frame(self, peer: str, header: bytes, body: memoryview) -> None:
+        """Take a frame; one of a peer that is no member, or that neither end could dial, is passed over.
+
+        Raises:
+            FrameRefused: It holds no message of a round.
+        """
+        member = self._members.get(peer)
+        if member is None:
+            return
+        message = _bulk_message(header) if body else _message(header)
+        self._received += len(header) + len(body)
         if actions := self._endpoint.heard(member, self._loop.time()):
             self._driver.perform(actions)
         match message:
@@ -182,22 +197,9 @@ class RoundDriver:
                 )
 
     def lost(self, peer: str, reason: str, gone: bool = False) -> None:
-        """Note that no channel to a member can be opened; if it is `gone`, its session is over and frames are lost."""
-        self._driver.tell(events.PeerLost(self._members[peer], reason, gone))
-
-    @property
-    def number(self) -> int:
-        """Number of the round in its run."""
-        return self._task.manifest.round
-
-    @property
-    def run(self) -> str:
-        """Name of the run."""
-        return self._task.spec.name
-
-    def is_member(self, peer: str) -> bool:
-        """Whether frames of this round may come from `peer`: not from one undialled to another."""
-        return peer in self._members
+        """Note that no channel to a peer can be opened; if it is `gone`, its session is over and frames are lost."""
+        if (member := self._members.get(peer)) is not None:
+            self._driver.tell(events.PeerLost(member, reason, gone))
 
     # ---- from the world to the machine ----
 
@@ -300,7 +302,7 @@ class RoundDriver:
 
     def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
-        mean = EncodedMean(self._task.manifest, end.decision.contributors, self._store.means())
+        mean = EncodedMean(self.task.manifest, end.decision.contributors, self._store.means())
         self._keep(mean, partial(self._vote_signatures.proof, end.decision, end.digest))
         reason = f"mean over {len(counted)} of {self.group.size} members"
         return msgspec.structs.replace(
@@ -316,9 +318,9 @@ class RoundDriver:
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:
         """Return how far two partners were apart, from this peer's distance to the mean and the partner's weight."""
-        if not self._task.spec.strategy.pairs or len(counted) != PAIR:
+        if not self.task.spec.strategy.pairs or len(counted) != PAIR:
             return None
-        own, mean = self._task.contribution, self._task.result
+        own, mean = self.task.contribution, self.task.result
         share = 1 - counted[self._peers[self._me]] / sum(counted.values())
         norm = float(torch.linalg.vector_norm(mean))
         return float(torch.linalg.vector_norm(own - mean)) / share / norm if norm and share else 0.0
@@ -327,19 +329,19 @@ class RoundDriver:
         notes = list(self._machine.notes)
         if self._store.clamped:
             notes.append(
-                f"{self._store.clamped} values beyond the range of {self._task.spec.options.codec} were clamped"
+                f"{self._store.clamped} values beyond the range of {self.task.spec.options.codec} were clamped"
             )
         return Outcome(
             ok=ok,
             reason=reason,
-            run=self._task.spec.name,
-            round=self._task.manifest.round,
+            run=self.task.spec.name,
+            round=self.task.manifest.round,
             group=tuple(self._peers),
             bytes_sent=self._sent,
             bytes_received=self._received,
             seconds={**self._phases, "exchange": self._loop.time() - self._began},
             compression_ratio=self._layout.compression_ratio,
-            states=self._task.manifest.states,
+            states=self.task.manifest.states,
             events=tuple(notes),
         )
 
@@ -348,10 +350,18 @@ class RoundDriver:
         self._store.release()
         self._sessions.leave(self.id)
         self._driver.stop()
-        self._closed(self)
+        self._closed(self.id)
 
     def _mark_phase(self) -> None:
         phase, now = self._machine.phase, self._loop.time()
         if phase != self._phase:
             self._phases[self._phase] = self._phases.get(self._phase, 0.0) + now - self._phase_began
             self._phase, self._phase_began = phase, now
+
+
+def _message(header: bytes) -> wire.RoundMessage:
+    return wire.decode(memoryview(header)[HEADER_PREFIX_BYTES:])
+
+
+_bulk_message = lru_cache(MAX_COMING)(_message)
+"""Decodes a header once where memory for its body is asked for, and takes the same message when the body has come."""

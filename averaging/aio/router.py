@@ -1,45 +1,38 @@
-"""All runs of a daemon: joins them, and hands every frame to the run or round that it is for."""
+"""All runs of a daemon: joins and leaves them, and hands every frame to the run or round that it is for.
+
+A straggler may find that the others have finished and gone. Their daemons are still there. A daemon says in the
+directory that it has left the run, and serves the run's last updates and last snapshot for a while. A daemon that stops
+serves nothing.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 from collections import OrderedDict
 
-from equipoise.averaging.aio.leftovers import Leftovers
-from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, RoundDriver, Task
+from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
+from equipoise.averaging.aio.rounds import Rounds
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver, Surroundings
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
-from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRequest, refuse_unknown_run
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfer_messages
+from equipoise.tasks import TaskSet
 
-MAX_EARLY_ROUNDS = 8
-"""Rounds of which one peer may speak before this peer's manifest has come; one per run that both wait in is usual."""
+LEFTOVER_SECONDS = 300.0
+"""Longest time that a run is served after its trainer has left. A straggler that is not back by then takes a snapshot
+of a peer that trains."""
 
-MAX_EARLY_FRAMES = 16
-"""Control frames kept of one peer for each of those: a hello or two."""
+MAX_LEFTOVERS = 4
+"""Most runs of one daemon that are served so; each has a record in the directory. The run left first goes first."""
 
-MAX_EARLY_BYTES = 512
-"""Of each: a hello takes 40, and nobody says much to a member that has not spoken yet."""
-
-MAX_EARLY_PEERS = 256
-"""Peers of which any are kept: as many as may have channels. Those who spoke last come first."""
-
-MAX_LINGERING = 2
-"""Rounds of one run that are over here and still answer others. Whoever needs an older one has others to ask."""
-
-MAX_COMING = 32
-"""Headers of bodies under way that are kept decoded, of all routers; from each channel one comes at a time. A hostile
-one takes 128 KiB and as much decoded."""
-
-MAX_CLOSED_ROUNDS = 1024
-"""Ids of rounds that are over, whose late frames are dropped."""
+LEFTOVER_BYTES = 1024 * 1024 * 1024
+"""Most bytes of all runs that are served so: eight updates in int8 of 100 million values take 0.8 GB. The run left
+first goes first, and a run that is larger by itself is not kept."""
 
 log = logging.getLogger(__name__)
 
@@ -64,21 +57,14 @@ class Router:
         direct: DirectTransport | None = None,
     ) -> None:
         self._runs: dict[str, RunDriver] = {}
-        self._transfers: dict[str, Transfer] = {}
-        self._leftovers = Leftovers(directory)
-        self._stopping = False
-        self._rounds: dict[bytes, RoundDriver] = {}
-        self._closed: OrderedDict[bytes, None] = OrderedDict()
-        self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
+        self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
+        self._directory = directory
         self._sessions = Sessions(transport, self, direct)
+        self._rounds = Rounds(self._sessions)
         self._surroundings = Surroundings(
-            self._sessions,
-            directory,
-            identity,
-            bandwidth,
-            self._begin,
-            self._left,
+            self._sessions, directory, identity, bandwidth, self._rounds, self._runs
         )
+        self._tasks = TaskSet()
 
     async def join(self, spec: RunSpec) -> RunDriver:
         """Take part in a run.
@@ -88,35 +74,33 @@ class Router:
         """
         if spec.name in self._runs:
             raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
-        self._leftovers.drop(spec.name)
-        run = RunDriver(spec, self._surroundings)
-        self._runs[spec.name] = run
-        directory, verify = self._surroundings.directory, self._surroundings.identity.verify
-        self._transfers[spec.name] = Transfer(
-            spec, self._sessions, directory, verify, self._busy, lambda: len(self._runs), run.is_mute
-        )
+        self._drop(spec.name)
+        run = self._runs[spec.name] = RunDriver(spec, self._surroundings)
         run.start()
         return run
 
-    def transfer(self, run: str) -> Transfer:
-        """Gives and takes the state of a run that this daemon takes part in.
-
-        Raises:
-            KeyError: It takes part in none of that name.
-        """
-        return self._transfers[run]
+    async def leave(self, run: RunDriver, reason: str) -> None:
+        """Stop taking part in a run; an open round fails with `reason`."""
+        name = run.spec.name
+        if self._runs.get(name) is run:
+            del self._runs[name]
+            await run.leave(reason, serves=self._serve_on(name, run.transfer))
 
     async def stop(self) -> None:
         """Leave all runs; open rounds fail with that reason. Then close every channel."""
-        self._stopping = True
+        reason, runs = "this daemon is stopping", list(self._runs.values())
+        self._runs.clear()
+        for name in list(self._leftovers):
+            self._drop(name)
+        for run in runs:
+            run.transfer.stop("the run was left")
         try:
-            await self._leftovers.stop()
-            await asyncio.gather(*(run.leave("this daemon is stopping") for run in list(self._runs.values())))
+            await asyncio.gather(self._tasks.stop(), *(run.leave(reason, serves=False) for run in runs))
         finally:
-            for round in list(self._rounds.values()):
-                round.withdraw("this daemon is stopping")
+            for round in list(self._rounds.open.values()):
+                round.withdraw(reason)
             await self._sessions.stop()
-            for round in list(self._rounds.values()):
+            for round in list(self._rounds.open.values()):
                 round.close()
 
     # ---- what the sessions tell ----
@@ -125,10 +109,8 @@ class Router:
         """Return memory for the body of a frame; raises `FrameRefused`."""
         kind = header[:1]
         if kind == ROUND_FRAME:
-            round = self._rounds.get(header[1:HEADER_PREFIX_BYTES])
-            if round is None or not round.is_member(peer):
-                return self._sessions.scratch(size)
-            return round.place(peer, _bulk_message(header), size)
+            round = self._rounds.open.get(header[1:HEADER_PREFIX_BYTES])
+            return self._sessions.scratch(size) if round is None else round.place(peer, header, size)
         if kind == TRANSFER_FRAME:
             message = transfer_messages.decode(memoryview(header)[1:])
             transfer = self._serving(message.run)
@@ -139,7 +121,12 @@ class Router:
         """Hand a frame to its round, run or transfer; raises `FrameRefused`."""
         kind = header[:1]
         if kind == ROUND_FRAME:
-            self._round_frame(peer, header, body)
+            round_id = header[1:HEADER_PREFIX_BYTES]
+            if round := self._rounds.open.get(round_id):
+                round.frame(peer, header, body)
+            elif not body and self._rounds.keep_early(round_id, peer, header):
+                for run in list(self._runs.values()):
+                    run.speaks_of_a_round(peer)
         elif kind == MATCHMAKING_FRAME:
             self._matchmaking(peer, header[1:])
         elif kind == TRANSFER_FRAME:
@@ -153,12 +140,12 @@ class Router:
 
     def lost(self, peer: str, reason: str, gone: bool) -> None:
         """Tell rounds, runs and transfers that no channel to a peer can be opened."""
-        for round in list(self._rounds.values()):
-            if round.is_member(peer):
-                round.lost(peer, reason, gone)
-        for transfer in [*self._transfers.values(), *self._leftovers.transfers]:
+        for round in list(self._rounds.open.values()):
+            round.lost(peer, reason, gone)
+        for transfer, _ in self._leftovers.values():
             transfer.lost(peer, reason)
         for run in list(self._runs.values()):
+            run.transfer.lost(peer, reason)
             run.lost(peer)
 
     def _matchmaking(self, peer: str, data: bytes) -> None:
@@ -171,82 +158,37 @@ class Router:
                 peer, MATCHMAKING_FRAME + matchmaking_messages.encode(refuse_unknown_run(message))
             )
 
-    def _round_frame(self, peer: str, header: bytes, body: memoryview) -> None:
-        round_id = header[1:HEADER_PREFIX_BYTES]
-        round = self._rounds.get(round_id)
-        if round is None:
-            if not body and round_id not in self._closed:
-                self._keep_early(round_id, peer, header)
-                for run in list(self._runs.values()):
-                    run.speaks_of_a_round(peer)
-        elif round.is_member(peer):
-            message = _bulk_message(header) if body else _message(header)
-            round.frame(peer, message, body, len(header) + len(body))
+    def _serving(self, name: str) -> Transfer | None:
+        """Return the transfer of a run that this daemon takes part in, or has left and still serves."""
+        if run := self._runs.get(name):
+            return run.transfer
+        left = self._leftovers.get(name)
+        return None if left is None else left[0]
 
-    def _keep_early(self, round_id: bytes, peer: str, header: bytes) -> None:
-        # By peer, so that one that floods us pushes out only what it said itself.
-        rounds = self._early.setdefault(peer, OrderedDict())
-        self._early.move_to_end(peer)
-        frames = rounds.setdefault(round_id, [])
-        if len(frames) < MAX_EARLY_FRAMES and len(header) <= MAX_EARLY_BYTES:
-            frames.append(header)
-        if len(rounds) > MAX_EARLY_ROUNDS:
-            rounds.popitem(last=False)
-        if len(self._early) > MAX_EARLY_PEERS:
-            self._early.popitem(last=False)
+    # ---- runs that were left ----
 
-    # ---- what its runs ask ----
-
-    def _begin(self, task: Task) -> RoundDriver:
-        over = [one for one in self._rounds.values() if one.run == task.spec.name and one.outcome.done()]
-        for one in over[:-MAX_LINGERING]:
-            one.close()
-        transfer = self._transfers[task.spec.name]
-        transfer.begin(task.manifest)
-        round = RoundDriver(task, self._sessions, self._forget, transfer.keep)
-        round.outcome.add_done_callback(transfer.over)
-        self._rounds[round.id] = round
-        round.start()
-        for peer in task.manifest.peers:
-            self._hear_early(round, peer)
-        return round
-
-    def _hear_early(self, round: RoundDriver, peer: str) -> None:
-        early = self._early.get(peer)
-        for header in early.pop(round.id, []) if early else ():
-            try:
-                self._round_frame(peer, header, memoryview(b""))
-            except FrameRefused as error:
-                round.lost(peer, str(error))
-
-    def _left(self, run: RunDriver) -> bool:
-        name = run.spec.name
-        self._runs.pop(name, None)
-        transfer = self._transfers.pop(name, None)
-        if transfer is None:
-            return False
-        if self._stopping:
+    def _serve_on(self, name: str, transfer: Transfer) -> bool:
+        """Serve what is kept of a run that was left just now; return whether anything is served."""
+        if not transfer.retire() or transfer.kept_bytes > LEFTOVER_BYTES:
             transfer.stop("the run was left")
             return False
-        return self._leftovers.add(name, transfer)
+        timer = asyncio.get_running_loop().call_later(LEFTOVER_SECONDS, self._expire, name)
+        self._leftovers[name] = transfer, timer
+        while (
+            len(self._leftovers) > MAX_LEFTOVERS
+            or sum(transfer.kept_bytes for transfer, _ in self._leftovers.values()) > LEFTOVER_BYTES
+        ):
+            self._expire(next(iter(self._leftovers)))
+        return True
 
-    def _serving(self, run: str) -> Transfer | None:
-        """Return the transfer of a run that this daemon takes part in, or has left and still serves."""
-        return self._transfers.get(run) or self._leftovers.get(run)
+    def _expire(self, name: str) -> None:
+        log.info("run %s: what was kept of it for stragglers is dropped", name)
+        self._drop(name)
+        self._tasks.spawn(self._directory.withdraw(name))
 
-    def _busy(self) -> bool:
-        return any(not round.outcome.done() for round in self._rounds.values())
-
-    def _forget(self, round: RoundDriver) -> None:
-        self._rounds.pop(round.id, None)
-        self._closed[round.id] = None
-        if len(self._closed) > MAX_CLOSED_ROUNDS:
-            self._closed.popitem(last=False)
-
-
-def _message(header: bytes) -> wire.RoundMessage:
-    return wire.decode(memoryview(header)[HEADER_PREFIX_BYTES:])
-
-
-_bulk_message = functools.lru_cache(MAX_COMING)(_message)
-"""Once where a body is to go is asked, and once when it has come."""
+    def _drop(self, name: str) -> None:
+        """Serve a run no longer. The caller changes its record, for the run is joined again or the daemon stops."""
+        if left := self._leftovers.pop(name, None):
+            transfer, timer = left
+            timer.cancel()
+            transfer.stop("the run was left")

@@ -9,7 +9,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,7 +17,9 @@ import msgspec
 import torch
 
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
+from equipoise.averaging.aio.rounds import Rounds
 from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.vote_signatures import Keys
 from equipoise.averaging.claims import Claims
@@ -66,16 +68,16 @@ class Surroundings:
         directory: Knows the peers of the run.
         identity: Signs joins.
         bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
-        begin: Starts a round whose frames will reach it.
-        left: Called when the run has been left; returns whether the daemon goes on to serve its last state.
+        rounds: Starts rounds.
+        runs: The runs that the daemon takes part in, which share what it may keep.
     """
 
     sessions: Sessions
     directory: Directory
     identity: Identity
     bandwidth: float
-    begin: Callable[[Task], RoundDriver]
-    left: Callable[[RunDriver], bool]
+    rounds: Rounds
+    runs: Sized
 
 
 class RunDriver:
@@ -83,6 +85,7 @@ class RunDriver:
 
     Attributes:
         spec: The terms that all peers of the run have alike.
+        transfer: Gives and takes the state of the run.
         history: The last outcomes, oldest first.
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
@@ -119,6 +122,15 @@ class RunDriver:
         self._announced = events.Announce(False, 0, "joined")
         self._driver = Driver(self._machine, self._perform, events.Woke)
         self._differ = Driver(self._spec_diff, self._perform, self._still_differs)
+        self.transfer = Transfer(
+            spec,
+            self._sessions,
+            self._directory,
+            identity.verify,
+            lambda: surroundings.rounds.busy,
+            lambda: len(surroundings.runs),
+            self.is_mute,
+        )
         self._tasks = TaskSet()
         self._looking = False
         self._left = ""
@@ -171,7 +183,7 @@ class RunDriver:
     def state(self) -> RunState:
         """State of the next round."""
         if self._round is not None:
-            return Exchanging(self._round.group.size, self._round.number)
+            return Exchanging(self._round.group.size, self._round.task.manifest.round)
         state = self._machine.state
         return NoPeers(self.reason) if isinstance(state, NoPeers) and self._spec_diff.reason else state
 
@@ -247,12 +259,9 @@ class RunDriver:
         self._driver.tell(events.Woke())
         self._publish()
 
-    async def leave(self, reason: str = "left the run") -> None:
-        """Stop taking part; an open round fails with `reason`."""
-        if self._left:
-            return
+    async def leave(self, reason: str, serves: bool) -> None:
+        """Stop taking part; an open round fails with `reason`. The directory learns whether the daemon `serves` on."""
         self._left = reason
-        serves = self._surroundings.left(self)
         if self._formed is not None and not self._formed.done():
             self._formed.set_result(self._failed(reason))
         if self._round is not None:
@@ -327,7 +336,9 @@ class RunDriver:
         return self._surroundings.bandwidth or self._sessions.meter.bandwidth.estimate
 
     async def _exchange(self, task: Task) -> Outcome:
-        self._round = self._surroundings.begin(task)
+        self.transfer.begin(task.manifest)
+        self._round = self._surroundings.rounds.begin(task, self.transfer.keep)
+        self._round.outcome.add_done_callback(self.transfer.over)
         try:
             outcome = await asyncio.shield(self._round.outcome)
             if outcome.counted(self._sessions.peer):

@@ -249,9 +249,9 @@ class Transfer:
         sessions: Sessions,
         directory: Directory,
         verify: Verify,
-        busy: Callable[[], bool] = lambda: False,
-        runs: Callable[[], int] = lambda: 1,
-        is_mute: Callable[[str], bool] = lambda peer: False,
+        busy: Callable[[], bool],
+        runs: Callable[[], int],
+        is_mute: Callable[[str], bool],
     ) -> None:
         self._spec = spec
         self._sessions = sessions
@@ -362,7 +362,7 @@ class Transfer:
             self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
 
     def begin(self, manifest: Manifest) -> None:
-        """Note that a round of this run exchanges values here; the router calls `over` when it has ended."""
+        """Note that a round of this run exchanges values here; the run driver calls `over` when it has ended."""
         self._circle = self._circle.begun(manifest, self._sessions.peer)
         if manifest.before is not None:
             self._driver.tell(events.RoundBegan(manifest.before))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equipoise.averaging.aio import router as hub_module
+from equipoise.averaging.aio import rounds
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
@@ -89,7 +89,7 @@ class Scene:
         await asyncio.gather(*(router.stop() for router in self.routers.values()))
         await settled()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert not any(router._rounds or router._runs for router in self.routers.values())
+        assert not any(router._rounds.open or router._runs for router in self.routers.values())
 
     def check(self, exact: bool = True) -> None:
         """The honest who succeeded have one mean, of those it names."""
@@ -310,9 +310,9 @@ async def test_what_is_kept_of_rounds_unknown_is_bounded_and_by_peer() -> None:
     for stranger in range(1000):
         router.frame("b", ROUND_FRAME + good, memoryview(b""))
         router.frame(f"s{stranger}", ROUND_FRAME + good, memoryview(b""))
-    assert len(router._early) <= hub_module.MAX_EARLY_PEERS
-    assert len(router._early.get("m", ())) <= hub_module.MAX_EARLY_ROUNDS
-    assert len(router._early["b"][good]) == hub_module.MAX_EARLY_FRAMES
+    assert len(router._rounds._early) <= rounds.MAX_EARLY_PEERS
+    assert len(router._rounds._early.get("m", ())) <= rounds.MAX_EARLY_ROUNDS
+    assert len(router._rounds._early["b"][good]) == rounds.MAX_EARLY_FRAMES
     await scene.stop()
 
 
@@ -373,7 +373,7 @@ def test_who_gives_up_at_any_moment_has_its_memory_to_itself(step: int, how: str
         if how == "cancel":
             work["c"].cancel()
         elif how == "leave":
-            await runs["c"].leave()
+            await scene.routers["c"].leave(runs["c"], "left the run")
         else:
             await scene.routers["c"].stop()
         await asyncio.wait([work["c"]])
@@ -415,19 +415,21 @@ def test_public_members_wait_for_clients_to_speak_first() -> None:
     assert run_at_once(act()) == []
 
 
-def test_what_was_said_before_its_round_and_is_no_message_costs_only_its_sender() -> None:
+def test_what_was_said_before_its_round_and_is_no_message_costs_only_its_sender(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def tap(_: str, header: bytes, body: bytes) -> list[Frame]:
         return [(header, body)] if header[:1] == MATCHMAKING_FRAME else []
 
     async def act() -> None:
         scene = Scene(tap)
-        began = scene.routers["a"]._surroundings.begin
+        began = scene.routers["a"]._rounds.begin
 
-        def begin(task):
+        def begin(task, keep):
             scene.routers["a"].frame(HOSTILE, ROUND_FRAME + task.manifest.id + b"\xc1", memoryview(b""))
-            return began(task)
+            return began(task, keep)
 
-        object.__setattr__(scene.routers["a"]._surroundings, "begin", begin)
+        monkeypatch.setattr(scene.routers["a"]._rounds, "begin", begin)
         await scene.average()
         assert all(outcome.ok for outcome in scene.outcomes.values()), scene.outcomes
         scene.check()

@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 import torch
 
-from equipoise.averaging.aio import leftovers
-from equipoise.averaging.aio.leftovers import MAX_LEFTOVERS
-from equipoise.averaging.aio.router import Router
+from equipoise.averaging.aio import router as router_module
+from equipoise.averaging.aio.router import MAX_LEFTOVERS, Router
 from equipoise.averaging.options import RunOptions
 from equipoise.averaging.outcome import Idle, NoPeers
 from equipoise.averaging.schema import Schema
@@ -39,7 +38,8 @@ async def until(condition: Callable[[], object]) -> None:
 
 async def leave(cluster: Cluster, names: str, run: str = SPEC.name) -> None:
     for name in names:
-        await cluster.routers[name]._runs[run].leave("its client has left the run")
+        router = cluster.routers[name]
+        await router.leave(router._runs[run], "its client has left the run")
 
 
 async def test_a_straggler_gets_an_update_of_those_who_have_left(cluster: Cluster) -> None:
@@ -49,7 +49,7 @@ async def test_a_straggler_gets_an_update_of_those_who_have_left(cluster: Cluste
     await leave(cluster, "ab")
     straggler = cluster.routers["c"]._runs[SPEC.name]
     await until(lambda: isinstance(straggler.state, NoPeers))
-    transfer = cluster.routers["c"].transfer(SPEC.name)
+    transfer = straggler.transfer
     found, result, sources = await recovered(transfer, STATE, proved=False)
     assert found.ok, found.reason
     assert torch.equal(result, mean)
@@ -63,7 +63,7 @@ async def test_and_so_does_one_that_joins_only_then(cluster: Cluster) -> None:
     transport, directory = cluster.net.peer("late")
     cluster.routers["late"] = Router(transport, directory, FakeIdentity("late"))
     run = await cluster.routers["late"].join(SPEC)
-    found, result, _ = await recovered(cluster.routers["late"].transfer(SPEC.name), STATE, proved=True)
+    found, result, _ = await recovered(run.transfer, STATE, proved=True)
     assert found.ok, found.reason
     assert found.digest == outcome.digest
     assert torch.equal(result, mean)
@@ -95,7 +95,7 @@ async def test_a_daemon_that_stops_keeps_nothing(cluster: Cluster) -> None:
     await leave(cluster, "a")
     assert cluster.net.records[SPEC.name]["a"].left
     await cluster.routers["a"].stop()
-    assert not cluster.routers["a"]._leftovers.transfers
+    assert not cluster.routers["a"]._leftovers
 
 
 async def test_who_takes_the_run_up_again_is_company_and_begins_anew(cluster: Cluster) -> None:
@@ -105,25 +105,25 @@ async def test_who_takes_the_run_up_again_is_company_and_begins_anew(cluster: Cl
     other = cluster.routers["b"]._runs[SPEC.name]
     await until(lambda: isinstance(other.state, NoPeers))
     await cluster.routers["a"].join(SPEC)
-    assert not cluster.routers["a"]._leftovers.transfers
+    assert not cluster.routers["a"]._leftovers
     await until(lambda: isinstance(other.state, Idle))
 
 
 async def test_it_ends_after_a_while(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "LEFTOVER_SECONDS", 0.2)
+    monkeypatch.setattr(router_module, "LEFTOVER_SECONDS", 0.2)
     await cluster.add("a", "b")
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
     await until(lambda: "a" not in cluster.net.records[SPEC.name])
-    assert not cluster.routers["a"]._leftovers.transfers
+    assert not cluster.routers["a"]._leftovers
 
 
 async def test_more_bytes_than_may_be_are_not_kept(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "LEFTOVER_BYTES", 1)
+    monkeypatch.setattr(router_module, "LEFTOVER_BYTES", 1)
     await cluster.add("a", "b")
     await rounds(cluster, "ab", STATE)
     await leave(cluster, "a")
-    assert not cluster.routers["a"]._leftovers.transfers
+    assert not cluster.routers["a"]._leftovers
     assert "a" not in cluster.net.records[SPEC.name]
 
 
@@ -137,7 +137,7 @@ async def test_a_run_too_large_by_itself_takes_the_place_of_none(
             await cluster.routers[name].join(spec)
         await cluster.net.acquainted(spec.name, ["a", "b"])
         await rounds(cluster, "ab", STATE, spec)
-    monkeypatch.setattr(leftovers, "LEFTOVER_BYTES", 6400)
+    monkeypatch.setattr(router_module, "LEFTOVER_BYTES", 6400)
     for spec in (small, large):
         await leave(cluster, "a", spec.name)
     kept = cluster.routers["a"]._leftovers

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 import torch
 
 from equipoise.averaging.aio import bandwidth
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
+from equipoise.averaging.aio.rounds import Rounds
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.allreduce import messages as wire
@@ -54,15 +55,16 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-def rounds(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Router, RoundDriver, Manifest]]:
+def rounds(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Router, RoundDriver, Manifest]]:
     """What begins: one of each member of each round."""
-    begun, begin = [], Router._begin
+    begun, begin = [], Rounds.begin
 
-    def watched(router: Router, task: Task) -> RoundDriver:
-        begun.append((router, begin(router, task), task.manifest))
+    def watched(table: Rounds, task: Task, keep: Callable[..., None]) -> RoundDriver:
+        router = next(router for router in cluster.routers.values() if router._rounds is table)
+        begun.append((router, begin(table, task, keep), task.manifest))
         return begun[-1][1]
 
-    monkeypatch.setattr(Router, "_begin", watched)
+    monkeypatch.setattr(Rounds, "begin", watched)
     return begun
 
 
@@ -299,19 +301,19 @@ async def test_undialable_members_hear_nothing_of_each_other(
     spec = spec_of(5000)
     for name in ("a", "b", "client", "other"):
         cluster.add(name, dialable=name in "ab")
-    begin = Router._begin
+    begin, router = Rounds.begin, cluster.routers["client"]
 
-    def overheard(router: Router, task: Task) -> RoundDriver:
+    def overheard(table: Rounds, task: Task, keep: Callable[..., None]) -> RoundDriver:
         heartbeat = ROUND_FRAME + task.manifest.id + wire.encode(wire.Heartbeat())
-        if router is not cluster.routers["client"]:
-            return begin(router, task)
+        if table is not router._rounds:
+            return begin(table, task, keep)
         if early:
             router.frame("other", heartbeat, memoryview(b""))
-        round = begin(router, task)
+        round = begin(table, task, keep)
         router.frame("other", heartbeat, memoryview(b""))
         return round
 
-    monkeypatch.setattr(Router, "_begin", overheard)
+    monkeypatch.setattr(Rounds, "begin", overheard)
     values, results, outcomes = await average(cluster, spec, dict.fromkeys(cluster.routers, 1.0))
     for name, outcome in outcomes.items():
         assert outcome.ok, outcome.reason
@@ -456,9 +458,12 @@ async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
     runs = await joined(cluster, spec_of(3000), "abc")
     await together(runs)
     router, round, manifest = next(begun for begun in rounds if begun[0] is cluster.routers["a"])
-    size = round._task.contribution.shape
+    size = round.task.contribution.shape
     again = RoundDriver(
-        dataclasses.replace(round._task, result=torch.zeros(size)), router._sessions, lambda _: None
+        dataclasses.replace(round.task, result=torch.zeros(size)),
+        router._sessions,
+        lambda _: None,
+        lambda mean, prove: None,
     )
     again.start()
     for other in set(manifest.peers) - {"a"}:

@@ -112,7 +112,7 @@ async def _attack(victim: DaemonProcess, run: Run, tensor: torch.Tensor, layer: 
         outcome = await run_driver.average(torch.zeros(VALUES), torch.zeros(VALUES), 1.0, 60.0)
         assert outcome.ok, outcome.reason
         assert (await asyncio.to_thread(pending.result)).ok
-        (known,) = router._rounds
+        (known,) = router._rounds.open
         (daemon,) = set(outcome.group) - {member.peer}
         await router.stop()
         before: int = psutil.Process(victim.pid).memory_info().rss

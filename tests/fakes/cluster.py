@@ -40,7 +40,7 @@ class Cluster:
             self.routers[name] = Router(transport, directory, FakeIdentity(name))
             await self.routers[name].join(spec)
         await self.net.acquainted(spec.name, list(self.routers))
-        return [self.routers[name].transfer(spec.name) for name in names]
+        return [self.routers[name]._runs[spec.name].transfer for name in names]
 
     async def stop(self) -> None:
         await asyncio.gather(*(router.stop() for router in self.routers.values()))

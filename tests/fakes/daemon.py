@@ -189,21 +189,20 @@ class FakeHub:
         self._network = network
         self._peer = peer
         self.run_drivers: dict[str, FakeRunDriver] = {}
-        self.transfers: dict[str, FakeTransfer] = {}
 
     async def join(self, spec: RunSpec) -> FakeRunDriver:
         if spec.name in self.run_drivers:
             raise ValueError(f"this daemon takes part in run {spec.name!r} already")
-        run_driver = self.run_drivers[spec.name] = FakeRunDriver(self, self._network, self._peer, spec)
-        self.transfers[spec.name] = FakeTransfer(self._network, self._peer, spec)
+        run_driver = self.run_drivers[spec.name] = FakeRunDriver(self._network, self._peer, spec)
         return run_driver
 
-    def transfer(self, run: str) -> FakeTransfer:
-        return self.transfers[run]
+    async def leave(self, run: FakeRunDriver, reason: str) -> None:
+        if self.run_drivers.pop(run.name, None):
+            run.end()
 
     async def stop(self) -> None:
         for run_driver in list(self.run_drivers.values()):
-            await run_driver.leave("the router stops")
+            await self.leave(run_driver, "the router stops")
 
 
 class FakeTransfer:
@@ -302,8 +301,9 @@ class FakeRunDriver:
 
     reason = "as the network says"
 
-    def __init__(self, router: FakeHub, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
-        self._router = router
+    def __init__(self, network: FakeNetwork, peer: str, spec: RunSpec) -> None:
+        self.name = spec.name
+        self.transfer = FakeTransfer(network, peer, spec)
         self._network = network
         self._peer = peer
         self._spec = spec
@@ -393,13 +393,11 @@ class FakeRunDriver:
     def rounds_failed(self) -> int:
         return len(self.history) - self.rounds_ok
 
-    async def leave(self, reason: str) -> None:
+    def end(self) -> None:
         self._network.withdraw(self._spec.name, self._peer)
         with self._network.lock:
             self._network.runs.get(self._spec.name, {}).pop(self._peer, None)
-        self._router.run_drivers.pop(self._spec.name, None)
-        if transfer := self._router.transfers.pop(self._spec.name, None):
-            transfer.withdraw("the run was left")
+        self.transfer.withdraw("the run was left")
 
     def _outcome(self, formed: Formed | None, reason: str) -> Outcome:
         self._member.round += 1

@@ -21,7 +21,7 @@ from equipoise.peer.config import load
 from equipoise.peer.embedded import DaemonThread, Peer
 from equipoise.peer.purposes import PURPOSES
 from equipoise.peer.session import MAX_RUNS
-from fakes.daemon import FakeNetwork, FakeRunDriver
+from fakes.daemon import FakeHub, FakeNetwork, FakeRunDriver
 
 
 @pytest.fixture
@@ -93,13 +93,13 @@ class TestRun(RunContract):
     def test_status_answers_while_a_run_is_being_left(
         self, peers: Peers, network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        leave, gate = FakeRunDriver.leave, threading.Event()
+        leave, gate = FakeHub.leave, threading.Event()
 
-        async def slow(run_driver: FakeRunDriver, reason: str) -> None:
-            await leave(run_driver, reason)
+        async def slow(router: FakeHub, run_driver: FakeRunDriver, reason: str) -> None:
+            await leave(router, run_driver, reason)
             await asyncio.to_thread(gate.wait, SOON)
 
-        monkeypatch.setattr(FakeRunDriver, "leave", slow)
+        monkeypatch.setattr(FakeHub, "leave", slow)
         (client,) = peers(1)
         run = client.join("digits", [torch.zeros(1)], **OPTIONS)
         eventually(lambda: "digits" in network.runs, "the join")
