@@ -9,9 +9,6 @@ pace, and measurements are noise.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 FAST = 250e6
 """Bytes per second (2 Gbit/s). Encoding, encrypting and reducing int8 values takes a core about as long."""
 
@@ -26,9 +23,6 @@ MAX_WINDOWS = 1024
 
 KEPT = 0.5
 """Weight of all earlier bursts against the newest: a link that slows down by half is known after three rounds."""
-
-METER_SECONDS = 0.05
-"""Between two looks at what has been delivered, while something waits to be sent."""
 
 
 class Bandwidth:
@@ -73,41 +67,3 @@ class Bandwidth:
             self.estimate = kept * self.estimate + (1 - kept) * min(rate, FAST)
         self._began = None
         self._rates.clear()
-
-
-class Meter:
-    """Samples a counter from `start` until nothing waits any more.
-
-    Args:
-        delivered: Bytes delivered to all peers so far.
-        sending: Whether something waits to be sent.
-
-    Attributes:
-        bandwidth: The estimate.
-    """
-
-    def __init__(self, delivered: Callable[[], int], sending: Callable[[], bool]) -> None:
-        self.bandwidth = Bandwidth()
-        self._delivered = delivered
-        self._sending = sending
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        """Something waits to be sent; nothing happens if that is known."""
-        if self._timer is None:
-            self._sample()
-
-    def stop(self) -> None:
-        """Sample no more."""
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _sample(self) -> None:
-        now, delivered = self._loop.time(), self._delivered()
-        if self._sending():
-            self.bandwidth.observe(now, delivered)
-            self._timer = self._loop.call_later(METER_SECONDS, self._sample)
-        else:
-            self.bandwidth.end_burst(now, delivered)
-            self._timer = None

@@ -61,18 +61,18 @@ class PeerChannels:
 
     @property
     def has_work(self) -> bool:
-        """Whether the writer has something to do."""
+        """True if the writer has something to do."""
         return bool(self.redials or self.outbox)
 
     @property
     def awaits_direct(self) -> bool:
-        """Whether a direct channel may soon be there: it is being opened, or both ends have not said hello yet."""
+        """True if a direct channel may soon be there: it is being opened, or both ends have not said hello yet."""
         return self.dialling is not None or not self.greeted.issuperset(self.direct)
 
     # ---- channels ----
 
     def dials(self, now: float, seconds: float) -> bool:
-        """Whether a direct channel is to be opened now; frames wait for it so long, if the last one did not fail."""
+        """True if a direct channel is to be opened now; frames wait for it so long, unless the last one failed."""
         if self.direct or self.dialling is not None or now < self._retry_at:
             return False
         self.patience = now if self._retry_in else now + seconds

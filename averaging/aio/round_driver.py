@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
-import msgspec
 import torch
 
 from equipoise.averaging.aio.round_buffers import RoundBuffers
@@ -241,11 +241,11 @@ class RoundDriver:
             case events.Send(to, message):
                 self._post(to, message)
             case events.SendContribution(to, part):
-                make = partial(self._make_contribution, part)
-                self._sessions.post_bulk(self._peers[to], self.id, make)
+                self._sessions.post_bulk(self._peers[to], self.id, partial(self._make_contribution, part))
             case events.SendMean(to, part, contributors):
-                make = partial(self._make_mean, part, contributors)
-                self._sessions.post_bulk(self._peers[to], self.id, make)
+                self._sessions.post_bulk(
+                    self._peers[to], self.id, partial(self._make_mean, part, contributors)
+                )
             case events.Reduce(part, contributors):
                 self._reduce(part, contributors)
             case events.Finish() | events.Fail():
@@ -298,23 +298,18 @@ class RoundDriver:
 
     def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
-        self.outcome.set_result(self._finished(end) if isinstance(end, events.Finish) else self._failed(end))
+        if isinstance(end, events.Finish):
+            self.outcome.set_result(self._finished(end))
+        else:
+            self.outcome.set_result(self._outcome(False, end.reason, in_doubt=end.in_doubt))
 
     def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
         mean = EncodedMean(self.task.manifest, end.decision.contributors, self._store.means())
         self._keep(mean, partial(self._vote_signatures.proof, end.decision, end.digest))
         reason = f"mean over {len(counted)} of {self.group.size} members"
-        return msgspec.structs.replace(
-            self._outcome(True, reason),
-            contributors=counted,
-            capped=capped,
-            digest=end.digest.hex(),
-            apart=self._apart(counted),
-        )
-
-    def _failed(self, end: events.Fail) -> Outcome:
-        return msgspec.structs.replace(self._outcome(False, end.reason), in_doubt=end.in_doubt)
+        digest, apart = end.digest.hex(), self._apart(counted)
+        return self._outcome(True, reason, contributors=counted, capped=capped, digest=digest, apart=apart)
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:
         """Return how far two partners were apart, from this peer's distance to the mean and the partner's weight."""
@@ -325,7 +320,7 @@ class RoundDriver:
         norm = float(torch.linalg.vector_norm(mean))
         return float(torch.linalg.vector_norm(own - mean)) / share / norm if norm and share else 0.0
 
-    def _outcome(self, ok: bool, reason: str) -> Outcome:
+    def _outcome(self, ok: bool, reason: str, **more: Any) -> Outcome:
         notes = list(self._machine.notes)
         if self._store.clamped:
             notes.append(
@@ -343,6 +338,7 @@ class RoundDriver:
             compression_ratio=self._layout.compression_ratio,
             states=self.task.manifest.states,
             events=tuple(notes),
+            **more,
         )
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
 from equipoise.averaging.aio.rounds import Rounds
-from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver, Surroundings
+from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
@@ -59,11 +59,10 @@ class Router:
         self._runs: dict[str, RunDriver] = {}
         self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
         self._directory = directory
+        self._identity = identity
+        self._bandwidth = bandwidth
         self._sessions = Sessions(transport, self, direct)
         self._rounds = Rounds(self._sessions)
-        self._surroundings = Surroundings(
-            self._sessions, directory, identity, bandwidth, self._rounds, self._runs
-        )
         self._tasks = TaskSet()
 
     async def join(self, spec: RunSpec) -> RunDriver:
@@ -75,7 +74,8 @@ class Router:
         if spec.name in self._runs:
             raise ValueError(f"this daemon takes part in a run named {spec.name!r} already")
         self._drop(spec.name)
-        run = self._runs[spec.name] = RunDriver(spec, self._surroundings)
+        ours = self._sessions, self._directory, self._identity, self._bandwidth, self._rounds, self._runs
+        run = self._runs[spec.name] = RunDriver(spec, *ours)
         run.start()
         return run
 

@@ -10,7 +10,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Sized
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -59,52 +58,49 @@ class Identity(Protocol):
         """Return whether the key behind `peer` signed `data`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """The parts of the daemon that a run uses.
+class RunDriver:
+    """This daemon's part in one run.
 
-    Attributes:
+    Args:
+        spec: The terms that all peers of the run have alike.
         sessions: Sends frames.
         directory: Knows the peers of the run.
         identity: Signs joins.
         bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
-        rounds: Starts rounds.
+        rounds: Begins rounds.
         runs: The runs that the daemon takes part in, which share what it may keep.
-    """
-
-    sessions: Sessions
-    directory: Directory
-    identity: Identity
-    bandwidth: float
-    rounds: Rounds
-    runs: Sized
-
-
-class RunDriver:
-    """This daemon's part in one run.
 
     Attributes:
-        spec: The terms that all peers of the run have alike.
+        spec: The run.
         transfer: Gives and takes the state of the run.
         history: The last outcomes, oldest first.
         rounds_ok: Rounds that ended in a mean.
         rounds_failed: Rounds that did not.
     """
 
-    def __init__(self, spec: RunSpec, surroundings: Surroundings) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        sessions: Sessions,
+        directory: Directory,
+        identity: Identity,
+        bandwidth: float,
+        rounds: Rounds,
+        runs: Sized,
+    ) -> None:
         self.spec = spec
         self.history: deque[Outcome] = deque(maxlen=MAX_HISTORY)
         self.rounds_ok = self.rounds_failed = 0
-        self._surroundings = surroundings
-        self._sessions = surroundings.sessions
-        self._directory = surroundings.directory
+        self._sessions = sessions
+        self._directory = directory
+        self._told_bandwidth = bandwidth
+        self._rounds = rounds
         self._loop = asyncio.get_running_loop()
-        identity = surroundings.identity
         self._keys = Keys(identity.sign, identity.verify)
         context = Context(
             run=spec.name,
             spec=spec.hash,
-            peer=self._sessions.peer,
+            peer=sessions.peer,
             group_size=spec.options.group_size,
             sign=identity.sign,
             verify=identity.verify,
@@ -112,7 +108,7 @@ class RunDriver:
         )
         self._membership = context.membership
         self._machine = spec.strategy.matchmaker(context, random.Random())
-        self._spec_diff = SpecDiff(spec, self._sessions.peer, self._loop.time())
+        self._spec_diff = SpecDiff(spec, sessions.peer, self._loop.time())
         self._claims = Claims(spec.options.group_size)
         self._looked = asyncio.Event()
         self._compared = asyncio.Event()
@@ -122,15 +118,7 @@ class RunDriver:
         self._announced = events.Announce(False, 0, "joined")
         self._driver = Driver(self._machine, self._perform, events.Woke)
         self._differ = Driver(self._spec_diff, self._perform, self._still_differs)
-        self.transfer = Transfer(
-            spec,
-            self._sessions,
-            self._directory,
-            identity.verify,
-            lambda: surroundings.rounds.busy,
-            lambda: len(surroundings.runs),
-            self.is_mute,
-        )
+        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, self.is_mute)
         self._tasks = TaskSet()
         self._looking = False
         self._left = ""
@@ -199,7 +187,7 @@ class RunDriver:
         return (alone and self._spec_diff.reason) or self._machine.reason
 
     def is_mute(self, peer: str) -> bool:
-        """Whether another peer could not be reached, or did not answer, and has never said anything."""
+        """True if another peer could not be reached, or did not answer, and has never said anything."""
         return self._membership.is_mute(peer)
 
     def difference(self, peer: str) -> str:
@@ -333,11 +321,11 @@ class RunDriver:
     @property
     def _bandwidth(self) -> float:
         """Bytes per second that this peer claims to send: its user's figure, else the measured one; 0 if unknown."""
-        return self._surroundings.bandwidth or self._sessions.meter.bandwidth.estimate
+        return self._told_bandwidth or self._sessions.bandwidth.estimate
 
     async def _exchange(self, task: Task) -> Outcome:
         self.transfer.begin(task.manifest)
-        self._round = self._surroundings.rounds.begin(task, self.transfer.keep)
+        self._round = self._rounds.begin(task, self.transfer.keep)
         self._round.outcome.add_done_callback(self.transfer.over)
         try:
             outcome = await asyncio.shield(self._round.outcome)
@@ -362,10 +350,6 @@ class RunDriver:
                 raise ValueError(
                     f"expected {name} as float32 [{size}], got {tensor.dtype} {list(tensor.shape)}"
                 )
-        if contribution.device != result.device:
-            raise ValueError(
-                f"expected contribution and result on one device, got {contribution.device} and {result.device}"
-            )
 
     # ---- between the machine and the world ----
 

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol
 
-from equipoise.averaging.aio.bandwidth import Meter
+from equipoise.averaging.aio.bandwidth import Bandwidth
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.channels import PeerChannels
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
@@ -50,6 +50,9 @@ IDLE_SECONDS = 60.0
 
 SWEEP_SECONDS = 10.0
 """Time between two looks for idle channels."""
+
+METER_SECONDS = 0.05
+"""Time between two looks at what has been delivered, while something waits to be sent."""
 
 FAREWELL_SECONDS = 5.0
 """Longest time for the other end's answer to a farewell."""
@@ -93,14 +96,14 @@ class Sessions:
 
     Attributes:
         pool: Memory for the bodies of frames.
-        meter: Measures what this peer can send.
+        bandwidth: What this peer can send, as measured while something waits to be sent.
     """
 
     def __init__(
         self, transport: Transport, receiver: Receiver, direct: DirectTransport | None = None
     ) -> None:
         self.pool = BufferPool()
-        self.meter = Meter(self._delivered, self._sending)
+        self.bandwidth = Bandwidth()
         self._transport = transport
         self._receiver = receiver
         self._direct = direct
@@ -110,6 +113,7 @@ class Sessions:
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskSet()
         self._delivered_before = 0
+        self._measuring: asyncio.TimerHandle | None = None
         self._scratch = _Scratch()
         self._sweeper = self._loop.call_later(SWEEP_SECONDS, self._sweep)
         self._stopped = False
@@ -124,7 +128,7 @@ class Sessions:
 
     @property
     def dialable(self) -> bool:
-        """Whether others can open channels to this daemon."""
+        """True if others can open channels to this daemon."""
         return self._transport.dialable
 
     @property
@@ -210,7 +214,7 @@ class Sessions:
         return memoryview(self._scratch)[:size]
 
     def is_scratch(self, body: memoryview) -> bool:
-        """Whether a body lies where the next one may be received over it."""
+        """True if a body lies where the next one may be received over it."""
         return isinstance(body.obj, _Scratch)
 
     async def stop(self) -> None:
@@ -225,8 +229,9 @@ class Sessions:
         if writers:
             await asyncio.wait(writers, timeout=0.5)
         self._stopped = True
-        self.meter.stop()
         self._sweeper.cancel()
+        if self._measuring is not None:
+            self._measuring.cancel()
         self._tasks.cancel()
         for channels in self._peers.values():
             for channel in channels.channels:
@@ -337,8 +342,8 @@ class Sessions:
         if channels.outbox.session.unacknowledged > MAX_UNACKNOWLEDGED:
             self._drop(peer, f"it has not acknowledged {MAX_UNACKNOWLEDGED} frames")
             return
-        if frame[1]:
-            self.meter.start()
+        if frame[1] and self._measuring is None:
+            self._measure()
         try:
             await channel.send(*frame)
         except ConnectionError as error:
@@ -381,11 +386,16 @@ class Sessions:
             elif not channels.channels:
                 raise error
 
-    def _delivered(self) -> int:
-        return self._delivered_before + sum(channels.delivered for channels in self._peers.values())
-
-    def _sending(self) -> bool:
-        return any(channels.outbox.queue.has_bulk for channels in self._peers.values())
+    def _measure(self) -> None:
+        """Sample the bytes delivered, again and again until no bulk waits any more."""
+        now, all_channels = self._loop.time(), self._peers.values()
+        delivered = self._delivered_before + sum(channels.delivered for channels in all_channels)
+        if any(channels.outbox.queue.has_bulk for channels in all_channels):
+            self.bandwidth.observe(now, delivered)
+            self._measuring = self._loop.call_later(METER_SECONDS, self._measure)
+        else:
+            self.bandwidth.end_burst(now, delivered)
+            self._measuring = None
 
     # ---- reading ----
 

@@ -7,7 +7,7 @@ import heapq
 import logging
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ import torch
 from blake3 import blake3
 
 from equipoise.averaging.aio import update_verification
+from equipoise.averaging.aio.rounds import Rounds
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
@@ -96,7 +97,6 @@ class Download:
         self._digests = b""
         self._memory = memoryview(b"")
         self._credentials: Mapping[str, bytes] = {}
-        self._entered: set[str] = set()
         self._due: Counter[str] = Counter()
         self._tasks = TaskSet()
         self._making: asyncio.Task[None] | None = None
@@ -126,11 +126,10 @@ class Download:
         self._due[peer] -= 1
         if self._due[peer] < 0:
             raise self._broken(peer, "it sends more than it was asked for")
-        if self._image is None or not self.machine.expects(peer, message):
+        image = self._image
+        if image is None or not self.machine.expects(peer, message):
             return self._sessions.scratch(size)
-        expected = self._image.chunks * DIGEST_BYTES
-        if isinstance(message, Chunk):
-            expected = self._image.length(message.chunk)
+        expected = image.length(message.chunk) if isinstance(message, Chunk) else image.chunks * DIGEST_BYTES
         if size != expected:
             raise self._broken(peer, f"expected {expected} bytes of a {type(message).__name__}, got {size}")
         return self._sessions.pool.take(size)
@@ -170,23 +169,19 @@ class Download:
     def _put(self, message: Bulk, body: memoryview, image: ImageId) -> bool:
         """Put a body into its place if it is genuine; return whether it is."""
         if isinstance(message, Digests):
-            genuine = image.genuine(body)
-            if genuine:
+            if genuine := image.genuine(body):
                 self._digests = bytes(body)
-        else:
-            genuine = is_chunk(body, self._digests, message.chunk)
-            if genuine:
-                self._memory[image.span(message.chunk)] = body
+        elif genuine := is_chunk(body, self._digests, message.chunk):
+            self._memory[image.span(message.chunk)] = body
         return genuine
 
     def _send(self, peer: str, message: TransferMessage) -> None:
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
         if isinstance(message, messages.AskBulk):
-            self._due[peer] += len(message.chunks) if isinstance(message, messages.AskChunks) else 1
-            if peer not in self._entered:
+            if peer not in self._due:
                 # By now it has admitted this peer: it has answered.
-                self._entered.add(peer)
                 self._sessions.enter(flow_of(self._ticket, peer), {peer: self._credentials.get(peer, b"")})
+            self._due[peer] += len(message.chunks) if isinstance(message, messages.AskChunks) else 1
 
     async def _make_room(self, image: ImageId) -> None:
         try:
@@ -214,7 +209,7 @@ class Download:
         self.driver.tell(event)
 
     def _end(self, finish: events.Finish) -> None:
-        for peer in self._entered:
+        for peer in self._due:
             self._sessions.leave(flow_of(self._ticket, peer))
         self._memory = memoryview(b"")
         self.driver.stop()
@@ -238,8 +233,8 @@ class Transfer:
         sessions: Sends frames.
         directory: Who else is in the run.
         verify: Checks the signatures under a mean.
-        busy: Whether a round exchanges at this daemon now.
-        runs: How many runs share what means may be kept.
+        rounds: The daemon's rounds, which go before what is served.
+        runs: The runs of the daemon, which share what means may be kept.
         is_mute: Whether a peer did not answer, and has never said anything: no download asks it, or waits for it.
     """
 
@@ -249,15 +244,15 @@ class Transfer:
         sessions: Sessions,
         directory: Directory,
         verify: Verify,
-        busy: Callable[[], bool],
-        runs: Callable[[], int],
+        rounds: Rounds,
+        runs: Sized,
         is_mute: Callable[[str], bool],
     ) -> None:
         self._spec = spec
         self._sessions = sessions
         self._directory = directory
         self._verify = verify
-        self._busy = busy
+        self._rounds = rounds
         self._runs = runs
         self._is_mute = is_mute
         self._loop = asyncio.get_running_loop()
@@ -270,7 +265,7 @@ class Transfer:
         self._download: Download | None = None
         self._offering = asyncio.Lock()
         self._tasks = TaskSet()
-        self._driver = Driver(self._donor, self._perform, lambda: events.RoundsSeen(busy()))
+        self._driver = Driver(self._donor, self._perform, lambda: events.RoundsSeen(rounds.busy))
         self._left = ""
 
     # ---- the face ----
@@ -359,7 +354,7 @@ class Transfer:
             self._attended = Circle.attended(before, mean.manifest, self._sessions.peer)
             self._drop(before)
             self._means[before] = _Kept(mean, prove)
-            self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(self._runs(), 1)))
+            self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(len(self._runs), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """Note that a round of this run exchanges values here; the run driver calls `over` when it has ended."""
@@ -397,11 +392,12 @@ class Transfer:
             if self._attended.knows(after) and not self._circle.knows(after):
                 self._circle = self._attended
         found: list[Outcome] = []
-        wanted = update_verification.Wanted(self._spec, after, None if proved else self._circle)
+        circle = None if proved else self._circle
 
         def examine(image: memoryview, proofs: Sequence[Commit]) -> str:
             try:
-                found.append(update_verification.decode(image, wanted, proofs, self._verify, result))
+                args = (image, self._spec, after, circle, proofs, self._verify, result)
+                found.append(update_verification.decode(*args))
             except MeanError as error:
                 return str(error)
             return ""
@@ -463,13 +459,11 @@ class Transfer:
         if isinstance(message, messages.ToNewcomer):
             if self._download is not None:
                 self._download.frame(peer, message, body)
-        elif isinstance(message, Ask):
-            if self._looked_up(peer, message):
-                self._driver.tell(events.AskReceived(peer, message))
-            elif self._asks.admits(peer, self._loop.time()):
+        elif isinstance(message, Ask) and not self._looked_up(peer, message):
+            if self._asks.admits(peer, self._loop.time()):
                 self._tasks.spawn(self._on_ask(peer, message))
         else:
-            self._driver.tell(events.RoundsSeen(self._busy()))
+            self._driver.tell(events.RoundsSeen(self._rounds.busy))
             self._driver.tell(events.AskReceived(peer, message))
 
     def lost(self, peer: str, reason: str) -> None:
@@ -521,7 +515,7 @@ class Transfer:
         self._driver.tell(events.AskReceived(peer, ask))
 
     def _looked_up(self, peer: str, ask: Ask) -> bool:
-        """Whether this asker was found in the directory already, when it first asked for the same."""
+        """True if this asker was found in the directory already, when it first asked for the same."""
         return ask.spec == self._spec.hash and self._flows.get(peer) == flow_of(ask.ticket, peer)
 
     def _perform(self, action: events.DonorAction) -> None:
@@ -564,7 +558,7 @@ class Transfer:
 
     def _sent(self, peer: str) -> None:
         """Tell the server that a body has left: this call takes its turn in the queue right after the body."""
-        self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._busy()))
+        self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._rounds.busy))
 
     def _leave(self, peer: str) -> None:
         if flow := self._flows.pop(peer, None):

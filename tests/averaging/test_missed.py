@@ -10,7 +10,6 @@ import torch
 
 from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.aio.update_verification import Wanted
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
@@ -135,12 +134,12 @@ async def test_no_byte_of_a_mean_can_be_changed(cluster: Cluster) -> None:
     mean, proof = kept_by(keeper, BEFORE)
     image = bytes(mean.image())
     assert len(image) <= update_verification.most_bytes(SPEC)
-    verify, result, wanted = FakeIdentity("c").verify, torch.empty(SIZE), Wanted(SPEC, BEFORE, None)
+    verify, result = FakeIdentity("c").verify, torch.empty(SIZE)
 
     def digest(changed: bytes) -> str:
         try:
             return update_verification.decode(
-                memoryview(changed), wanted, [proof], verify, lambda: result
+                memoryview(changed), SPEC, BEFORE, None, [proof], verify, lambda: result
             ).digest
         except MeanError:
             return ""
@@ -162,14 +161,10 @@ async def test_it_is_no_mean_of_another_state_or_run(cluster: Cluster) -> None:
     mean, proof = kept_by(keeper, BEFORE)
     image, verify = memoryview(mean.image()), FakeIdentity("c").verify
     with pytest.raises(MeanError, match="after epoch 7"):
-        update_verification.decode(
-            image, Wanted(SPEC, OTHER, None), [proof], verify, lambda: torch.empty(SIZE)
-        )
+        update_verification.decode(image, SPEC, OTHER, None, [proof], verify, lambda: torch.empty(SIZE))
     other = RunSpec.create("other/step", SPEC.schema)
     with pytest.raises(MeanError, match="spec"):
-        update_verification.decode(
-            image, Wanted(other, BEFORE, None), [proof], verify, lambda: torch.empty(SIZE)
-        )
+        update_verification.decode(image, other, BEFORE, None, [proof], verify, lambda: torch.empty(SIZE))
 
 
 async def test_rounds_without_a_state_are_not_kept(cluster: Cluster) -> None:

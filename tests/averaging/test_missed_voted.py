@@ -13,7 +13,6 @@ import torch
 
 from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.aio.update_verification import Wanted
 from equipoise.averaging.allreduce.messages import Commit, Held, RoundMessage
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from equipoise.averaging.outcome import FetchOutcome, Outcome
@@ -306,12 +305,12 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
 
 def test_who_receives_one_checks_its_votes_whatever_the_donor_did() -> None:
     mean, proof = mean_of("ab", BEFORE, votes="a")
-    wanted = Wanted(SPEC, BEFORE, Circle().begun(mean.manifest, "b"))
+    wanted = SPEC, BEFORE, Circle().begun(mean.manifest, "b")
     image, room = memoryview(mean.image()), lambda: torch.empty(SPEC.layout.size)
     with pytest.raises(MeanError, match="more than half of its round's 2 members, 1 signed"):
-        update_verification.decode(image, wanted, [proof], FakeIdentity("b").verify, room)
+        update_verification.decode(image, *wanted, [proof], FakeIdentity("b").verify, room)
     _, both = mean_of("ab", BEFORE)
-    assert update_verification.decode(image, wanted, [proof, both], FakeIdentity("b").verify, room).ok
+    assert update_verification.decode(image, *wanted, [proof, both], FakeIdentity("b").verify, room).ok
 
 
 # ---- what is tried, one after another ----

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import pytest
 import torch
 
-from equipoise.averaging.aio import bandwidth
+from equipoise.averaging.aio import sessions
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
 from equipoise.averaging.aio.rounds import Rounds
 from equipoise.averaging.aio.router import Router
@@ -250,7 +250,7 @@ async def test_joins_and_records_say_what_a_peer_can_send(
     monkeypatch: pytest.MonkeyPatch,
     told: float,
 ) -> None:
-    monkeypatch.setattr(bandwidth, "METER_SECONDS", 0.0)
+    monkeypatch.setattr(sessions, "METER_SECONDS", 0.0)
     for name in "ab":
         cluster.add(name, bandwidth=told)
     spec = spec_of(400_000, part_values=4096)
