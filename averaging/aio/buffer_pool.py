@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_GRAIN_BYTES = 512
-"""Sizes are rounded up, by an eighth at most or to this: shares follow the bandwidth, so last parts differ from round
+"""Least bytes that sizes are rounded up to multiples of. Shares follow the bandwidth, so last parts differ from round
 to round."""
 
 MAX_IDLE_BYTES = 256 * 1024 * 1024
-"""Kept for the next round at most: the encoded contributions and means of a vector of 100 million int8 values."""
+"""Most bytes kept for the next round: the encoded contributions and means of a vector of 100 million int8 values."""
 
 
 class _Lent(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -38,8 +38,8 @@ class BufferPool:
     Nothing is ever handed out twice at once: a frame that still waits for a slow peer keeps its buffer out of the pool.
 
     Attributes:
-        idle: What is not lent now, by its bytes.
-        idle_bytes: How much that is.
+        idle: The buffers that are not lent now, by their bytes.
+        idle_bytes: Bytes of all of those.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ class RoundBuffers:
         contribution: f32 [D], this member's values; read only.
         result: f32 [D], takes the mean, part by part as it comes: undefined until the round has succeeded.
         pool: Lends the memory.
-        rule: How contributions become one vector.
+        rule: Makes one vector of the contributions.
     """
 
     def __init__(

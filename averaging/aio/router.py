@@ -11,8 +11,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 
-from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME
-from equipoise.averaging.aio.rounds import Rounds
+from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
@@ -44,7 +43,7 @@ class Router:
         transport: Carries frames; this router serves what comes in on it.
         directory: Knows the peers of a run.
         identity: Signs this peer's joins.
-        bandwidth: What this peer can send, bytes per second; 0 to measure it.
+        bandwidth: Bytes per second that this peer can send; 0 to measure it.
         direct: Carries frames between members of a group faster than `transport`, where it can.
     """
 

@@ -15,8 +15,7 @@ from typing import Protocol
 import msgspec
 import torch
 
-from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
-from equipoise.averaging.aio.rounds import Rounds
+from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
@@ -66,7 +65,7 @@ class RunDriver:
         sessions: Sends frames.
         directory: Knows the peers of the run.
         identity: Signs joins.
-        bandwidth: What this peer can send, bytes per second, as its user says; 0 to measure it.
+        bandwidth: Bytes per second that this peer can send, as its user says; 0 to measure it.
         rounds: Begins rounds.
         runs: The runs that the daemon takes part in, which share what it may keep.
 

@@ -15,7 +15,7 @@ import torch
 from blake3 import blake3
 
 from equipoise.averaging.aio import update_verification
-from equipoise.averaging.aio.rounds import Rounds
+from equipoise.averaging.aio.round_driver import Rounds
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 
 
 def flow_of(ticket: bytes, peer: str) -> bytes:
-    """The sessions' name for what goes between this peer and another for one download."""
+    """Return the flow of one download between this peer and another."""
     return TRANSFER_FRAME + ticket + peer.encode()
 
 
@@ -71,14 +71,14 @@ class Download:
     """One download of a run's state.
 
     Args:
-        request: What is wanted.
+        request: The state or the mean that is wanted.
         sessions: Sends frames.
         timeout: Seconds for everything.
         room: Makes memory for the image.
         examine: Looks at the image of a mean; None for a snapshot.
 
     Attributes:
-        machine: Decides what is asked of whom.
+        machine: Decides which donor is asked for which chunks.
         driver: Feeds it events.
         ended: The machine's last action.
     """
@@ -105,7 +105,13 @@ class Download:
     def see(self, credentials: Mapping[str, bytes]) -> None:
         """Take note of the peers of the run, and of their credentials for direct channels."""
         before = self._credentials
-        chosen = heapq.nsmallest(MAX_DONORS, credentials, lambda peer: (peer not in before, self._lot(peer)))
+
+        def lot(
+            peer: str,
+        ) -> tuple[bool, bytes]:  # It differs from download to download: no name is sure of a place.
+            return peer not in before, blake3(self._ticket + peer.encode()).digest()
+
+        chosen = heapq.nsmallest(MAX_DONORS, credentials, lot)
         self._credentials = {peer: credentials[peer] for peer in chosen}
         for peer, credential in self._credentials.items():
             if credential != before.get(peer):
@@ -139,10 +145,17 @@ class Download:
         if not isinstance(message, Bulk):
             self.driver.tell(events.AnswerReceived(peer, message))
             return
-        placed = body and not self._sessions.is_scratch(body)
-        # Another donor may have sent it since it began to come in.
-        if placed and self._image is not None and self.machine.expects(peer, message):
-            self.driver.tell(events.BodyReceived(peer, message, self._put(message, body, self._image)))
+        image = self._image
+        if image is None or not body or self._sessions.is_scratch(body):
+            return
+        if not self.machine.expects(peer, message):
+            return  # Another donor has sent it since it began to come in.
+        if isinstance(message, Digests):
+            if genuine := image.genuine(body):
+                self._digests = bytes(body)
+        elif genuine := is_chunk(body, self._digests, message.chunk):
+            self._memory[image.span(message.chunk)] = body
+        self.driver.tell(events.BodyReceived(peer, message, genuine))
 
     def _perform(self, action: events.FetchAction) -> None:
         match action:
@@ -158,22 +171,9 @@ class Download:
             case events.Finish():
                 self._end(action)
 
-    def _lot(self, peer: str) -> bytes:
-        """A peer's place in an order that differs from download to download, so that no name is sure of a place."""
-        return blake3(self._ticket + peer.encode()).digest()
-
     def _broken(self, peer: str, reason: str) -> FrameRefused:
         self.driver.tell(events.ProtocolBroken(peer, reason))
         return FrameRefused(reason)
-
-    def _put(self, message: Bulk, body: memoryview, image: ImageId) -> bool:
-        """Put a body into its place if it is genuine; return whether it is."""
-        if isinstance(message, Digests):
-            if genuine := image.genuine(body):
-                self._digests = bytes(body)
-        elif genuine := is_chunk(body, self._digests, message.chunk):
-            self._memory[image.span(message.chunk)] = body
-        return genuine
 
     def _send(self, peer: str, message: TransferMessage) -> None:
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
@@ -213,8 +213,7 @@ class Download:
             self._sessions.leave(flow_of(self._ticket, peer))
         self._memory = memoryview(b"")
         self.driver.stop()
-        if not self.ended.done():
-            self.ended.set_result(finish)
+        self.ended.set_result(finish)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +230,11 @@ class Transfer:
     Args:
         spec: The run.
         sessions: Sends frames.
-        directory: Who else is in the run.
+        directory: Knows the other peers of the run.
         verify: Checks the signatures under a mean.
         rounds: The daemon's rounds, which go before what is served.
         runs: The runs of the daemon, which share what means may be kept.
-        is_mute: Whether a peer did not answer, and has never said anything: no download asks it, or waits for it.
+        is_mute: True of a peer that did not answer, and has never said anything: no download asks it, or waits for it.
     """
 
     def __init__(
@@ -297,7 +296,7 @@ class Transfer:
         waits, and no images queue.
 
         Args:
-            state: What it is a snapshot of.
+            state: The state that it is a snapshot of.
             image: Its bytes, not to be changed; kept until nobody downloads it any more.
 
         Raises:
@@ -380,9 +379,9 @@ class Transfer:
             after: A state.
             timeout: Seconds for everything.
             result: Makes room for the mean, f32 [D], once it is here and proved; called in a thread.
-            proved: Whether the caller will know by its digest whether it is the group's. If not, this peer stands at
-                that state, and the peers tell by whom this one knows the state.
-            patient: Where nobody has it: whether to wait for those who are not as far.
+            proved: True if the caller will know by its digest whether it is the group's. If not, this peer stands at
+                that state, and the peers tell by whom this peer knows the state.
+            patient: True to wait for the peers that are not as far, if no other peer has it.
 
         Raises:
             ValueError: A download of this run is going on already.

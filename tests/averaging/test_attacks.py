@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equipoise.averaging.aio import rounds
+from equipoise.averaging.aio import round_driver
 from equipoise.averaging.aio.round_driver import ROUND_FRAME
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME
@@ -310,9 +310,9 @@ async def test_what_is_kept_of_rounds_unknown_is_bounded_and_by_peer() -> None:
     for stranger in range(1000):
         router.frame("b", ROUND_FRAME + good, memoryview(b""))
         router.frame(f"s{stranger}", ROUND_FRAME + good, memoryview(b""))
-    assert len(router._rounds._early) <= rounds.MAX_EARLY_PEERS
-    assert len(router._rounds._early.get("m", ())) <= rounds.MAX_EARLY_ROUNDS
-    assert len(router._rounds._early["b"][good]) == rounds.MAX_EARLY_FRAMES
+    assert len(router._rounds._early) <= round_driver.MAX_EARLY_PEERS
+    assert len(router._rounds._early.get("m", ())) <= round_driver.MAX_EARLY_ROUNDS
+    assert len(router._rounds._early["b"][good]) == round_driver.MAX_EARLY_FRAMES
     await scene.stop()
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from equipoise.averaging.aio import sessions
-from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Task
-from equipoise.averaging.aio.rounds import Rounds
+from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
 from equipoise.averaging.allreduce import messages as wire

@@ -11,8 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from equipoise.averaging.aio import sessions as module
-from equipoise.averaging.aio.channels import PeerChannels
-from equipoise.averaging.aio.sessions import Sessions
+from equipoise.averaging.aio.sessions import PeerChannels, Sessions
 from equipoise.averaging.ports import Channel
 from equipoise.averaging.session.messages import FAREWELL, FRAME
 from fakes.memory import MemoryTransport, Net
