@@ -1,1 +1,1 @@
-"""One all-reduce round of a group: the machine (`machine.AllReduce`), what it is told and asks for, its paxos."""
+"""One all-reduce round of a group: the machine (`machine.AllReduce`), its events and actions, its paxos."""

@@ -1,8 +1,8 @@
 """The group of a round, the events that its machine is told, and the actions that it asks for.
 
 Events are in the past tense, actions in the imperative. Members are indices into the manifest, sets of members
-bitmasks, parts indices into the partition. No bytes of tensors come here: the driver keeps contributions by (part,
-member) and means by part, and has checked sizes and values before it reports that something was received.
+bitmasks, parts indices into the partition. Events carry no bytes of tensors. The driver keeps contributions by (part,
+member) and means by part. It checks sizes and values before it reports a contribution or a mean as received.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Group:
 
     Attributes:
         round_id: Binds digests to the round.
-        names: One per member, for reasons that people read.
-        weights: One per member, as it claims.
+        names: One per member, for messages that people read.
+        weights: The weight that each member claims.
         dialable: Bitmask of the members that may own parts and lead.
         parts: The partition.
-        first_leader: Who leads the first ballot, a dialable member.
-        cap: The most that a contributor counts, in medians of their weights.
+        first_leader: The dialable member that leads the first ballot.
+        cap: Most weight of one contributor that counts, in medians of the contributors' weights.
         quorum: Fewest contributors of a mean.
     """
 
@@ -87,7 +87,7 @@ class MeanReceived(msgspec.Struct, frozen=True):
 
 
 class BytesReceived(msgspec.Struct, frozen=True):
-    """Bytes have come in from `sender`, those of frames under way included; told every heartbeat at most."""
+    """Bytes have come in from `sender`, partial frames included; reported at most once per heartbeat."""
 
     sender: int
     count: int
@@ -103,8 +103,8 @@ class MessageReceived(msgspec.Struct, frozen=True):
 class PeerLost(msgspec.Struct, frozen=True):
     """No channel to a member can be opened, the member is silent, or it broke the protocol.
 
-    What was sent to it is not lost, and arrives once a channel is open, unless the member is `gone`: then its process
-    has ended, and it can take no further part.
+    Messages to the member are not lost: they arrive once a channel is open. A member that is `gone` takes no further
+    part: its process has ended.
     """
 
     member: int

@@ -1,19 +1,19 @@
 """The members that can be reached, those that have fallen silent, and those that are slow.
 
-Heartbeats come at a fixed pace, so what a link does to them shows in the gaps between signs of life. A member is taken
-for dead after `timing.silence`, or after `GAPS` times the longest gap that it has been heard after, if that is more: a
-link or a machine that lets signs of life through in bursts is not taken for dead at the end of each burst (the idea of
-the phi accrual detector, Hayashibara et al. 2004, with the largest gap in place of a distribution, which a round is too
-short to learn).
+Heartbeats are sent at a fixed pace, so the gaps between signs of life show the delays of a link. A member is taken for
+dead after `timing.silence`, or after `GAPS` times the longest gap between its signs of life so far, if that is longer.
+So a link or a machine that passes signs of life in bursts is not taken for dead after each burst. (This is the idea of
+the phi accrual detector, Hayashibara et al. 2004. The largest gap replaces its distribution: a round is too short to
+learn one.)
 
-A member that is slow but delivers is judged by its bytes and by the pace of the others. On a slow link one part may
-take longer than a stall, so whole parts tell too little: a member that delivers `MIN_BYTES_PER_SECOND` is waited for,
-and one that sends less has stalled, whatever it trickles. One slow member must not hold the others until the round's
-timeout either, be it honest or not. What is fair cannot be a constant, so it is measured in what the others needed:
-once at least half of those that are awaited are through with a step, after a time T, the rest have `SLOWNESS` times T
-more, and `GRACE_STALLS` stalls for differences that are not of the link. A hostile minority can neither delay that half
-nor make it look slower, so it costs a round that much and no more. Where more than half are slow, the links are what
-they are, and all that deliver are waited for.
+A slow member that delivers is judged by its bytes and by the pace of the others. On a slow link one part may take
+longer than a stall, so counting whole parts is too coarse. The round waits for a member that delivers
+`MIN_BYTES_PER_SECOND`; a member that sends less has stalled. A slow member, honest or not, must not hold the others
+until the round's timeout either. No constant is a fair limit, so the limit is measured by the time of the others. Once
+at least half of the awaited members are through with a step, after a time T, the rest have `SLOWNESS` times T more, and
+`GRACE_STALLS` stalls for differences that the link does not cause. A hostile minority can neither delay that half nor
+make it look slower, so it costs a round no more than that. Where more than half are slow, the links themselves are
+slow, and the round waits for all members that deliver.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.timing import HEARTBEAT_SECONDS, MAX_SILENCE_SECONDS, STALL_SECONDS
 
 GAPS = 2
-"""Longest silence of a member, in longest gaps between its signs of life so far."""
+"""Longest silence of a member, in multiples of the longest gap between its signs of life so far."""
 
 MIN_BYTES_PER_SECOND = 16_000
-"""Least rate of a member that delivers: at this rate even a part of 64 Ki values in int8 takes 4 s."""
+"""Least rate of a member that counts as delivering. At this rate even a part of 64 Ki values in int8 takes 4 s."""
 
 SLOWNESS = 8
-"""Most that the links of one group differ: 50 Mbit/s beside 200 is 4, and two rounds that share a link make it 8."""
+"""Largest ratio between the links of one group: 50 Mbit/s beside 200 is 4, and two rounds that share a link make 8."""
 
 GRACE_STALLS = 2
-"""Stalls that a slow member has beyond that: it may have begun later, or have been paused, while the others needed
-next to no time."""
+"""Stalls that a slow member has beyond that. It may have begun later, or been paused, where the others needed hardly
+any time."""
 
 
 class FailureDetector:
-    """Tells apart the members that are heard and those that are not.
+    """Tells the members that are heard from the members that are silent.
 
-    If this process itself was stopped, nobody was silent: the pause shows as a gap between two checks and is taken out.
+    A pause of this process itself shows as a gap between two checks. It is subtracted from every member's silence.
 
     Args:
-        members: Whom to watch.
+        members: The members to watch.
         now: Monotonic seconds.
     """
 
@@ -58,7 +58,7 @@ class FailureDetector:
 
     @property
     def deadline(self) -> float:
-        """When the next member falls silent unless it is heard, in monotonic seconds; infinite if all have."""
+        """When the next member falls silent unless it is heard, in monotonic seconds; infinite if all are silent."""
         awake = (member for member in self._heard if member not in self._silent)
         return min((self._heard[member] + self._allowed[member] for member in awake), default=float("inf"))
 
@@ -78,14 +78,14 @@ class FailureDetector:
         self._allowed[member] = max(self._allowed[member], timing.silence(rtt))
 
     def received(self, member: int, count: int, now: float) -> bool:
-        """Bytes came since the last heartbeat's time: a sign of life if they are no trickle; returns as `heard`.
+        """Count bytes since the last heartbeat as a sign of life, if there are enough of them; returns as `heard`.
 
         On a slow link, a member's signs of life wait behind the part that it is sending.
         """
         return count >= MIN_BYTES_PER_SECOND * HEARTBEAT_SECONDS and self.heard(member, now)
 
     def lose(self, member: int) -> None:
-        """Its connection broke: it counts as silent until it is heard again."""
+        """The member's connection broke: the member counts as silent until it is heard again."""
         self._silent.add(member)
 
     def check(self, now: float) -> list[int]:
@@ -96,7 +96,7 @@ class FailureDetector:
         gap = now - self._checked
         self._checked = now
         if gap > timing.SILENCE_SECONDS / 2:
-            # Nor longer: who was heard since we go on counts from then.
+            # Not beyond `now`: a member heard since this process went on counts from that moment.
             self._heard = {member: min(at + gap, now) for member, at in self._heard.items()}
         over = (member for member, at in self._heard.items() if now >= at + self._allowed[member])
         fallen = [member for member in over if member not in self._silent]
@@ -112,8 +112,8 @@ class Patience:
         now: Monotonic seconds.
 
     Attributes:
-        ends_at: When those still awaited have had enough time; infinite while that is not known.
-        spent: Whether it has ended in this step.
+        ends_at: When the members still awaited have had enough time; infinite while that is not known.
+        spent: Whether patience has ended in this step.
     """
 
     def __init__(self, stall: float, now: float) -> None:
@@ -126,7 +126,7 @@ class Patience:
         self.spent = False
 
     def begin(self, step: Hashable, now: float) -> None:
-        """The round may have come to another step: then everyone has time anew."""
+        """Give all members their time anew if the round is in another step."""
         if step != self._step:
             self._step = step
             self._began = now
@@ -134,7 +134,7 @@ class Patience:
             self.spent = False
 
     def count(self, member: int, received: int) -> None:
-        """So many bytes, of any frame that is of use, have come in from a member."""
+        """Count `received` bytes, of any frame of use, from a member."""
         self._bytes[member] += received
 
     def open_window(self, now: float) -> None:
@@ -143,19 +143,19 @@ class Patience:
         self._bytes.clear()
 
     def look(self, awaited: int, of: int, now: float) -> None:
-        """See whether half of the members in the bitmask `of` are through, all but the `awaited`."""
+        """Set `ends_at` once half of the members in the bitmask `of` are through: all but the `awaited`."""
         if not awaited:
             self.ends_at = float("inf")
         elif self.ends_at == float("inf") and not self.spent and 2 * awaited.bit_count() <= of.bit_count():
             self.ends_at = now + SLOWNESS * (now - self._began) + self._grace
 
     def end(self) -> None:
-        """Nobody is waited for any longer in this step."""
+        """Wait for no member any longer in this step."""
         self.spent = True
         self.ends_at = float("inf")
 
     def delivering(self, awaited: int, now: float) -> int:
-        """Bitmask of the awaited that delivered enough since the window was opened; nobody once patience is spent."""
+        """Bitmask of the awaited that delivered enough since the window was opened; 0 once patience is spent."""
         enough = MIN_BYTES_PER_SECOND * (now - self._window_began)
         if self.spent or now >= self.ends_at:
             return 0
@@ -167,9 +167,9 @@ class Awaited:
     """The members whose delivery the next step waits for.
 
     Attributes:
-        members: Bitmask of those who have not delivered yet.
-        of: Bitmask of all who deliver in this step.
-        dispensable: Whether those that stall are late: the round can try to go on without them.
+        members: Bitmask of the members that have not delivered yet.
+        of: Bitmask of all members that deliver in this step.
+        dispensable: Whether a member that stalls is late: the round can try to go on without it.
     """
 
     members: int
@@ -187,9 +187,9 @@ class Attendance:
 
     Attributes:
         lost: Bitmask of the members that are out of reach now.
-        gone: Bitmask of those that have left for good.
-        returned: Bitmask of those that were out of reach, and came back.
-        late: Bitmask of those that are not waited for any more.
+        gone: Bitmask of the members that have left for good.
+        returned: Bitmask of the members that were out of reach, and came back.
+        late: Bitmask of the members for which the round no longer waits.
         level: Stalls since the last progress.
     """
 
@@ -207,7 +207,7 @@ class Attendance:
 
     @property
     def deadline(self) -> float:
-        """When `stall` is to be asked next, in monotonic seconds."""
+        """When `stall` must be called next, in monotonic seconds."""
         return min(self._progress_at + (self.level + 1) * self._stall, self._patience.ends_at)
 
     @property
@@ -222,15 +222,15 @@ class Attendance:
 
     @property
     def hoped_for(self) -> int:
-        """Bitmask of the members that may still take part: until a stall has passed, a broken connection says little.
+        """Bitmask of the members that may still take part: a lost member counts until a stall has passed.
 
-        It may be opened again at once, or be one of several. In a group of two, each would else be the round's end.
+        A broken connection may be opened again at once. In a group of two, each break would otherwise end the round.
         """
         return self.group.everyone & ~(self.lost if self.level else self.gone)
 
     @property
     def given_up_at(self) -> float:
-        """When the members that are lost now have been for a stall at least, in monotonic seconds."""
+        """When all members that are lost now have been lost for at least one stall, in monotonic seconds."""
         return self._lost_at + self._stall
 
     def lose(self, member: int, now: float) -> bool:
@@ -253,20 +253,20 @@ class Attendance:
         return True
 
     def begin(self, step: Hashable, now: float) -> None:
-        """The round may have come to another step."""
+        """Note the round's step: in a new step, all members have their time anew."""
         self._patience.begin(step, now)
 
     def progress(self, now: float) -> None:
-        """Something moved."""
+        """Note progress: the level is 0 again, and bytes are counted anew."""
         self._progress_at = now
         self.level = 0
         self._patience.open_window(now)
 
     def arrived(self, sender: int, now: float) -> bool:
-        """A part has come: progress, unless its sender has had all the time that there is for it.
+        """Count a part as progress, unless its sender was late and the patience of this step is spent.
 
         Returns:
-            Whether more has changed than clocks: a stall is over, or the sender is late no more.
+            Whether more than the time of progress has changed: a stall is over, or the sender is no longer late.
         """
         late = bool(self.late >> sender & 1)
         if late and self._patience.spent:
@@ -277,15 +277,15 @@ class Attendance:
         return changed
 
     def received(self, sender: int, count: int, awaited: Awaited, now: float) -> bool:
-        """Bytes have come; returns whether they are of a member that is waited for."""
+        """Count bytes; returns whether their sender is a member that the round waits for."""
         self._patience.count(sender, count)
         self._patience.look(awaited.members, awaited.of, now)
         return bool(awaited.members >> sender & 1)
 
     def stall(self, awaited: Awaited, now: float) -> bool:
-        """Let the level rise if it is time; returns whether it was.
+        """Raise the level if a stall is due; returns whether it was raised.
 
-        While some of the awaited still deliver, only those that do not are taken for late.
+        While some awaited members still deliver, the level stays, and only the others become late.
         """
         self._patience.look(awaited.members, awaited.of, now)
         if now < self.deadline:

@@ -1,4 +1,4 @@
-"""Every member's work in a ballot: it waits and says for which members, reports, and fetches missing parts."""
+"""Every member's work in a ballot: it reports, fetches missing parts, and tells which members it waits for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos, members_of
 
 MAX_SERVED = 4
-"""Most times that one member may fetch the whole mean from us: once per source it may try, and some to spare."""
+"""Most times that one member may fetch the whole mean from us: once per source that it may try, and some to spare."""
 
 
 def due_report(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> wire.Report | None:
-    """The report of an owner, once every contribution is whole or not to be expected, unless it has been sent."""
+    """The owner's report, once each contribution is whole or its sender is lost or late; None if it has been sent."""
     ballot = paxos.ballot
     if ballot.plan is None or ballot.decision is not None or not part_table.owners >> paxos.me & 1:
         return None
@@ -49,7 +49,7 @@ class Fetching:
         if decision is None or part_table.is_whole(decision):
             return None
         stalled = attendance.level >= 1
-        # While the leader was out of reach, means may have come over contributors that this member knew nothing of.
+        # While the leader was out of reach, owners may have sent means over contributors unknown to this member.
         unheard = attendance.returned >> paxos.leader & 1
         everything = paxos.must_fetch or stalled or self._anew or unheard
         wanted = part_table.missing_of(paxos.group.everyone if everything else attendance.lost, decision)
@@ -57,7 +57,7 @@ class Fetching:
             return None
         sources = paxos.sources(decision, reachable, desperate=stalled)
         if attendance.level < 2:
-            # A member that was out of reach may have let go of the mean meanwhile, as this one was out of its reach.
+            # A member that was out of reach may have given this member up, and let go of the mean.
             sources = sources & ~attendance.returned or sources
         return self._ask(decision, wanted, list(members_of(sources)))
 
@@ -76,12 +76,12 @@ class Fetching:
         return Send(source, wire.Fetch(decision.contributors, wire.to_bits(parts)))
 
     def ask_another(self) -> None:
-        """The source that was asked does not deliver: the next one is due."""
+        """Turn to the next source, as the source that was asked does not deliver."""
         self._asked = None
         self._turn += 1
 
     def start_again(self) -> None:
-        """Drop the answers of all sources so far: the parts that came are of no use, and the next source is due."""
+        """Drop the answers of all sources so far, as their parts are of no use; turn to the next source."""
         self.ask_another()
         self._anew = True
         self._expected = {}
@@ -91,7 +91,7 @@ class Fetching:
         return self._over == contributors and part in self._expected.get(source, ())
 
     def may_serve(self, member: int, parts: int) -> bool:
-        """True if `member` may have so many parts more."""
+        """Count `parts` that `member` asks for; returns whether it may still have them."""
         self._served[member] += parts
         return self._served[member] <= MAX_SERVED * self._parts
 
@@ -129,7 +129,7 @@ def phase_of(paxos: Paxos) -> str:
 
 
 def waiting_for(paxos: Paxos, part_table: PartTable) -> str:
-    """The phase, and what is missing for the next step from whom: `in phase gather; 2 parts ...`."""
+    """The phase, and the members on which the next step waits: `in phase gather; 2 parts ...`."""
     return f"in phase {phase_of(paxos)}; {_missing(paxos, part_table)}"
 
 

@@ -48,7 +48,7 @@ def next_move(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> Mo
 
 
 def _prepare(paxos: Paxos, attendance: Attendance) -> Move | None:
-    """Proceed once a majority has promised: propose what may have been chosen, or plan afresh."""
+    """Proceed once a majority has promised: propose a decision that may have been chosen, or plan afresh."""
     hoped_for = attendance.here if attendance.level == 0 else 0
     found = paxos.prepared(attendance.late, hoped_for)
     if found is None:
@@ -57,7 +57,7 @@ def _prepare(paxos: Paxos, attendance: Attendance) -> Move | None:
     if found.decision is not None and (found.binding or found.holders & ~attendance.late):
         return Tell(wire.Propose(number, found.decision, found.holders))
     owners = paxos.group.dialable & ~attendance.lost
-    # Whoever was late is better not relied on, but better than nobody.
+    # Late members own parts only if no other member can.
     return Tell(wire.Plan(number, 0, owners & ~attendance.late or owners))
 
 
@@ -80,11 +80,11 @@ def _decide(paxos: Paxos, part_table: PartTable, attendance: Attendance, plan: w
     contributors, misfit = choose(reports, group.contributors, group.quorum) if not silent else (0, None)
     if misfit is not None:
         dropped |= 1 << misfit
-    # Whose contribution was late, its share of the mean would be late too.
+    # An owner whose contribution was late would be late with its share of the mean too.
     dropped |= part_table.owners & attendance.late & ~contributors if not silent else 0
     if dropped:
         why = f"going on without owners {names_of(group, dropped)}"
-        # If nobody is left, all that there are get another chance: the leader itself is one of them.
+        # If no owner is left, all able members get another chance; the leader itself is one of them.
         able = group.dialable & ~lost
         owners = plan.owners & able & ~dropped or able & ~dropped or able
         return Tell(wire.Plan(plan.ballot, plan.sequence + 1, owners), why)
@@ -99,10 +99,10 @@ def _decide(paxos: Paxos, part_table: PartTable, attendance: Attendance, plan: w
 
 
 def choose(reports: Mapping[int, int], everyone: int, quorum: int = 2) -> tuple[int, int | None]:
-    """The contributors that all owners hold, and the owner that is better replaced first, if any.
+    """The contributors that all owners hold, and the owner that should be replaced first, if any.
 
-    An owner that lacks what the others hold has a bad link of its own: replacing it costs a retry and at most its own
-    contribution, so that is done where it saves more contributors than that one, or makes the round possible at all.
+    An owner that lacks contributions which the others hold has a bad link of its own. Replacing it costs a retry and
+    at most its own contribution. So it is replaced if that saves two contributors, or makes the round possible at all.
 
     Args:
         reports: Bitmask of the contributors held whole, by owner.
@@ -111,7 +111,7 @@ def choose(reports: Mapping[int, int], everyone: int, quorum: int = 2) -> tuple[
     """
     together = _common(reports, everyone)
     least = together.bit_count()
-    # Without an owner's report, that is with all contributors in it, more may be in all reports.
+    # -1 is a report of all contributors: it leaves this owner's report out of the intersection.
     gains = {owner: _common({**reports, owner: -1}, everyone).bit_count() - least for owner in reports}
     misfit = max(gains, key=lambda owner: (gains[owner], -owner))
     worthwhile = gains[misfit] >= 2 or (gains[misfit] == 1 and least < quorum)

@@ -13,10 +13,10 @@ The flat vector is cut into parts, each with an owner. In the healthy case:
    a member that has all parts finishes, and a member that lacks some fetches them from a holder.
 
 Steps 2 to 4 are one instance of Paxos (`paxos`): to hold the mean is to accept. When an owner
-dies before commit, the leader opens a higher ballot, learns from a majority whether any of them may have committed
-already, and otherwise decides again without the dead: a new `Plan` names who reduces, contributors send the new owners
-what they lack, and 2 to 4 repeat. When the leader dies the next member in line does so. Nothing is applied
-before commit, so nothing that happens earlier can leave two members with different means.
+dies before commit, the leader opens a higher ballot. It learns from a majority whether any member may have committed
+already; if not, it decides again without the dead. A new `Plan` names the owners, contributors send the new owners the
+parts that they lack, and 2 to 4 repeat. When the leader dies, the next member in line does the same. No member applies
+anything before commit, so nothing that happens earlier can leave two members with different means.
 
 After every event the machine looks at its whole state and does what is due (`_advance`). So neither the order of
 messages nor duplicates matter. When a part comes, looking at that part is mostly enough (`_work`): the state was stable
@@ -41,7 +41,7 @@ from equipoise.averaging.allreduce.paxos import Paxos, Vote, is_majority, member
 from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SECONDS
 
 PLENTY = 1 << 40
-"""Bytes that a `Waiting` is worth: a member that waits for one that delivers is itself not stalled."""
+"""Bytes that a `Waiting` counts for: a member that waits for a delivering member is not stalled itself."""
 
 MAX_NOTES = 64
 """Most lines kept on what went wrong in a round."""
@@ -60,7 +60,7 @@ class AllReduce:
     Attributes:
         ended: How the round has ended here, if it has.
         notes: What went wrong, for people.
-        looked: Whether the last event had it look at all: else the phase is what it was, the deadline not earlier.
+        looked: Whether the last event ran `_advance`. If not, the phase is unchanged and the deadline is not earlier.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AllReduce:
 
     @property
     def needed(self) -> bool:
-        """True if others may need an answer: until then it shows signs of life, and is not taken for lost."""
+        """True while others may need an answer. So long this member sends signs of life, and is not taken for lost."""
         return not self._closed
 
     @property
@@ -117,10 +117,10 @@ class AllReduce:
         return self.ended is None and self._part_table.wants_contribution(sender, part)
 
     def wants_mean(self, sender: int, part: int, contributors: int) -> bool:
-        """True if the mean of `part` over `contributors` is still of use here, and `sender`'s to give.
+        """True if the mean of `part` over `contributors` is still of use here, and `sender` may give it.
 
-        This member, the part's owner and the members that were asked for it may give it: a faster stranger could put
-        anything in its place. Once our mean has proved wrong, only the members that were asked are believed.
+        Only this member, the part's owner and the members that were asked for the part may give it. Otherwise a faster
+        member could send a false mean. Once our mean has proved wrong, only the members that were asked are believed.
         """
         if self.ended is not None or not self._part_table.wants_mean(part, contributors):
             return False
@@ -217,9 +217,9 @@ class AllReduce:
             self._broadcast(wire.Waiting(), -1 if leader == self.me else 1 << leader)
 
     def _on_waiting(self, sender: int, now: float) -> None:
-        """`sender` waits for a member that delivers: so does this member, which waits for `sender`.
+        """`sender` waits for a member that delivers, so this member, which waits for `sender`, is not stalled either.
 
-        No member holds a round by words for more than half of its time.
+        `Waiting` counts only in the first half of the round's time: no member can hold a round longer by words alone.
         """
         if now < self._words_count_until and sender != self.me and not self._awaited.dispensable:
             self._on_bytes(sender, PLENTY, now)
@@ -229,7 +229,7 @@ class AllReduce:
             self._send_commit(1 << sender)
         if self._paxos.leader_of(ballot) != sender or self.ended is not None:
             return
-        # A member that alone lost sight of a leader who serves all others must not unseat it.
+        # A member that alone has lost a leader must not unseat it while the leader serves all others.
         leader = self._paxos.leader
         trusted = leader != sender and not self._attendance.lost >> leader & 1 and self._attendance.level == 0
         answer = self._paxos.on_prepare(ballot, trusted)
@@ -239,7 +239,7 @@ class AllReduce:
 
     def _on_held(self, sender: int, vote: Vote) -> bool:
         if isinstance(self.ended, Finish) and vote.digest != self.ended.digest:
-            # The sender has not learnt which mean was chosen.
+            # The sender does not know yet which mean was chosen.
             self._send_commit(1 << sender)
         return self._paxos.on_votes(vote, 1 << sender)
 
@@ -247,7 +247,7 @@ class AllReduce:
         if member == self.me or not self._attendance.lose(member, now):
             return
         if isinstance(self.ended, Finish):
-            # It may have been the one to tell the others.
+            # The lost member may have been the leader that would have told the others.
             self._send_commit(self.group.everyone)
         elif self.ended is None:
             self._note(f"{self.group.names[member]} lost in phase {self.phase}: {reason}")
@@ -388,7 +388,7 @@ class AllReduce:
 
     def _end(self, how: Finish | Fail, now: float) -> None:
         self.ended = how
-        # Whoever still fetches may need all the time that the round was given.
+        # A member that still fetches may need all the time that the round was given.
         self._ends_at = max(self._ends_at, now + LINGER_SECONDS)
         self._actions.append(how)
 
@@ -423,7 +423,7 @@ class AllReduce:
 
     @property
     def _alone(self) -> bool:
-        """True if so few can be reached that nothing can be decided: whatever is tried, they have to come back."""
+        """True if less than a majority can be reached: nothing can be decided until lost members come back."""
         return not is_majority(self._attendance.here, self.group.size)
 
     @property

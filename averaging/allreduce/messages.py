@@ -1,7 +1,7 @@
 """The messages between the members of a group in a round: msgpack structs, the headers of frames.
 
-Members are named by their index in the manifest; sets of members are bitmasks (bit i is member i), sets of parts are
-little-endian bitmaps. Unknown fields are ignored; anything else that does not fit is refused by `decode`.
+Members are indices into the manifest. Sets of members are bitmasks (bit i is member i), sets of parts little-endian
+bitmaps. `decode` ignores unknown fields and refuses everything else that does not fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.spec import MAX_PARTS
 
 MAX_BALLOT = 2**40
-"""Highest ballot that a hostile Prepare can make others count to: no round lives long enough for a millionth of it."""
+"""Highest ballot that a message may name, a hostile Prepare too. No honest round needs a millionth of it."""
 
 MAX_REASON_CHARS = 200
 
@@ -36,9 +36,9 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True):
-    """The agreement of a group: whose contributions are in the mean, and who reduces.
+    """The agreement of a group: the contributors of the mean, and the owners that reduce.
 
-    The bytes of the mean follow from the contributors alone; the owners only say who computes and sends them.
+    The bytes of the mean follow from the contributors alone. The owners compute and send them.
     """
 
     contributors: Members
@@ -46,13 +46,13 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Prepare(Message, frozen=True):
-    """A leader opens a ballot: promise to take part in no lower one, and say what you hold."""
+    """A leader opens a ballot. It asks members to promise to take part in no lower one, and for what they hold."""
 
     ballot: Ballot
 
 
 class Promise(Message, frozen=True):
-    """The answer: the highest ballot in which this member held a whole mean, with its decision, if any."""
+    """The answer to `Prepare`: the highest ballot in which this member held a whole mean, with its decision, if any."""
 
     ballot: Ballot
     held_ballot: Ballot | None = None
@@ -66,7 +66,7 @@ class Refuse(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """Within a ballot: these members reduce; send them what they lack. A higher sequence replaces a lower one."""
+    """The owners of a ballot: contributors send them the parts that they lack. The highest sequence counts."""
 
     ballot: Ballot
     sequence: Ballot
@@ -74,7 +74,7 @@ class Plan(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """An owner tells the leader whose contributions it holds whole under a plan."""
+    """An owner tells the leader which members' contributions it holds whole under a plan."""
 
     ballot: Ballot
     sequence: Ballot
@@ -113,7 +113,7 @@ class Commit(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Send me the means of these parts over these contributors, as far as you hold them."""
+    """The sender asks for the means of these parts over these contributors, as far as the receiver holds them."""
 
     contributors: Members
     parts: PartBits
@@ -126,7 +126,7 @@ class GiveUp(Message, frozen=True):
 
     @classmethod
     def because(cls, reason: str) -> GiveUp:
-        """Fit any text into a reason that others take."""
+        """Make any text a reason that `decode` accepts."""
         plain = reason.encode("ascii", "backslashreplace").decode()
         return cls("".join(char if char.isprintable() else " " for char in plain)[:MAX_REASON_CHARS])
 
@@ -180,5 +180,5 @@ def to_bits(parts: set[int] | frozenset[int] | list[int]) -> bytes:
 
 def from_bits(bits: bytes) -> list[int]:
     """The part indices in a bitmap, ascending."""
-    # Byte by byte: shifts of the whole would take time quadratic in what a peer sent.
+    # Byte by byte: shifts of the whole number would take time quadratic in the bytes that a peer sent.
     return [8 * at + bit for at, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]

@@ -20,9 +20,9 @@ def mean_digest(round_id: bytes, contributors: int, parts: Iterable[bytes]) -> b
 
 
 def early_parts(group: Group) -> int:
-    """Most contributions of one member that are kept of parts that are not ours: about one vector of all members.
+    """Most contributions of one member that are kept for parts of other owners: about one vector from all members.
 
-    A contribution may overtake the plan which gives us the part. A dead owner's parts are dealt out to all the others.
+    A contribution may overtake the plan that gives us the part, since a dead owner's parts go to all the others.
     """
     return -(-len(group.parts) // max(group.size - 1, 1))
 
@@ -31,10 +31,10 @@ class PartTable:
     """Contributions and means by part, and the transfers that they make due.
 
     Attributes:
-        owner_of: Who reduces each part.
+        owner_of: The owner of each part, which reduces it.
         owners: Bitmask of the members that have parts to reduce.
-        due: The parts with which something may be to be done.
-        whole: Bitmask of the contributors whose contributions to all parts of ours are here.
+        due: The parts that `work` must look at.
+        whole: Bitmask of the contributors whose contributions to all our parts are here.
     """
 
     def __init__(self, group: Group, me: int) -> None:
@@ -65,7 +65,7 @@ class PartTable:
         self._dealt_to = owners
         self.owner_of = assign(self.group.parts, owners)
         self.owners = sum(1 << owner for owner in set(self.owner_of))
-        # Everyone starts with its successor, so that not all send to the same member first.
+        # Each member starts with its successor, so that not all send to the same member first.
         self._turns = [(owner - self.me) % self.group.size for owner in self.owner_of]
         mine = [part for part, owner in enumerate(self.owner_of) if owner == self.me]
         self._was_mine.update(mine)
@@ -77,7 +77,7 @@ class PartTable:
                 self.whole ^= 1 << member
 
     def wants_contribution(self, sender: int, part: int) -> bool:
-        """True if a contribution is one that can count, is not here yet, and may be ours to reduce."""
+        """True if a contribution can count, is not here yet, and this member may have to reduce it."""
         return (
             part < len(self.group.parts)
             and sender != self.me
@@ -87,7 +87,7 @@ class PartTable:
         )
 
     def take_contribution(self, sender: int, part: int) -> bool:
-        """A wanted contribution has arrived; returns whether all that we need of its sender are here now."""
+        """Take a wanted contribution; returns whether it was the last that we need of its sender."""
         self._arrived[part] |= 1 << sender
         if part not in self._was_mine:
             self._early[sender] += 1
@@ -109,10 +109,10 @@ class PartTable:
         return self._means.get(part, NO_MEAN)[0] == contributors
 
     def take_mean(self, part: int, contributors: int, digest: bytes) -> bool:
-        """A wanted mean is here, in place of any other of that part.
+        """Take a wanted mean, in place of any other of that part.
 
         Returns:
-            Whether the mean over some contributors is whole now, or may be no more, as a part of it was replaced.
+            Whether a mean is whole now, or may no longer be whole because one of its parts was replaced.
         """
         before = self._means.get(part)
         if before is not None:
@@ -127,7 +127,7 @@ class PartTable:
         return before is not None or kept == len(self.group.parts)
 
     def forget_reducing(self, part: int, contributors: int) -> None:
-        """The mean came, be it still wanted or not: should it be wanted again, it is reduced again."""
+        """Note that a reduction has ended: if the part's mean is wanted again, it is reduced again."""
         if self._reducing.get(part) == contributors:
             del self._reducing[part]
 
@@ -151,17 +151,17 @@ class PartTable:
         )
 
     def digest(self, decision: Decision) -> bytes:
-        """Of the decision's mean; all parts are here."""
+        """The digest of the decision's mean, whose parts are all here."""
         parts = (self._means[part][1] for part in range(len(self.group.parts)))
         return mean_digest(self.group.round_id, decision.contributors, parts)
 
     def work(self, over: int, decided: bool, release_means: bool, targets: int) -> list[Action]:
-        """Send, reduce and pass on what the due parts allow.
+        """For each due part: send our contribution, reduce it, or send its mean.
 
         Args:
-            over: Bitmask of those whose contributions count, or are expected to.
-            decided: Whether that is decided, so that contributions are no longer needed.
-            release_means: Whether the means over them may be sent.
+            over: Bitmask of the contributors that count, or are expected to count.
+            decided: Whether the contributors are decided, so that contributions need not be sent any more.
+            release_means: Whether the means over these contributors may be sent.
             targets: Bitmask of the members to send to.
         """
         due, self.due = self.due, set()

@@ -1,8 +1,8 @@
 """The agreement at the heart of a round: one instance of Paxos over its `Decision`.
 
 (Lamport, "Paxos Made Simple", 2001, section 2.) A member *accepts* a decision by holding the whole mean over its
-contributors, so whatever a majority accepted can be fetched from any of them. A ballot belongs to one leader: ballot b
-to member b mod n. What a leader plans and hears before it proposes lives in its `Ballot`, and dies with it.
+contributors, so a mean that a majority accepted can be fetched from any of them. Each ballot belongs to one leader:
+ballot b to member b mod n. A `Ballot` keeps the leader's plan and the answers to it, for that ballot only.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.allreduce.messages import Decision, Promise
 
 MAX_BALLOT_LEAP = 64 * 1024
-"""Most ballots that one message may skip. Members of a sound group open one per stall; without a bound, one message
-could leave the others no ballots that a message can carry."""
+"""Most ballots that one message may skip. Members of a sound group open one ballot per stall. Without this bound, one
+message could use up all the ballot numbers that a message can carry."""
 
 PATIENT_STALLS = 3
-"""Stalls after which the first in line no longer trusts a leader that is not known to be lost."""
+"""Stalls after which the first member in line no longer trusts a leader that is not known to be lost."""
 
 MAX_RETRY_STALLS = 8
-"""Most stalls between two attempts of a member to lead: a round trip of 16 s is as slow as it gets."""
+"""Most stalls between two attempts of a member to lead. The slowest round trip to expect is 16 s."""
 
 
 def members_of(mask: int) -> Iterator[int]:
@@ -45,7 +45,7 @@ class Vote(msgspec.Struct, frozen=True):
 
 
 class Tally:
-    """Counts votes until a majority of the group has cast the same one. `vote_signatures` bounds how many come.
+    """Counts votes until a majority of the group has cast the same vote. `vote_signatures` bounds their number.
 
     Attributes:
         chosen: The vote that a majority cast, once there is one.
@@ -67,7 +67,7 @@ class Tally:
         return True
 
     def voters(self, vote: Vote) -> int:
-        """Bitmask of those who cast `vote`."""
+        """Bitmask of the members that cast `vote`."""
         return self._voters.get(vote, 0)
 
     def holders(self, decision: Decision) -> int:
@@ -98,10 +98,10 @@ class Inheritance(NamedTuple):
     """The legacy of earlier ballots to a new one.
 
     Attributes:
-        decision: The one held in the highest ballot among the promises, if any: its mean exists.
-        holders: Bitmask of those that promised and hold it.
-        binding: Whether it may have been chosen, so that nothing else may be proposed. If those who hold it and those
-            who have not been heard are no majority together, it was not, and as the others have promised, never will.
+        decision: The decision that a promise holds from the highest ballot, if any: its mean exists.
+        holders: Bitmask of the members that promised and hold it.
+        binding: Whether it may have been chosen, so that nothing else may be proposed. If its holders and the members
+            not heard yet are no majority together, it was not chosen. The others have promised, so it never will be.
     """
 
     decision: Decision | None = None
@@ -126,11 +126,11 @@ class Ballot:
 
     Attributes:
         number: The ballot.
-        plan: Who reduces, in its latest version.
-        decision: What the leader proposed.
-        holders: Bitmask of those that held the decision's mean already when it was proposed.
+        plan: The latest plan of the owners that reduce.
+        decision: The decision that the leader proposed.
+        holders: Bitmask of the members that held the decision's mean already when it was proposed.
         promises: As leader: the promises received, by member, until they are enough.
-        reports: As leader: whose contributions each owner holds whole under the plan.
+        reports: As leader: bitmask of the contributors that each owner holds whole under the plan.
         reported: As owner: the (plan sequence, whole) last reported.
     """
 
@@ -144,14 +144,14 @@ class Ballot:
 
 
 class Paxos:
-    """One member's part in the paxos: what it promised, what it holds, and how the votes stand.
+    """One member's part in the paxos: its promise, the decision that it holds, and the votes that it knows.
 
     Attributes:
-        ballot: The one that this member has promised.
-        held: The decision that it has accepted last, and in which ballot.
-        tally: The votes that it knows of.
-        decision: What was chosen, else what the ballot's leader proposed.
-        valued: The decision whose mean must be kept: what this member holds counts until another is proposed.
+        ballot: The ballot that this member has promised.
+        held: The last decision that this member accepted, with its ballot in front.
+        tally: The votes that this member knows.
+        decision: The chosen decision, else the decision that the ballot's leader proposed.
+        valued: The decision whose mean must be kept: `decision`, else the held one until another is proposed.
     """
 
     def __init__(self, group: Group, me: int) -> None:
@@ -186,7 +186,7 @@ class Paxos:
 
     @property
     def step(self) -> tuple[int, int, bool]:
-        """Tells apart the steps of a round: scattering under a plan, gathering what was decided."""
+        """Identifies the step of the round: scattering under a plan, or gathering a decided mean."""
         ballot = self.ballot
         sequence = -1 if ballot.plan is None else ballot.plan.sequence
         return ballot.number, sequence, self.decision is not None
@@ -204,15 +204,15 @@ class Paxos:
     def holders(self, decision: Decision) -> int:
         """Bitmask of the members known to hold the mean over the decision's contributors.
 
-        The leader's word for who holds it is taken until a majority's votes are known.
+        The leader's list of holders counts until a majority's votes are known.
         """
         told = self.ballot.holders if self.chosen is None else 0
         return self.tally.holders(decision) | told
 
     def sources(self, decision: Decision, reachable: int, desperate: bool) -> int:
-        """Bitmask of those in `reachable` to fetch the mean from: who voted as the majority, else other holders.
+        """Bitmask of the `reachable` members to fetch the mean from: voters of the chosen mean, else other holders.
 
-        If there are none, anyone may have some parts of it: the `desperate` ask them.
+        Any member may have some parts of the mean: a `desperate` member asks all when it knows no holder.
         """
         chosen = self.chosen
         same = self.tally.voters(chosen) if chosen is not None else 0
@@ -235,11 +235,11 @@ class Paxos:
     def should_open(self, stalls: int, place: int) -> bool:
         """True if this member should open a ballot now; asked once at each stall.
 
-        Each attempt waits for one stall more than the one before: if answers take longer than a stall, haste voids all
-        promises.
+        Each attempt waits for one stall more than the attempt before. If answers take longer than a stall, a new
+        ballot would come before them and void all promises.
 
         Args:
-            stalls: How many came since the last progress.
+            stalls: Number of stalls since the last progress.
             place: This member's place in line.
         """
         if self.ballot.promises is None:
@@ -257,17 +257,17 @@ class Paxos:
         return self.promise() if self.ballot.number > before else wire.Refuse(before)
 
     def refused(self, lost: int) -> int | None:
-        """The ballot to promise now that our leader is lost too, if its leader tried to open it a moment too early."""
+        """The refused ballot to promise now that our leader is lost: its leader had noticed the loss before us."""
         is_open = self._refused > self.ballot.number and not lost >> self.leader_of(self._refused) & 1
         return self._refused if is_open else None
 
     def on_refuse(self, ballot: int) -> None:
-        """Catch up with whoever is ahead of the ballot that this member tries to open; void no other for it."""
+        """Catch up with a higher ballot, but only while this member tries to open one; void no other for it."""
         if self.ballot.promises is not None:
             self.adopt(ballot)
 
     def on_promise(self, sender: int, promise: Promise) -> bool:
-        """Count a promise; returns whether it was one that is waited for."""
+        """Count a promise; returns whether this member waits for it."""
         promises = self.ballot.promises
         if promises is None or promise.ballot != self.ballot.number or not self.valid(promise.held):
             return False
@@ -275,12 +275,12 @@ class Paxos:
         return True
 
     def prepared(self, unreliable: int, hoped_for: int) -> Inheritance | None:
-        """As leader, once a majority has promised: what the ballot inherits.
+        """As leader, once a majority has promised: return the legacy to the ballot.
 
         Args:
-            unreliable: Bitmask of the members that a mean had better not be fetched from.
-            hoped_for: Bitmask of those whose promises are worth waiting for: they may free us of what only the
-                unreliable hold.
+            unreliable: Bitmask of the members from which a mean should not be fetched.
+            hoped_for: Bitmask of the members whose promises are worth waiting for. Their promises may show that a
+                decision held only by unreliable members was not chosen.
         """
         promises = self.ballot.promises
         promised = sum(1 << member for member in promises or ())
@@ -293,7 +293,7 @@ class Paxos:
         return found
 
     def on_plan(self, sender: int, plan: wire.Plan) -> bool:
-        """Take in who reduces; returns whether that is news."""
+        """Take in a leader's plan of the owners; returns whether it is news."""
         if self.leader_of(plan.ballot) != sender or not plan.owners or plan.owners & ~self.group.dialable:
             return False
         self.adopt(plan.ballot)
@@ -306,18 +306,18 @@ class Paxos:
         return True
 
     def report(self, plan: wire.Plan, whole: int) -> wire.Report | None:
-        """As owner: what to tell the leader, unless it has been told."""
+        """As owner: return the report for the leader, unless it has been sent."""
         if self.ballot.reported == (plan.sequence, whole):
             return None
         self.ballot.reported = (plan.sequence, whole)
         return wire.Report(plan.ballot, plan.sequence, whole)
 
     def on_report(self, sender: int, report: wire.Report) -> bool:
-        """As leader, take in what an owner holds whole; returns whether it is of this plan."""
+        """As leader, take in an owner's report; returns whether it belongs to this plan."""
         plan = self.ballot.plan
         if plan is None or (report.ballot, report.sequence) != (plan.ballot, plan.sequence):
             return False
-        # What an owner holds it keeps, so an older report that comes late takes nothing away.
+        # An owner keeps every contribution that it holds, so an older report that comes late takes nothing away.
         before = self.ballot.reports.get(sender, 0)
         self.ballot.reports[sender] = before | report.whole & self.group.contributors
         return True
@@ -332,7 +332,7 @@ class Paxos:
             return False
         ballot.decision = message.decision
         if self.held is not None and self.held[1].contributors != message.decision.contributors:
-            # A ballot in which another decision was proposed shows that ours was never chosen: we may let go of it.
+            # Another decision was proposed in a later ballot, so ours was never chosen: we may let go of it.
             self.held = None
         ballot.holders = message.holders & self.group.everyone
         self._settle()
@@ -354,7 +354,7 @@ class Paxos:
         return news
 
     def vote(self, digest: bytes) -> wire.Held:
-        """Count our own vote for what we hold, and say it."""
+        """Count our own vote for the mean that we hold; return it as a message."""
         assert self.held is not None
         ballot, decision = self.held
         self.tally.add(Vote(ballot, decision, digest), 1 << self.me)
@@ -362,7 +362,7 @@ class Paxos:
         return wire.Held(ballot, decision, digest)
 
     def concur(self) -> wire.Held | None:
-        """Count our own vote for the chosen mean, which is whole here; returns it unless it has been said."""
+        """Count our own vote for the chosen mean, which is whole here; returns it unless it was sent before."""
         chosen = self.chosen
         assert chosen is not None
         if not self.tally.add(chosen, 1 << self.me):
@@ -377,7 +377,7 @@ class Paxos:
         return wire.Commit(chosen.ballot, chosen.decision, chosen.digest, self.tally.voters(chosen))
 
     def valid(self, decision: Decision | None) -> bool:
-        """True if a decision is one that an honest leader of this group could propose."""
+        """True if an honest leader of this group could propose this decision."""
         return decision is None or (
             not decision.contributors & ~self.group.contributors
             and decision.contributors.bit_count() >= self.group.quorum
@@ -386,12 +386,12 @@ class Paxos:
         )
 
     def promise(self) -> Promise:
-        """This member's promise of its ballot, with what it holds."""
+        """This member's promise of its ballot, with the decision that it holds."""
         held_ballot, held = self.held or (None, None)
         return Promise(self.ballot.number, held_ballot, held)
 
     def _settle(self) -> None:
-        """The ballot, what is held, or the votes may have changed: so may what follows from them."""
+        """Derive `decision` and `valued` again: the ballot, the held decision or the votes may have changed."""
         chosen, held = self.tally.chosen, self.held
         self.decision = self.ballot.decision if chosen is None else chosen.decision
         self.valued = held[1] if self.decision is None and held is not None else self.decision

@@ -1,13 +1,13 @@
-"""Votes that others can check: so that no member, the leader least of all, can claim a majority that there is not.
+"""Votes that others can check, so that no member, not even the leader, can claim a majority that does not exist.
 
-Members that cannot be dialled do not hear each other, and learn from a `Commit` who voted; and whoever missed the round
-learns it later, from the signatures that were seen (`proof`). So each vote comes with its voter's signature over the
-round, the ballot, the decision and the digest, and counts for nothing without, even if its voter itself says it: it
-could convince nobody else, and a mean that only some believe in is no group's. Nothing is checked twice: a round costs
-each member one signature, and a check of 0.07 ms for each other member.
+Members that cannot be dialled do not hear each other: they learn from a `Commit` which members voted. A peer that
+missed the round learns the votes later, from the signatures in a `proof`. So each vote carries its voter's signature
+over the round, the ballot, the decision and the digest. An unsigned vote does not count, even from the voter itself: no
+other member could be convinced by it, and the members would disagree on the chosen mean. No signature is checked twice:
+a round costs each member one signature, and a check of 0.07 ms for each other member.
 
-A member can still lend its own vote to a mean that it does not hold, or to two. That it takes a majority less one of
-honest votes to make one is all that Paxos promises here; agreement despite liars in the majority would take two thirds.
+A member can still vote for a mean that it does not hold, or for two means. Paxos promises no more here than this: with
+one liar, a majority still takes a majority less one of honest votes. To tolerate more liars would take two thirds.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ DOMAIN = b"equipoise vote 1\0"
 """Prefix of signed votes: no other bytes that an identity signs begin with it."""
 
 MAX_VOTES_PER_MEMBER = 64
-"""Most different votes that one member may tell of: it casts one per ballot, and few rounds have a third."""
+"""Most different votes that one member may report: members cast one per ballot, and few rounds have a third ballot."""
 
 MAX_BAD_SIGNATURES = 128
-"""Most false signatures of one sender in a round, 0.1 ms each; an honest one may pass on one per liar and vote."""
+"""Most false signatures of one sender in a round, 0.1 ms each. An honest sender may pass on one per liar and vote."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Functions that sign and check in the name of peers."""
+    """The functions that sign as this peer and check the signatures of all peers."""
 
     sign: Sign
     verify: Verify
 
 
 class VoteSignatures:
-    """Signs what one member says of votes in a round, and checks what it is told of them.
+    """Signs one member's own votes in a round, and checks the votes that other members report.
 
     Args:
         round_id: The round.
         me: This member's index.
         peers: PeerIDs by member.
-        keys: Signs as this member, and checks everyone.
+        keys: Signs as this member, and checks every member's signatures.
     """
 
     def __init__(self, round_id: bytes, me: int, peers: Sequence[str], keys: Keys) -> None:
@@ -61,7 +61,7 @@ class VoteSignatures:
         self._bad: Counter[int] = Counter()
 
     def seal(self, message: wire.RoundMessage) -> wire.RoundMessage:
-        """Return a message that is to be sent, with the signatures that it needs."""
+        """Return an outgoing message with the signatures that it needs."""
         match message:
             case wire.Held(ballot, decision, digest):
                 return msgspec.structs.replace(message, signature=self._sign(Vote(ballot, decision, digest)))
@@ -75,7 +75,7 @@ class VoteSignatures:
         return message
 
     def check(self, sender: int, message: wire.RoundMessage) -> wire.RoundMessage:
-        """Return a message that has come, without the holders that it does not prove; an unproved vote names none."""
+        """Return a received message without the holders that it does not prove; an unproved vote names no holder."""
         match message:
             case wire.Held(ballot, decision, digest):
                 if not self._proved(sender, sender, Vote(ballot, decision, digest), message.signature):
@@ -92,9 +92,9 @@ class VoteSignatures:
         return message
 
     def proof(self, decision: Decision, digest: bytes) -> wire.Commit:
-        """Return the proof for strangers that the round came to this mean, which is whole here: all votes known by now.
+        """Return all known votes for this mean, which is whole here: the proof of the round's result for other peers.
 
-        They are a majority's as soon as the round has ended here.
+        The voters are a majority as soon as the round has ended here.
         """
         same = [vote for vote in self._signatures if (vote.decision, vote.digest) == (decision, digest)]
         vote = max(same, key=lambda one: len(self._signatures[one]), default=Vote(0, decision, digest))
@@ -131,7 +131,7 @@ def statement(round_id: bytes, vote: Vote) -> bytes:
 
 
 def signers(round_id: bytes, peers: Sequence[str], commit: wire.Commit, verify: Verify) -> int:
-    """Bitmask of the members, of a round of `peers`, whose own signature of its vote is under a commit."""
+    """Bitmask of the members whose own valid signature of the vote is in the commit; `peers` by member index."""
     said = statement(round_id, Vote(commit.ballot, commit.decision, commit.digest))
     return sum(
         1 << member

@@ -14,17 +14,17 @@ from equipoise.averaging.rate_limit import Allowance
 from equipoise.averaging.spec import PROTOCOL_VERSION
 
 JOINS_SECONDS, MAX_JOINS, MAX_JOINS_OF_ONE = 1.0, 2000, 100
-"""Most joins looked at in so long a time, in all and of one peer: the signature of each costs 0.15 ms. Rounds are some
-tens a second at most, and each takes a join or two of a member."""
+"""Time, and most joins checked within it, in all and of one peer: each signature costs 0.15 ms. A run has at most some
+tens of rounds a second, and each takes a join or two of a member."""
 
 FORGER_SECONDS = 30.0
-"""Time for which no join is taken from a peer that has sent a false one on its own channel: no mistake does that."""
+"""Time for which joins of a peer are refused after it sent a forged join on its own channel: no mistake does that."""
 
 MAX_FORGERS = 64
-"""Most forgers remembered; the earliest is given another chance."""
+"""Most forgers remembered; beyond that, the earliest is forgotten."""
 
 Objection = tuple[wire.Why, str]
-"""Why a join does not count, for machines and for people."""
+"""Reason why a join does not count: for machines, and for people."""
 
 
 @dataclass(slots=True)
@@ -39,11 +39,11 @@ class Context:
         sign: Signs with this peer's identity key.
         verify: Checks another peer's signature.
         quorum: Fewest contributors of a mean.
-        membership: The others.
-        straggler_wait: How long it is worth waiting for them.
+        membership: This peer's knowledge of the others.
+        straggler_wait: The time for which to wait for late peers.
         round: Number of this peer's next round.
-        floor: The lowest number that may still be: one beyond the last round that formed with this peer.
-        out: Actions of the event that is being handled.
+        floor: Lowest number of this peer's next round: one beyond the last round that formed with this peer.
+        out: Actions of the current event.
     """
 
     run: str
@@ -76,17 +76,17 @@ class Context:
         self.send(peer, wire.JoinRefused(self.run, join.ticket, why, detail, round, **more))
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
-        """This peer's round as a message; `asks` to be told the same."""
+        """This peer's round as a message; with `asks`, the receiver answers with its own."""
         return wire.Whereabouts(self.run, self.round, asks)
 
     def join(self, ready: BecameReady, round: int | None = None) -> Join:
-        """This peer's signed join of its next round, or of the one with this number."""
+        """This peer's signed join of its next round, or of the round with this number."""
         stated = ready.weight, ready.bandwidth, ready.dialable, ready.nonce, ready.credential, ready.state
         number = self.round if round is None else round
         return Join(self.peer, self.spec, number, *stated, signature=b"").signed(self.sign)
 
     def mismatch(self, request: wire.JoinRequest) -> Objection | None:
-        """Why a request is of another spec or version; None if it is of neither."""
+        """Return the objection if a request has another spec or version than this peer; None if both match."""
         join = request.join
         if request.version != PROTOCOL_VERSION:
             older = "asking" if request.version < PROTOCOL_VERSION else "convening"
@@ -101,7 +101,7 @@ class Context:
         return None
 
     def forgery(self, peer: str, join: Join, now: float) -> Objection | None:
-        """Why a join is not taken for the word of `peer`, on whose channel it came; None if it is."""
+        """Return why a join that came on the channel of `peer` does not count as signed by `peer`; None if it does."""
         if now < self._forgers.get(peer, float("-inf")):
             return wire.Why.NOT_VALID, f"{peer} has sent a join with a false signature"
         if not self._looked_at.admits(peer, now):
@@ -123,17 +123,17 @@ class Context:
         manifest.check(self.verify, spec=self.spec, group_size=self.group_size, own=own, quorum=self.quorum)
 
     def meet(self, now: float) -> None:
-        """Ask those of whom only a record is known whether they are there."""
+        """Ask the peers that are known only by their records whether they are there."""
         for peer in self.membership.to_ask(now):
             self.membership.ask(peer, now)
             self.send(peer, self.whereabouts(asks=True))
 
     def believed_round(self, now: float) -> int | None:
-        """The round of the others, as far as this peer follows them at a time; None if nobody is there."""
+        """The others' round, limited to what this peer skips at a time; None if no other peer answers."""
         believed = self.membership.believed_round(now)
         if believed is None:
             return None
-        # One that has had no round yet has nothing to lose by a jump.
+        # A peer that has had no round yet loses nothing by a jump.
         return min(believed, max(self.round + LEAP, MAX_JUMP if self.floor == 0 else 0))
 
     def within_reach(self, round: int, now: float) -> bool:
@@ -153,7 +153,7 @@ class Context:
             self.membership.welcome(peer, manifest.round + 1, ready=False)
 
     def advance(self, manifest: Manifest) -> None:
-        """This peer takes part in a round: its next is a later one."""
+        """Note that this peer takes part in a round: its next round has a higher number."""
         self.membership.shared(manifest.peers)
         self.floor = manifest.round + 1
         self.round = max(self.round, self.floor)

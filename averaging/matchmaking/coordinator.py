@@ -16,21 +16,21 @@ from equipoise.averaging.matchmaking.group_builder import MAX_WAIT, Closing, Gro
 from equipoise.averaging.matchmaking.topology import rank
 
 MAX_GATHERINGS = 4
-"""Most rounds gathered at once: this one, and the next ones of groups that are ahead."""
+"""Most rounds gathered at once: this round, and later rounds of groups that are ahead."""
 
 CLOSED_KEPT = 4
-"""Most groups remembered that were closed here, or formed with this peer: members that lack the manifest get it from
-this peer, and late peers are told."""
+"""Most groups remembered that this peer closed or belongs to. Members that lack the manifest get it from this peer, and
+late joiners get an answer."""
 
 STRANGERS_SECONDS = 30.0
-"""Time for which groups wait for no look at the directory, after a look showed none of the peers it was made for:
-anybody can sign a join, and a peer that is in no directory would hold up every round."""
+"""Time for which groups wait for no look at the directory, after a look has shown none of the unknown joiners. Anybody
+can sign a join: without this limit, a peer that is in no directory would hold up every round."""
 
 MAX_NAMED = 3
-"""Most peers that a reason names: it is a line."""
+"""Most peers that a reason names, so that it fits on a line."""
 
 MAX_OWED = 64
-"""Most peers remembered that were left over."""
+"""Most peers remembered that were left over when a group closed."""
 
 
 class _Closed(NamedTuple):
@@ -41,7 +41,7 @@ class _Closed(NamedTuple):
 
 
 class Coordinator:
-    """The gatherings of one run at one daemon."""
+    """The gatherings of joins of one run at one daemon."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -62,7 +62,7 @@ class Coordinator:
         return any(each.parked for each in self._gatherings.values())
 
     def count(self, round: int, now: float) -> tuple[int, int]:
-        """Return how many joins of a round are parked here, and how many are waited for in all."""
+        """Return the number of joins of a round that are parked here, and the number of peers expected in all."""
         parked, expected = self._sides(round, now)
         return len(parked), len(expected | parked)
 
@@ -87,17 +87,17 @@ class Coordinator:
         return round in self._closed
 
     def has_strangers(self, now: float) -> bool:
-        """True if a look at the directory is due, for joins whose peers the latest one could not show."""
+        """True if a look at the directory is due, because the latest look could not show the peers of some joins."""
         return any(self._has_unknown(each, now) for each in self._gatherings.values())
 
     def note_own(self, coordinator: str | None, redirects: bool) -> None:
-        """Note with whom this peer's own join is, and whether members of its group should follow it there."""
+        """Note which coordinator has this peer's own join, and whether members of its group should follow it there."""
         self._elsewhere = None if coordinator == self._context.peer else coordinator
         self._redirects = redirects
 
     def park_own(self, join: Join, patience: float, now: float) -> None:
         """Park this peer's own join with itself."""
-        # It needs no answer; and it is this peer itself that moves it elsewhere.
+        # The own join needs no answer. With `MAX_HOPS` it is not redirected: the joiner itself moves it.
         self._gathering(join.round).park(Parked(join, now, patience, wire.MAX_HOPS, answered=True))
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
@@ -106,7 +106,7 @@ class Coordinator:
             gathering.drop(peer, ticket)
 
     def request(self, peer: str, request: wire.JoinRequest, now: float) -> None:
-        """Park a join, or say why not."""
+        """Park a join, redirect it, or refuse it with the reason."""
         join, objection = request.join, self._objection(peer, request, now)
         if objection is not None:
             self._context.refuse(peer, join, *objection, self._context.round)
@@ -120,7 +120,7 @@ class Coordinator:
             self._context.refuse(join.peer, join, wire.Why.BUSY, "more joins are parked here than may be")
 
     def settle(self, now: float) -> tuple[Manifest, str] | None:
-        """Hand on, and close; returns the manifest of the group that this peer is in, if one closed, and why."""
+        """Redirect joins and close groups; returns the manifest of this peer's own group if it closed, and why."""
         membership = self._membership
         looked = membership.seen_at != self._seen_at
         if looked and self._unknown and not any(map(membership.knows, self._unknown)):
@@ -158,7 +158,7 @@ class Coordinator:
             self._abandon(round, wire.Why.ROUND_GONE, f"round {round} is over here", self._context.round)
 
     def speak(self, now: float) -> bool:
-        """Answer the parked, and ask after the missing; returns whether this peer's own join is no group yet."""
+        """Answer parked joins and invite missing peers; returns whether this peer's own join has no group yet."""
         own_waits = False
         for gathering in self._gatherings.values():
             outlook = self._outlook(gathering, now)
@@ -174,7 +174,7 @@ class Coordinator:
         return own_waits
 
     def deadline(self, now: float) -> float:
-        """When something is to be decided or said; infinity if nobody is parked."""
+        """When the next decision or message is due; infinity if no join is parked."""
         each = self._gatherings.values()
         due = min((one.deadline(self._outlook(one, now)) for one in each), default=float("inf"))
         return min(due, self._membership.silent_at)
@@ -200,7 +200,7 @@ class Coordinator:
         self._context.refuse(peer, join, wire.Why.ROUND_GONE, detail, join.round + 1)
 
     def _redirects_join(self, parked: Parked, now: float) -> bool:
-        """Send a join on, unless this peer should have it, or it has been sent on often enough."""
+        """Redirect a join, unless this peer should have it or it has been redirected `MAX_HOPS` times."""
         join = parked.join
         better = self._better(join.peer, join.round, now) if parked.hops < wire.MAX_HOPS else None
         if better is not None:
@@ -209,11 +209,11 @@ class Coordinator:
         return better is not None
 
     def _better(self, peer: str, round: int, now: float) -> str | None:
-        """The peer that should have the join of `peer`; None if this one should keep it."""
+        """The coordinator that should have the join of `peer`; None if this peer should keep it."""
         membership, best = self._membership, None
         group = membership.group(self._context.peer, round)
         if peer == self._elsewhere:
-            # They ask each other: both have the lower ranked one convene.
+            # The two peers ask each other: both choose the lower ranked of the two as coordinator.
             best = min(peer, self._context.peer, key=lambda one: rank(str(round), one))
         elif self._elsewhere and self._redirects and round == self._context.round and peer in group:
             best = self._elsewhere
@@ -230,7 +230,7 @@ class Coordinator:
                     gathering.drop(parked.join.peer)
 
     def _sides(self, round: int, now: float) -> tuple[Set[str], Set[str]]:
-        """The peers whose joins of a round are parked here, and those worth waiting for."""
+        """The peers whose joins of a round are parked here, and the peers worth waiting for."""
         gathering = self._gatherings.get(round)
         return (
             (gathering.parked.keys(), self._outlook(gathering, now).expected) if gathering else (set(), set())
@@ -242,7 +242,7 @@ class Coordinator:
         if self._elsewhere is not None:
             expected.discard(self._context.peer)
         group = frozenset(membership.group(self._context.peer, gathering.round))
-        # Once, before the first group, peers are waited for that may still be met: a client-mode one speaks first.
+        # Before the first group only, wait for peers that may still be met: client-mode peers must speak first.
         first = not self._closed
         strangers = self._has_unknown(gathering, now) or (
             first and membership.incomplete(gathering.parked.keys(), now)
@@ -250,7 +250,7 @@ class Coordinator:
         return Outlook(group, self._owed.keys(), expected, learnt.wait, learnt.reason, strangers)
 
     def _has_unknown(self, gathering: GroupBuilder, now: float) -> bool:
-        """True if joins came from peers that the latest look at the directory could not show."""
+        """True if peers unknown to the directory have sent joins since the latest look at it."""
         membership = self._membership
         return now >= self._looks_from and any(
             not membership.knows(peer) and parked.arrived >= membership.seen_at
@@ -299,7 +299,7 @@ class Coordinator:
         self._context.send(join.peer, wire.JoinAccepted(self._context.run, join.ticket, wait, *count, short))
 
     def _abandon(self, round: int, why: wire.Why, detail: str, next_round: int = 0) -> None:
-        """Refuse all joins of a round that are parked here, but this peer's own."""
+        """Drop a round's gathering; refuse all its joins except this peer's own."""
         for peer, parked in self._gatherings.pop(round).parked.items():
             if peer != self._context.peer:
                 self._context.refuse(peer, parked.join, why, detail, next_round)

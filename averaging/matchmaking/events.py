@@ -24,11 +24,11 @@ class BecameReady(msgspec.Struct, frozen=True):
     Attributes:
         weight: Of its contribution; 0 observes.
         nonce: 16 fresh random bytes.
-        bandwidth: What it can send, bytes per second; 0 if unknown.
-        credential: What others need to open direct channels with it; empty if it has none.
+        bandwidth: Upload rate, bytes per second; 0 if unknown.
+        credential: Data with which others open direct channels to it; empty if it has none.
         dialable: Whether others can open channels to it.
         patience: Seconds after which the caller gives up; 0 to 86,400.
-        state: Which state of the run it holds; None if it does not say.
+        state: The state of the run that it holds; None if it does not say.
     """
 
     weight: float
@@ -52,13 +52,13 @@ class MessageReceived(msgspec.Struct, frozen=True):
 
 
 class RoundHeard(msgspec.Struct, frozen=True):
-    """`peer` speaks of a round whose manifest has not come here: its coordinator may have died before it told all."""
+    """`peer` is in a round whose manifest is unknown here: the coordinator may have died before it told all members."""
 
     peer: str
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """No channel to `peer` can be opened, or its process is another one: what was sent to it may be lost."""
+    """No channel to `peer` can be opened, or its process was replaced: messages to it may be lost."""
 
     peer: str
 
@@ -68,7 +68,7 @@ class Woke(msgspec.Struct, frozen=True):
 
 
 class RoundEnded(msgspec.Struct, frozen=True):
-    """The round that `Form` began is over, whatever it came to."""
+    """The round that `Form` began is over, with any result."""
 
     round: int
 
@@ -77,9 +77,9 @@ Event = CandidatesSeen | BecameReady | Withdrew | MessageReceived | RoundHeard |
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message, on the channel that is open to `peer` or, if there is none, on a new one.
+    """Send a message on the open channel to `peer`, else on a new one.
 
-    A peer that cannot be dialled is answered on the channel it came by. Tell `PeerLost` if it cannot be sent.
+    A peer that cannot be dialled is answered on the channel that it opened. `PeerLost` reports a failure to send.
     """
 
     peer: str
@@ -109,7 +109,7 @@ class Announce(msgspec.Struct, frozen=True):
 
 
 class LookUp(msgspec.Struct, frozen=True):
-    """Ask the directory, and tell `CandidatesSeen` when it has answered; not again while one is going on."""
+    """Ask the directory, and report `CandidatesSeen` when it has answered; one lookup at a time."""
 
 
 Action = Send | Form | Decline | Announce | LookUp

@@ -1,6 +1,6 @@
 """The coordinator's side of one round: the joins parked with it, and when to close the group.
 
-The time for which it is worth waiting for the last member is learnt from the lateness of peers.
+The builder learns from the lateness of peers how long to wait for the last member.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from equipoise.averaging.manifest import Join, shortfall
 from equipoise.averaging.timing import GRACE, INVITE_SECONDS, KEEPALIVE, OVERDUE_SECONDS
 
 WINDOW = 32
-"""Most rounds remembered: long enough for a quantile, short enough to follow a swarm that changes."""
+"""Most rounds remembered: enough for a quantile, few enough to follow a swarm that changes."""
 
 QUANTILE, FACTOR, MARGIN = 0.9, 1.25, 0.1
-"""Share of the rounds in which the last peer is waited for, the factor on its lateness in them, and seconds beyond that
-for the jitter of a network and of two busy cores. The tenth round goes on without it."""
+"""Share of the rounds whose last peer the wait covers, factor on that peer's lateness, and seconds beyond that for the
+jitter of a network and of two busy cores. The tenth round goes on without its last peer."""
 
 FEW = 4
 """Fewest rounds from which the wait may fall below the initial one."""
 
 INITIAL_WAIT = 3.0
-"""Least wait, in seconds, until then: the first step of a training script (warm-up, compilation) is the most uneven."""
+"""Least wait, in seconds, before `FEW` rounds: a training script's first step (warm-up, compilation) is most uneven."""
 
 MIN_WAIT = 1.0
-"""Least wait, in seconds: below it a hiccup of busy cores costs a member its round. It is spent only on a peer that is
-alive and late: the dead are found out sooner."""
+"""Least wait, in seconds: with less, a hiccup of busy cores costs a member its round. Only a live peer that is late
+makes a group wait so long: dead peers are found out sooner."""
 
 MAX_WAIT = 10.0
-"""Longest wait, in seconds, and so all that a liar can teach. A peer that is later than this every time belongs in the
-next round."""
+"""Longest wait, in seconds, and so the most that a lie about lateness can cause. A peer that is always later than this
+belongs in the next round."""
 
 MAX_SHIFT = OVERDUE_SECONDS
-"""Bounds the seconds of its own pauses that a coordinator adds to one group's wait: on a machine that is always late
-the group would never close."""
+"""Most seconds of its own pauses that a coordinator adds to one group's wait. Without it, a group on a machine that is
+always late would never close."""
 
 PATIENCE_SPENT = 0.5
-"""Share of its patience that a join may spend in matchmaking. The group closes when half its joins have spent that
+"""Largest share of its patience that a join spends in matchmaking. The group closes when half its joins have spent that
 share, because the round needs the rest."""
 
 MAX_PARKED_GROUPS = 4
@@ -47,7 +47,7 @@ MAX_PARKED_GROUPS = 4
 
 
 class StragglerWait:
-    """Seconds from the first ready to the last in past rounds, and the wait that follows from them."""
+    """Seconds from the first ready peer to the last in past rounds, and the wait that follows from them."""
 
     def __init__(self) -> None:
         self._seen: deque[float] = deque(maxlen=WINDOW)
@@ -58,7 +58,7 @@ class StragglerWait:
 
     @property
     def wait(self) -> float:
-        """Seconds to wait beyond the first ready."""
+        """Seconds to wait after the first ready peer."""
         if not self._seen:
             return INITIAL_WAIT
         floor = INITIAL_WAIT if len(self._seen) < FEW else MIN_WAIT
@@ -66,7 +66,7 @@ class StragglerWait:
 
     @property
     def reason(self) -> str:
-        """Why it is that long, one line."""
+        """Reason for the length of the wait, one line."""
         if len(self._seen) < FEW:
             return f"{self.wait:.2f} s, with {len(self._seen)} rounds seen so far"
         return f"{self.wait:.2f} s: in {len(self._seen)} rounds the last was up to {self._usual():.2f} s late"
@@ -107,11 +107,11 @@ class Outlook(msgspec.Struct, frozen=True):
 
     Attributes:
         group: The planned group, whose members come before guests.
-        owed: Peers that were left over before, and come first: without that, a guest could be left over for ever.
+        owed: Peers that were left over before. They come first: otherwise a guest could be left over for ever.
         expected: Members of the planned group that are worth waiting for.
-        wait: Seconds to wait beyond the first.
-        why_wait: Why it is that long.
-        strangers: Whether to wait for peers that are not in the plan yet, though all in it have joined.
+        wait: Seconds to wait after the first join.
+        why_wait: Reason for the length of the wait.
+        strangers: Whether to wait for peers that are not in the plan yet, even if all peers in the plan have joined.
     """
 
     group: Set[str]
@@ -137,13 +137,13 @@ class GroupBuilder:
         self._closes_from = float("-inf")
 
     def park(self, parked: Parked) -> bool:
-        """Take a join, in place of an earlier one of the same peer; False if there is no room."""
+        """Take a join, in place of an earlier join of the same peer; returns False if there is no room."""
         peer = parked.join.peer
         before = self.parked.get(peer)
         if before is None and len(self.parked) >= MAX_PARKED_GROUPS * self._group_size:
             return False
         if before is not None:
-            parked.arrived = before.arrived  # Or a peer could put off the end by joining again and again.
+            parked.arrived = before.arrived  # Else a peer could delay the close by joining again and again.
         elif not self.parked:
             self._told_at = parked.arrived
         self.parked[peer] = parked
@@ -154,7 +154,7 @@ class GroupBuilder:
         return True
 
     def drop(self, peer: str, ticket: bytes | None = None) -> None:
-        """Forget the peer's join, if it is the one with this ticket."""
+        """Forget the peer's join; if a ticket is given, only the join with this ticket."""
         parked = self.parked.get(peer)
         if parked is None or ticket not in (None, parked.join.ticket):
             return
@@ -165,11 +165,11 @@ class GroupBuilder:
             self._opened = max(self._opened, min(one.arrived for one in self.parked.values()))
 
     def deadline(self, outlook: Outlook) -> float:
-        """When to decide, to invite, or to speak, at the latest; infinity if nobody is parked."""
+        """When to decide, to invite, or to speak, at the latest; infinity if no join is parked."""
         return min(self.promise(outlook), self._invite_at) if self.parked else float("inf")
 
     def promise(self, outlook: Outlook) -> float:
-        """When the parked will hear more at the latest."""
+        """When the parked joins will be answered again, at the latest."""
         speak = self._told_at + KEEPALIVE
         if self._opened is None or self.is_short(outlook):
             return speak
@@ -181,10 +181,10 @@ class GroupBuilder:
         return bool(shortfall(self._choose(outlook), self._quorum))
 
     def catch_up(self, now: float) -> None:
-        """See whether this peer itself has stood still: that was nobody else's lateness.
+        """Add a pause of this peer's own process to the wait: the others were not late in that time.
 
-        What others sent meanwhile is still to be handled. To close at once would leave out peers that were in time, and
-        would take in peers that have left for good reason.
+        Messages that came during the pause are still unread. To close at once would leave out peers that were in time,
+        and would take in peers that have left.
         """
         held_up = now - (self._told_at + KEEPALIVE)
         if not self.parked or self._opened is None or held_up < GRACE:
@@ -196,7 +196,7 @@ class GroupBuilder:
         self._opened = min(self._opened + shift, now)
 
     def decide(self, outlook: Outlook, now: float) -> Closing | None:
-        """Close now, with a reason, or not yet."""
+        """Return the group to close now, with a reason; None if not yet."""
         members = self._choose(outlook)
         missing = outlook.expected - self.parked.keys()
         if shortfall(members, self._quorum) or now < self._closes_from:
@@ -215,7 +215,7 @@ class GroupBuilder:
         left_over = [one.join for peer, one in self.parked.items() if peer not in peers]
         arrivals = [self.parked[peer].arrived for peer in peers]
         began = min(arrivals) if self._opened is None else self._opened
-        # A missing peer is later than this: to learn only from those that came would shorten the wait every time.
+        # Missing peers are later than this: learning only from peers that came would shorten the wait every time.
         lateness = max(0.0, (now if missing else max(arrivals)) - began)
         return Closing(members, left_over, sorted(missing), lateness, began, reason)
 
@@ -227,9 +227,9 @@ class GroupBuilder:
         return outlook.expected - self.parked.keys()
 
     def speak(self, outlook: Outlook, now: float) -> list[Parked]:
-        """The joins that must be told now that they are parked: new ones, and from time to time all.
+        """The parked joins to answer now: new joins, and every `KEEPALIVE` seconds all of them.
 
-        An early bird says nothing about how late the others are: after the wait, time counts from the next arrival.
+        If no group is possible after the wait, the next arrival starts a new one: an early bird shows no lateness.
         """
         if not self.parked or now < self._told_at + KEEPALIVE:
             return [parked for parked in self.parked.values() if not parked.answered]
@@ -241,7 +241,7 @@ class GroupBuilder:
     def _out_of_patience(self) -> float:
         spent = sorted(one.arrived + PATIENCE_SPENT * one.patience for one in self.parked.values())
         latest = max(one.arrived for one in self.parked.values())
-        # A join within a moment of the last one still counts, however long the others have waited before.
+        # A join shortly after the last one still gets in, however long the others have waited before.
         return max(spent[(len(spent) - 1) // 2], latest + GRACE)
 
     def _choose(self, outlook: Outlook) -> list[Join]:

@@ -23,14 +23,14 @@ SHORT_SECONDS = 2.0
 joined another coordinator, because views of the run differ by a look or two."""
 
 ASK_AGAIN_SECONDS = 1.0
-"""Time between two looks for somebody to ask, while there is nobody."""
+"""Time between two looks for a coordinator to ask, while there is no candidate."""
 
 MAX_MISSED = 64
-"""Most peers that are asked so, each once for one join; as many as a group has members."""
+"""Most peers asked about a round unknown here, each once for one join; as many as a group has members."""
 
 JOINS_KEPT = 4
-"""Most joins of one ready period of which a manifest may still come, one for each round that the peer sought: links can
-be slower than the directory, which tells of the next round before."""
+"""Most joins of one ready period for which a manifest is still accepted, one for each round that the peer sought. A
+link can be slower than the directory, so that a manifest comes after the directory has shown the next round."""
 
 LONELY_SECONDS = 10.0
 """Time that a peer waits alone in its planned group before it looks for company in the whole run. If it were shorter,
@@ -38,13 +38,13 @@ an early bird would be missing from its own group."""
 
 
 class Joiner:
-    """One peer's search for a group, from ready to formed or withdrawn; then for the next one.
+    """One peer's search for a group, from ready to formed or withdrawn; then for the next group.
 
     Attributes:
-        asked: The peer that has this peer's join, or was asked to take it.
-        anywhere: Whether it is a guest there, whom members of its own group should not follow.
-        count: How many joins the coordinator has, and how many it waits for in all.
-        reason: Where the search stands, one line.
+        asked: The coordinator that has this peer's join, or was asked to take it.
+        anywhere: Whether this peer is a guest there, so that members of its own group should not follow.
+        count: Number of joins that the coordinator has, and number that it waits for in all.
+        reason: The state of the search, one line.
     """
 
     def __init__(self, context: Context, convening: Coordinator) -> None:
@@ -75,7 +75,7 @@ class Joiner:
 
     @property
     def ready(self) -> bool:
-        """True if a group is sought."""
+        """True while this peer seeks a group."""
         return self._ready is not None
 
     def begin(self, ready: BecameReady, now: float) -> None:
@@ -92,18 +92,18 @@ class Joiner:
         self._ready, self._since = ready, now
         believed = self._context.believed_round(now)
         if believed is not None and believed <= self._context.round - 2:
-            # A peer that was talked into a round that nobody else is in comes back, but never to one that it has had.
+            # A lie may have led this peer into a round without other peers: it comes back, but not to a past round.
             self._context.round = max(self._context.floor, believed)
 
     def end(self, formed_by: str | None = None) -> None:
-        """Stop: a group has formed, or none is wanted. Any other peer that holds the join is told to forget it."""
+        """Stop: a group has formed, or the caller gave up. Any other coordinator that holds the join must drop it."""
         if formed_by is None or formed_by != self.asked:
             self._leave()
         self._ready = None
         self._rest()
 
     def accepted(self, peer: str, message: wire.JoinAccepted, now: float) -> None:
-        """The coordinator has parked the join, or says that it holds it still."""
+        """Handle a coordinator's word that it has parked the join, or still holds it."""
         if not self._is_answer(peer, message.ticket):
             self._context.send(peer, wire.LeaveRequest(self._context.run, message.ticket))
             return
@@ -114,21 +114,21 @@ class Joiner:
         self.reason = f"{peer} coordinates: {message.ready} of {message.target} are in"
         self._answer_by = now + min(message.wait, KEEPALIVE) + OVERDUE_SECONDS
         self._charge(peer, max(0.0, now - self._held_since), now)
-        # A group could be as well where others say they are ready: the coordinator alone says that they are not in.
+        # If mates say that they are ready, a group is possible too: only the coordinator says that they are not in.
         could_close = not message.short or self._membership.mate_ready(self._context.round, now, but=peer)
         self._held_since = now if could_close else float("inf")
 
     def alone(self, now: float) -> None:
-        """The join makes no group yet: after a while, begin with the latest view, for views may have differed."""
+        """Note that the join has no group yet. After `SHORT_SECONDS` search again by the latest view of the run."""
         if now - self._asked_at >= SHORT_SECONDS:
             self._asked_at = now
             self._hops = 0
             self._alone = True
 
     def invited(self, peer: str, round: int, now: float) -> None:
-        """A coordinator waits for this peer: go there from where nobody else is, but not to and fro for ever."""
+        """Handle an invitation: move the join there if no group is possible where it is, at most `MAX_HOPS` times."""
         same_round = self._join is not None and round == self._join.round == self._context.round
-        known = self._membership.knows(peer)  # Anybody can say that it coordinates.
+        known = self._membership.knows(peer)  # Any stranger can claim to coordinate.
         own = self.asked == self._context.peer
         alone = self._coordinator.is_short(round, now) if own else self._short
         may_go = known and same_round and peer != self.asked and alone and self._hops < wire.MAX_HOPS
@@ -138,7 +138,7 @@ class Joiner:
             self._ask(peer, now)
 
     def refused(self, peer: str, message: wire.JoinRefused, now: float) -> None:
-        """The coordinator will not have the join: follow what it says, or turn to the next."""
+        """Handle a refusal: follow the redirect, go on to the next round, or turn to the next coordinator."""
         if not self._is_answer(peer, message.ticket):
             return
         self.asked = None
@@ -155,18 +155,18 @@ class Joiner:
             self._charge(peer, REPLY_SECONDS, now)
 
     def missed(self, peer: str, now: float) -> None:
-        """A peer is in a round that is unknown here, perhaps with this one: ask it, unless the news comes."""
+        """Note that a peer is in an unknown round, perhaps with this peer: ask it unless a manifest comes."""
         news = self._ready is not None and self._membership.knows(peer)
         if news and peer not in self._missed and len(self._missed) < MAX_MISSED:
             self._missed[peer] = now + MISSED_SECONDS
 
     def lost(self, peer: str) -> None:
-        """The peer cannot be reached: if it was asked, another one is asked next."""
+        """Note that a peer cannot be reached: if it has the join, the next coordinator is asked."""
         if peer == self.asked:
             self.asked, self.reason = None, f"{peer} cannot be reached"
 
     def give_up(self, peer: str, now: float) -> None:
-        """Do not trust this peer with the join, nor soon with another."""
+        """Take the join from this peer, and shun the peer for a while."""
         if peer == self.asked:
             self._leave()
         self._membership.shun(peer, now)
@@ -175,7 +175,7 @@ class Joiner:
         """The manifest, if it has a join of this peer that still counts; any peer may have sent it.
 
         Raises:
-            ManifestError: It has this peer's join, and is not valid.
+            ManifestError: The manifest has this peer's join, but is not valid.
         """
         context, manifest = self._context, message.manifest
         own = next((join for join in self._joins if join in manifest.members), None)
@@ -185,7 +185,7 @@ class Joiner:
         return manifest
 
     def settle(self, now: float) -> None:
-        """Ask the coordinator by this peer's view of the run, unless a peer that knew better has sent it elsewhere."""
+        """Ask the coordinator by this peer's view of the run, unless the join was redirected or invited elsewhere."""
         if self._ready is None:
             return
         self._keep_up(now)
@@ -214,7 +214,7 @@ class Joiner:
             self._ask(target, now)
 
     def deadline(self) -> float:
-        """When an answer is overdue, or something is to be asked; infinity if neither will be."""
+        """When an answer is overdue or a question is due; infinity if neither is pending."""
         return min(self._answer_by, *self._missed.values(), float("inf"))
 
     def _keep_up(self, now: float) -> None:
@@ -225,7 +225,7 @@ class Joiner:
         if believed is not None and believed >= context.round + 2:
             context.round = believed
         elif context.membership.left_behind(context.round, now) and (self._alone or not self._parked):
-            # A parked peer hears from its coordinator instead: the others may be ahead because its group has formed.
+            # A parked peer waits for its coordinator's word: the others may be ahead because its group has formed.
             context.round += 1
         elif self._alone:
             highest = context.membership.highest_round(context.round + LEAP, now)
@@ -250,13 +250,13 @@ class Joiner:
         self._ask(redirect, now)
 
     def _charge(self, coordinator: str, seconds: float, now: float) -> None:
-        """Note what a coordinator has cost: if more than most honest ones, it is not asked first for a while."""
+        """Add seconds to a coordinator's cost: beyond the limit, it is not asked first for a while."""
         membership = self._membership
         limit = REPLY_SECONDS if membership.shuns(coordinator, now) else HOLD_SECONDS
         self._cost[coordinator] = self._cost.get(coordinator, 0.0) + seconds
         if self._cost[coordinator] > limit:
             self.reason = f"{coordinator} has formed no group in {limit:.0f} s"
-            # A coordinator that said that no group could be may wait for its own trainer, and calls when that has come.
+            # A coordinator without a possible group may wait for its own trainer: it may call once when that is ready.
             membership.shun(coordinator, now, excused=self._short)
             self._hops = 0
             del self._cost[coordinator]
@@ -271,7 +271,7 @@ class Joiner:
         if coordinator == self._context.peer:
             self._coordinator.park_own(self._join, patience, now)
             self._answer_by = float("inf")
-            self.reason = "this peer coordinates"  # What there is to say of it, the gathering says.
+            self.reason = "this peer coordinates"  # `Coordinator.describe` tells more.
         else:
             self._asked_hops = wire.MAX_HOPS if self.anywhere else self._hops
             request = wire.JoinRequest(self._context.run, self._join, patience, self._asked_hops)

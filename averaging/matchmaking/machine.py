@@ -1,11 +1,11 @@
 """Forming groups: the machine of one peer in one run.
 
-A ready peer signs a join and sends it straight to the coordinator of its planned group, which every peer computes
-alike from what it knows of the run; the directory is read ahead, and is in nobody's way. The last one to ask makes the
-group close at once: from then it is one message each way. The coordinator closes when all that are worth waiting for
-are in, or when waiting longer is not worth it. Where views of the run differ, joins are redirected; where a
-coordinator dies, the next in the same order is asked; where a round is over, the late are told and come to the next.
-Whatever happens, a peer begins at most one round each time that it became ready.
+A ready peer signs a join and sends it straight to the coordinator of its planned group. All peers with the same view of
+the run compute the same coordinator. Peers read the directory ahead of time, so no round waits for it. The last
+member's join closes the group at once, after one message each way. A coordinator closes a group when all peers worth
+waiting for are in, or when the wait is over. If views of the run differ, joins are redirected. If a coordinator dies,
+its peers ask the next in the same order. If a round is over, late peers are told and join the next one. A peer begins
+at most one round each time that it becomes ready.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.rate_limit import Allowance
 
 LOOK_OFTEN, LOOK_SELDOM = 1.0, 5.0
-"""Seconds between looks at the directory, while a group is gathered and otherwise. The first is how long views of the
-run may differ; the second keeps the view warm, so that a group forms in one message each way."""
+"""Seconds between looks at the directory, while a group gathers and otherwise. Views of the run may differ for the
+first; the second keeps the view fresh, so that a group forms in one message each way."""
 
 SETTLING_SECONDS = 10.0
-"""Time after a change of the view in which it is looked at often: daemons are started together."""
+"""Time after a change of the view in which the peer looks often: daemons are started together."""
 
 LOOK_FOR_STRANGERS = 0.25
-"""Seconds between looks while joins have come from peers that the last view did not show: the view is behind."""
+"""Seconds between looks while joins of unknown peers are parked: the view is behind."""
 
 NOTICE_SECONDS, MAX_NOTICES = 1.0, 4
-"""Most groups of others that are looked at in so long a time, one of each peer: up to 64 signatures each, a twentieth
-of a core in all. A coordinator sends one for each round that went on without a peer; the directory tells the same
-later."""
+"""Time, and most manifests of other groups checked within it, one of each peer: up to 64 signatures each, a twentieth
+of a core in all. A coordinator sends a manifest to each peer that its round went on without; the directory tells the
+same later."""
 
 ANNOUNCE_PERIOD = 1.0
 """Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
@@ -42,8 +42,8 @@ ANNOUNCE_PERIOD = 1.0
 class Matchmaking(Matchmaker):
     """One peer's matchmaking in one run, for as long as it has joined the run.
 
-    It is told events and returns what to do; `deadline` says by when it must be told `Woke`. It takes part in groups,
-    and coordinates them whether or not it is ready itself. Times are seconds of one monotonic clock.
+    It takes events and returns actions; at `deadline` it must get `Woke`. The peer joins groups, and coordinates groups
+    whether or not it is ready itself. Times are seconds of one monotonic clock.
     """
 
     def __init__(self, context: Context) -> None:
@@ -60,7 +60,7 @@ class Matchmaking(Matchmaker):
 
     @property
     def ready(self) -> bool:
-        """True if a group is sought for this peer."""
+        """True while this peer seeks a group."""
         return self._joiner.ready
 
     @property
@@ -133,7 +133,7 @@ class Matchmaking(Matchmaker):
         self._begin_round(manifest, message.reason)
 
     def _take_notice(self, peer: str, message: wire.GroupFormed, now: float) -> None:
-        """A group has formed without this peer: it learns who is in the next round now.
+        """Learn from a group that formed without this peer which peers are in the next round now.
 
         Raises:
             ManifestError: The manifest is not valid.
@@ -173,7 +173,7 @@ class Matchmaking(Matchmaker):
         self.deadline = min(due, self._joiner.deadline(), self._coordinator.deadline(now))
 
     def _announce(self, now: float) -> float:
-        """Announce what has changed, but not too often; returns when to look again."""
+        """Announce a change of state, but not too often; returns when to try again."""
         stands = self._joiner.ready, self._context.round
         if stands != self._announced and now >= self._announced_at + ANNOUNCE_PERIOD:
             self._announced, self._announced_at = stands, now
@@ -181,7 +181,7 @@ class Matchmaking(Matchmaker):
         return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD
 
     def _look(self, now: float) -> float:
-        """Look at the directory if that is due; returns when it is due next."""
+        """Look at the directory if a look is due; returns when the next one is due."""
         membership = self._membership
         settling = not membership.count or now - membership.changed_at < SETTLING_SECONDS
         busy = settling or self._joiner.ready or self._coordinator.gathering

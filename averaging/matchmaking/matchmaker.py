@@ -12,13 +12,11 @@ from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers, Ru
 
 
 class Matchmaker(ABC):
-    """Forms this peer's groups; reads no clock. Times are seconds of one monotonic clock.
-
-    It is told events and returns what to do.
+    """Forms this peer's groups; takes events and returns actions. Times are seconds of one monotonic clock.
 
     Attributes:
         deadline: When `Woke` is due; at once after construction.
-        reason: Why this peer stands where it does, one line.
+        reason: Reason for this peer's state, one line.
     """
 
     def __init__(self, context: Context) -> None:
@@ -31,7 +29,7 @@ class Matchmaker(ABC):
     @property
     @abstractmethod
     def ready(self) -> bool:
-        """True if a group is sought for this peer."""
+        """True while this peer seeks a group."""
 
     @property
     def state(self) -> RunState:
@@ -49,7 +47,7 @@ class Matchmaker(ABC):
         return self._context.round
 
     def handle(self, event: events.Event, now: float) -> list[events.Action]:
-        """Take in what has happened, and say what to do.
+        """Take in an event; return the actions, in order.
 
         Raises:
             ValueError: The caller's mistake: `BecameReady` while ready, or with a weight or nonce that is not valid.

@@ -1,7 +1,7 @@
-"""A peer's knowledge of the others in its run: the live ones, their rounds, their groups, and the coordinators.
+"""A peer's knowledge of the others in its run: the live peers, their rounds, their groups, and the coordinators.
 
-A record in the directory costs nothing, so it counts for nothing: a peer is *met* once it has answered this one. Groups
-are planned, and numbers of rounds believed, of peers that were met. A record only says whom to ask.
+A record in the directory costs nothing, so it proves nothing. A peer is *met* once it has answered this one. Plans of
+groups and believed round numbers use only peers that were met. A record only names a peer to ask.
 """
 
 from __future__ import annotations
@@ -17,41 +17,41 @@ from equipoise.averaging.ports import Candidate
 from equipoise.averaging.timing import SILENT_SECONDS
 
 MAX_PEERS = 4096
-"""Most peers of one run that are looked at; a directory that shows more is flooded."""
+"""Most peers of one run that are considered; a directory that shows more is flooded."""
 
 SUSPECT_SECONDS, MAX_SUSPECT_SECONDS = 5.0, 60.0
-"""Shortest and longest time that a peer is left alone which could not be reached, unless it is heard from. Each further
-failure doubles it: an attempt may cost the seconds of an answer that does not come, but the peer may only have been
-busy. After the longest time the record of a dead peer has expired."""
+"""Shortest and longest time for which an unreachable peer is not asked, unless it is heard from. Each further failure
+doubles the time: an attempt may cost seconds of waiting for an answer, but the peer may only have been busy. After the
+longest time the record of a dead peer has expired."""
 
 WARM_SECONDS = 50.0
-"""Longest time since a peer was heard from in which it still has a channel: a minute idle closes one."""
+"""Longest time since the last word of a peer after which its channel counts as open: a minute idle closes it."""
 
 DIAL_SECONDS = 5.0
-"""Time that any other peer gets besides: a channel to it has to be opened first, which costs a distant peer seconds."""
+"""Extra time to answer for a peer without an open channel: to open one to a distant peer takes seconds."""
 
 SHUN_SECONDS = 30.0
-"""Time for which a coordinator that has cost more time than most honest ones do is not asked first. It is no verdict: a
-coordinator whose own trainer is slow looks the same."""
+"""Time for which a coordinator that has cost more time than most honest ones is not asked first. This does not prove
+bad intent: a coordinator whose own trainer is slow looks the same."""
 
 MAX_ASKED = 16
-"""Most peers asked at each look at the directory whether they are there, because only their records are known: forty
-peers that start together have met within two looks, and 4,000 records of nobody cost sixteen words each time."""
+"""Most peers known only by their records that are asked at each look at the directory whether they are there. Forty
+peers that start together have met within two looks, and 4,000 false records cost sixteen messages a look."""
 
 MAX_SHUNNED = 64
-"""Most coordinators shunned at once; the one shunned longest ago is given another chance."""
+"""Most coordinators shunned at once; beyond that, the oldest entry is dropped."""
 
 MISSES = 2
-"""Rounds running in which a peer is waited for in vain before it is not waited for again until it sends a join: a
-record in the directory costs nothing."""
+"""Most rounds in a row in which a group waits for a peer in vain. After that it waits for the peer again only once the
+peer has sent a join: a record in the directory costs nothing."""
 
 LEAP = 1000
-"""Most rounds that a peer skips at a time, and all that the word of one other can make it skip: more than the directory
-is ever behind fast rounds."""
+"""Most rounds that a peer skips at a time, and that the word of one other peer can make it skip. The directory is never
+so many rounds behind."""
 
 MAX_JUMP = 2**40
-"""Highest number at which a newcomer begins because others say so. From there numbers grow by rounds, and by `LEAP`:
-whatever others say, `MAX_ROUND` is not reached in any lifetime."""
+"""Highest round number at which a newcomer begins on the word of others. From there numbers grow only by rounds and by
+`LEAP`, so no lie of others brings them to `MAX_ROUND`."""
 
 MAX_PLANS = 8
 """Most plans kept: this round's, the next ones', and some for peers that are behind."""
@@ -72,12 +72,12 @@ class _Other(msgspec.Struct):
 
     @property
     def met(self) -> bool:
-        """True if it has ever answered."""
+        """True if the peer has ever answered."""
         return self.heard_at > float("-inf")
 
     @property
     def answers(self) -> bool:
-        """True if it has answered since it was last lost."""
+        """True if the peer has answered since it was last lost."""
         return self.met and self.losses == 0
 
 
@@ -87,7 +87,7 @@ class _Shun(msgspec.Struct):
 
 
 class Membership:
-    """The peers of a run as one of them sees them. Times are the seconds of one monotonic clock."""
+    """One peer's view of the peers of its run. Times are the seconds of one monotonic clock."""
 
     def __init__(self, peer: str, spec: str, group_size: int) -> None:
         self.peer = peer
@@ -105,7 +105,7 @@ class Membership:
         self._plans: dict[int, Groups] = {}
 
     def see(self, candidates: Iterable[Candidate], now: float) -> None:
-        """Take over a view of the directory; what is known better from the peers themselves stays."""
+        """Take over a view of the directory; knowledge that came from the peers themselves stays."""
         candidates, met = list(candidates), self.met
         self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
         others = [one for one in candidates if one.peer != self.peer]
@@ -124,7 +124,7 @@ class Membership:
 
     @property
     def count(self) -> int:
-        """The number of others that answer; beside those, of the records of peers that cannot."""
+        """The number of other peers that answer; if any does, records count for peers that this one cannot reach."""
         answering = sum(one.answers for one in self._others.values())
         return answering and answering + sum(self._out_of_reach(one) for one in self._others.values())
 
@@ -138,7 +138,7 @@ class Membership:
 
     @property
     def met(self) -> list[str]:
-        """The others that have ever answered, dead or alive, and those that cannot."""
+        """The other peers that have ever answered, dead or alive, and the peers that this one cannot reach at all."""
         return [peer for peer, other in self._others.items() if self._is_met(other)]
 
     def answers(self, peer: str) -> bool:
@@ -151,16 +151,16 @@ class Membership:
         return other is not None and not other.met and other.losses > 0
 
     def to_ask(self, now: float) -> list[str]:
-        """Peers to ask now whether they are there, for they do not answer as far as is known."""
+        """Peers to ask now whether they are there: dialable peers that have not answered so far."""
         silent = (
             (peer, other) for peer, other in self._others.items() if other.dialable and not other.answers
         )
         unknown = (peer for peer, one in silent if one.suspect_until <= now and one.asked_at == float("inf"))
-        # Each peer asks others first, and is asked by others: so all have met after half the questions.
+        # Each peer asks in its own order and is asked by others, so all have met after half the questions.
         return heapq.nsmallest(MAX_ASKED, unknown, key=lambda peer: rank(self.peer, peer))
 
     def incomplete(self, joined: Set[str], now: float) -> bool:
-        """True if peers that have not `joined` may soon be met: their record or word is here, and they are not lost."""
+        """True if peers that have not `joined` may soon be met: their record or message came, and they are not lost."""
         only_records = (other for other in self._others.values() if not self._is_met(other))
         return not self._early.keys() <= joined or any(other.suspect_until <= now for other in only_records)
 
@@ -180,7 +180,7 @@ class Membership:
         """Note that the peer is alive."""
         other = self._others.get(peer)
         if other is None:
-            # Its record may be on the way: by that it will have been met.
+            # The peer's record may be on the way; the peer counts as met once the record is here.
             self._early[peer] = now
             if len(self._early) > MAX_PEERS:
                 del self._early[next(iter(self._early))]
@@ -229,16 +229,16 @@ class Membership:
         return may_call
 
     def welcome(self, peer: str, round: int, ready: bool) -> None:
-        """Note that the peer takes part, and what it shows before its next record does.
+        """Note that the peer takes part, ahead of its next record.
 
-        Its next round is no earlier than `round`, and it is `ready` for that, or has found a group for the one before.
+        Its next round is no earlier than `round`. The peer is `ready` for it, or has a group for the round before.
         """
         if other := self._others.get(peer):
             other.misses, other.ready = 0, ready
             self.advance(peer, round)
 
     def shared(self, peers: Iterable[str]) -> None:
-        """Note that this peer has been in a round with these: their word on its number comes before that of others."""
+        """Note that this peer shared a round with these peers: their round numbers are believed before all others."""
         for peer in peers:
             if peer in self._others:
                 self._others[peer].mate = True
@@ -252,7 +252,7 @@ class Membership:
             other.round = round
 
     def miss(self, peers: Iterable[str]) -> None:
-        """Note that these were waited for in vain."""
+        """Note that a group waited for these peers in vain."""
         for peer in peers:
             if peer == self.peer:
                 self.own_misses += 1
@@ -265,17 +265,17 @@ class Membership:
         return peer == self.peer or (other is not None and self._is_met(other) and other.suspect_until <= now)
 
     def suspects(self, peer: str, now: float) -> bool:
-        """True if the peer could not be reached, a short time ago."""
+        """True if the peer could not be reached a short time ago."""
         return peer in self._others and self._others[peer].suspect_until > now
 
     def others(self, now: float) -> list[str]:
-        """The live peers but this one."""
+        """The live peers other than this one."""
         return [peer for peer in self._others if self.alive(peer, now)]
 
     def plan(self, round: int) -> Groups:
-        """All groups of the round, of the peers that were met. Those further than `LEAP` from it are left out.
+        """All groups of the round, of the peers that were met. Peers further than `LEAP` from it cannot come.
 
-        They cannot come. The dead keep their places until their records expire, as others see them.
+        Dead peers keep their places until their records expire, so that all peers compute the same groups.
         """
         if round not in self._plans:
             if len(self._plans) >= MAX_PLANS:
@@ -285,7 +285,7 @@ class Membership:
         return self._plans[round]
 
     def group(self, peer: str, round: int) -> tuple[str, ...]:
-        """The planned group of a peer; it alone if it is not known."""
+        """The planned group of a peer; an unknown peer is a group of its own."""
         return next((group for group in self.plan(round) if peer in group), (peer,))
 
     def expected(self, round: int, now: float) -> set[str]:
@@ -297,10 +297,10 @@ class Membership:
         """Return a group's coordinator: the first live, dialable peer, in an order that changes from round to round.
 
         Args:
-            peer: Whose group.
+            peer: The peer whose group it is.
             round: The round's number.
             now: The time.
-            anywhere: Take the first of the whole run, where those meet whose own group did not come about.
+            anywhere: Take the first peer of the whole run. There the peers meet whose own groups did not form.
 
         Returns:
             A PeerID, maybe this peer's or `peer` itself; a shunned peer's only if there is no other; None if no live
@@ -311,39 +311,39 @@ class Membership:
         alone = not any(self.alive(one, now) for one in group if one != peer)
         if not anywhere and not alone and (coordinator := self._first(round, group, now)):
             return coordinator
-        # A peer without a live mate that can be dialled is rather a guest of another group, which may have room.
+        # A peer without a live mate that can be dialled becomes a guest of another group, which may have room.
         guest = self._first(round, everyone, now, barred=None if anywhere else peer)
         return guest or self._first(round, group, now)
 
     def dialable_others(self, peers: Iterable[str], now: float) -> list[str]:
-        """Those of `peers`, but this one, that are alive and can be dialled."""
+        """The `peers` that are alive and can be dialled, without this one."""
         return [peer for peer in peers if peer != self.peer and self._able(peer, now)]
 
     def mate_ready(self, round: int, now: float, but: str | None = None) -> bool:
-        """True if a live other of this peer's planned group, `but` left out, says that it is ready."""
+        """True if another live member of this peer's planned group says that it is ready; `but` is left out."""
         mates = (one for one in self.group(self.peer, round) if one not in (self.peer, but))
         return any(self.alive(one, now) and self._others[one].ready for one in mates)
 
     def believed_round(self, now: float) -> int | None:
-        """The median of the rounds that peers which answer say they are in; None if nobody does.
+        """The median of the rounds that answering peers say they are in; None if no peer answers.
 
-        Peers that this one has shared a round with count alone, where there are any: they have been where it is, and
-        of two of them the one that is behind is believed. A newcomer believes the one that is ahead: a peer that has
-        just restarted, as it has, says 0.
+        If this peer has shared a round with others, only those count, and of an even number the lower median: they were
+        in this peer's round. A newcomer takes the upper median, because a peer that has just restarted, as the newcomer
+        has, says 0.
         """
         mates = [one.round for one in self._others.values() if one.mate]
-        if mates:  # Even silent ones: a moment without them is not the moment to believe strangers.
+        if mates:  # Even silent ones: a short silence of the mates is no reason to believe strangers.
             return statistics.median_low(mates)
         there = [self._others[peer].round for peer in self.others(now) if self._others[peer].answers]
         return statistics.median_high(there) if there else None
 
     def highest_round(self, limit: int, now: float) -> int | None:
-        """The highest round up to `limit` that any live peer is in."""
+        """The highest round up to `limit` of any live peer; None if there is no such round."""
         rounds = (self._others[peer].round for peer in self.others(now))
         return max((round for round in rounds if round <= limit), default=None)
 
     def left_behind(self, round: int, now: float) -> bool:
-        """True if all live others of this peer's planned group have gone beyond the round."""
+        """True if all other live members of this peer's planned group have gone beyond the round."""
         group = [one for one in self.group(self.peer, round) if one != self.peer and self.alive(one, now)]
         return bool(group) and all(self._others[one].round > round for one in group)
 
@@ -351,7 +351,7 @@ class Membership:
         return other.met or self._out_of_reach(other)
 
     def _out_of_reach(self, other: _Other) -> bool:
-        """Of two peers that cannot be dialled neither can ask the other: there the record has to do."""
+        """True if neither peer can dial the other, so that neither can ask: then the record has to do."""
         return self._client_mode and not other.dialable and not other.met
 
     def _able(self, peer: str, now: float) -> bool:
@@ -375,6 +375,6 @@ class Membership:
         return other.misses < MISSES and other.round <= round
 
     def _change(self, now: float) -> None:
-        """The peers that were met are others than before."""
+        """Note that the set of peers that were met has changed."""
         self._plans.clear()
         self.changed_at = now

@@ -1,9 +1,9 @@
 """The messages of daemons that form a group: msgpack structs, each the header of a frame.
 
-A requester sends `JoinRequest` to the coordinator of its group, which answers `JoinAccepted` or `JoinRefused` and, in
-the end, sends everyone `GroupFormed`. Answers name the join they answer by its ticket, so that late ones do no harm.
-Peers that a coordinator waits for get an `Invitation`, and answer with their `Whereabouts`; peers of whom only a
-record is known are asked theirs. Peers whose specs differ ask each other what theirs is: `SpecQuestion`, `SpecAnswer`.
+A joiner sends `JoinRequest` to the coordinator of its group. The coordinator answers `JoinAccepted` or `JoinRefused`;
+when the group closes, it sends `GroupFormed` to all. Answers carry the join's ticket, so that late ones do no harm. A
+coordinator sends an `Invitation` to peers that it waits for; they answer with their `Whereabouts`, as do peers that
+were known only by their records. Peers with different specs ask for each other's: `SpecQuestion`, `SpecAnswer`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from equipoise.averaging.spec import (
 
 MAX_DETAIL_CHARS = 200
 MAX_HOPS = 3
-"""Most redirects that a join follows before it is kept where it is: two views differ by one, three are bad luck."""
+"""Most redirects that a join follows; the next coordinator keeps it. Two differing views cause one; three are rare."""
 
 MAX_PATIENCE = 86_400.0
-"""Most seconds that a join may wait; longer is as good as for ever."""
+"""Most seconds that a join may wait: in effect, for ever."""
 
 MAX_COUNT = 1_000_000
 
 MAX_PRESENCE = 1e9
-"""Most seconds that a peer may say that it has been there: thirty years."""
+"""Most seconds for which a peer may claim to have been there: thirty years."""
 
 MAX_NOTE_CHARS = 160
 """Longest description of a tensor, its name and shape: a line of a terminal."""
@@ -75,13 +75,13 @@ class Why(StrEnum):
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag=True):
-    """Put me into your group.
+    """The joiner asks the coordinator to put it into its group.
 
     Attributes:
         run: Name of the run.
-        join: The requester's signed join.
-        patience: Seconds it is going to wait at all.
-        hops: How many redirects it has followed; at `MAX_HOPS` it is not redirected again.
+        join: The joiner's signed join.
+        patience: Seconds that the joiner will wait in all.
+        hops: Number of redirects followed; at `MAX_HOPS` the join is not redirected again.
         version: Protocol version.
     """
 
@@ -93,15 +93,15 @@ class JoinRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
-    """You are in the group that I am gathering.
+    """The coordinator has parked the join in the group that it gathers.
 
     Attributes:
         run: Name of the run.
         ticket: Of the join.
-        wait: Seconds until the group closes, or until I say more.
-        ready: How many are in.
-        target: How many I wait for.
-        short: The joins that are in could not be a group: too few, or none of a peer that the others can dial.
+        wait: Seconds until the group closes, or until the coordinator says more.
+        ready: Number of joins that are in.
+        target: Number of joins that the coordinator waits for.
+        short: Whether the joins that are in could not be a group: too few, or no peer that the others can dial.
     """
 
     run: RunName
@@ -113,15 +113,15 @@ class JoinAccepted(msgspec.Struct, frozen=True, tag=True):
 
 
 class JoinRefused(msgspec.Struct, frozen=True, tag=True):
-    """You are not in.
+    """The coordinator refuses the join.
 
     Attributes:
         run: Name of the run.
         ticket: Of the join.
         why: The reason that machines read.
         detail: The reason that people read.
-        round: The next round here.
-        redirect: Whom to ask instead.
+        round: The coordinator's next round.
+        redirect: The coordinator to ask instead.
         wait: Seconds after which to ask again.
     """
 
@@ -135,21 +135,21 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, tag=True):
-    """Forget my join."""
+    """The joiner asks the coordinator to forget its join."""
 
     run: RunName
     ticket: Ticket
 
 
 class GroupFormed(msgspec.Struct, frozen=True, tag=True):
-    """The group is closed. Goes to its members, and to those that were waited for in vain.
+    """The group is closed. Its members get this, and the peers that the coordinator waited for in vain.
 
     Attributes:
         run: Name of the run.
         manifest: The group.
         lateness: Seconds from the first join to the last.
         absent: PeerIDs waited for in vain.
-        reason: Why it closed.
+        reason: Why the group closed.
     """
 
     run: RunName
@@ -160,19 +160,19 @@ class GroupFormed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Invitation(msgspec.Struct, frozen=True, tag=True):
-    """I gather a group for this round and wait for you: are you there?"""
+    """The coordinator gathers a group for this round, and asks whether the receiver is there."""
 
     run: RunName
     round: RoundNumber
 
 
 class Whereabouts(msgspec.Struct, frozen=True, tag=True):
-    """I am here, and this is my next round: the answer to an `Invitation`, and to one of these that asks.
+    """The sender is there, and tells its next round: the answer to an `Invitation`, or to a `Whereabouts` that asks.
 
     Attributes:
         run: Name of the run.
         round: The sender's next round.
-        asks: Whether the sender wants to know the same of the receiver, of whom it knows only the record.
+        asks: Whether the receiver should answer in kind: the sender knows only its record.
     """
 
     run: RunName
@@ -181,7 +181,7 @@ class Whereabouts(msgspec.Struct, frozen=True, tag=True):
 
 
 class SpecQuestion(msgspec.Struct, frozen=True, tag=True):
-    """My spec of this run is another than yours: what is yours?
+    """The sender's spec of this run differs from the receiver's: it asks for the receiver's.
 
     Attributes:
         run: Name of the run.
@@ -202,8 +202,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True):
         options: As in the spec.
         terms: As in the spec.
         values: Values of all tensors, without padding.
-        tensors: How many tensors it has.
-        place: Place of the first tensor that differs; None if none does, as far as there are marks.
+        tensors: Number of tensors.
+        place: Place of the first tensor that differs; None if all tensors with marks are alike.
         note: Name, dtype and shape of the tensor at that place; empty if the run has no tensor there.
     """
 
@@ -221,8 +221,8 @@ class SpecAnswer(msgspec.Struct, frozen=True, tag=True):
 
     Attributes:
         run: Name of the run.
-        spec: Hash of the spec that is described.
-        seconds: For how long this peer has taken part with it.
+        spec: Hash of the described spec.
+        seconds: Time for which this peer has taken part with it.
         description: The spec in brief.
     """
 

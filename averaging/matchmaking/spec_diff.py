@@ -1,10 +1,10 @@
-"""Differences of specs: the machine that finds out how peers differ that take part in a run of the same name.
+"""Differences of specs: the machine that finds how the specs of peers in a run of the same name differ.
 
-Peers of one name and different specs see each other's hashes in the directory. A hash says that something differs, not
-what. So each peer asks some of the others, with four bytes of each of its tensors. The answer names the first tensor
-that differs, all options and all terms. Answers are weather: a peer that does not answer is dead, of an older version,
-or unwilling, and counts for nothing. Descriptions come from strangers: they are bounded and printable, and each is
-believed no further than a line of text goes.
+Peers of one name and different specs see each other's hashes in the directory. A hash shows that something differs, but
+not where. So each peer asks some of the others, with four bytes of each of its tensors. The answer names the first
+tensor that differs, all options and all terms. Answers are optional: a peer that does not answer is dead, of an older
+version, or unwilling, and does not count. Descriptions come from strangers: they are bounded and printable, and serve
+only as a line of text.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from equipoise.averaging.spec import MARK_BYTES, PROTOCOL_VERSION, RunSpec
 from equipoise.averaging.timing import SILENCE_SECONDS
 
 MAX_STRANGERS = 16
-"""Most peers of other specs that are asked: one would do for the line, the others tell how many live peers think so."""
+"""Most peers of other specs that are asked. One answer shows the difference, the others how many live peers have it."""
 
 ANSWER_SECONDS = SILENCE_SECONDS
 """Longest time that a peer waits for an answer."""
 
 ASK_AGAIN_SECONDS, MAX_QUESTIONS = 10.0, 3
-"""Time between two questions to a peer that has not answered, and most questions: it may have been away."""
+"""Time between two questions to a peer that has not answered, and most questions: the peer may have been away."""
 
 MAX_ANSWERS, ANSWERS_SECONDS = 32, 1.0
-"""Most answers that a peer gives in so long a time, all askers together: each may take 10 KB."""
+"""Most answers that a peer gives to all askers together within a time, and that time: an answer may take 10 KB."""
 
 MAX_SHOWN = 60
-"""Most characters of a value that a line shows: the optimizer's options are one value, and one of them differs."""
+"""Most characters of a value that a line shows: all the optimizer's options are one value, and only one may differ."""
 
 LEAD = 16
 """Characters shown before the place where two long values begin to differ."""
@@ -47,9 +47,9 @@ MAX_DIFFERENCES = 3
 
 
 class _Stranger(msgspec.Struct):
-    """A peer of another spec; `came_first` if this peer's first look at the directory has shown it.
+    """A peer of another spec; `came_first` if this peer's first look at the directory showed it.
 
-    If its answer is `awaited`, that is overdue at the time `due`, else it may be asked from then.
+    If its answer is `awaited`, the answer is overdue at `due`. Otherwise the peer may be asked from `due` on.
     """
 
     spec: str
@@ -77,7 +77,7 @@ class SpecDiff:
 
     @property
     def deadline(self) -> float:
-        """When an event is due at the latest; infinity if none is."""
+        """When an event is due at the latest; infinity if no question is open or due."""
         strangers = self._strangers.values()
         return min((one.due for one in strangers if one.awaited or _may_be_asked(one)), default=float("inf"))
 
@@ -88,7 +88,7 @@ class SpecDiff:
 
     @property
     def reason(self) -> str:
-        """The difference of the most common other spec, one line; empty if no other is known."""
+        """The difference of the most common other spec, one line; empty if no other spec is known."""
         counts = Counter(one.spec for one in self._strangers.values())
         if not counts:
             return ""
@@ -100,18 +100,18 @@ class SpecDiff:
         return f"{count} {have} another spec: {said or 'how it differs has not been said'}"
 
     def difference(self, peer: str) -> str:
-        """The difference of a peer's spec, one line; empty if there is none, or it is not known."""
+        """The difference of a peer's spec, one line; empty if the spec is the same, or the difference is unknown."""
         return self._strangers[peer].difference if peer in self._strangers else ""
 
     def objection(self) -> str:
-        """Why this peer should rather not take part with its spec; empty if it may.
+        """Why this peer should not take part with its spec; empty if it may.
 
-        It should not if more live peers agree on something else than agree with it, itself counted. Of one against one
-        the later should not. So peers that come with a mistake never turn away the first, nor does a hostile peer turn
-        away the many. The dead do not answer, and have no say.
+        It should not if more live peers share one other spec than share this peer's spec, itself counted. Of two single
+        peers, the later should not. So a peer that comes with a mistake never turns away the first peer, and a hostile
+        peer never turns away a majority. Dead peers do not answer, and do not count.
 
-        How long it has been there a peer can but claim. The claim of one peer alone counts only if this peer has seen
-        it there at its first look, before anybody knew of this peer: nobody can become the first one later.
+        A peer can only claim how long it has been there. The claim of a single peer counts only if this peer's first
+        look showed it, before any peer knew of this one: no peer can become the first one later.
         """
         live = [one for one in self._strangers.values() if one.there_since is not None]
         for spec, count in Counter(one.spec for one in live).most_common():
@@ -123,7 +123,7 @@ class SpecDiff:
         return ""
 
     def handle(self, event: Event, now: float) -> Sequence[Send]:
-        """Take in what has happened, and say what to send."""
+        """Take in an event; return the messages to send."""
         match event:
             case CandidatesSeen(candidates):
                 self._see(candidates)
@@ -144,7 +144,7 @@ class SpecDiff:
         known, self._strangers = self._strangers, {}
         kept = [peer for peer in known if peer in strangers]
         if room := MAX_STRANGERS - len(kept):
-            # Each asks others first, so that not all of a large run ask the same few.
+            # Each peer asks in its own order, so that in a large run not all peers ask the same few.
             new = strangers.keys() - known.keys()
             kept += heapq.nsmallest(room, new, key=lambda peer: rank(self._peer, peer))
         for peer in kept:
@@ -162,7 +162,7 @@ class SpecDiff:
         description = describe(self._spec, question.marks)
         self._out.append(Send(peer, wire.SpecAnswer(self._spec.name, self._spec.hash, here, description)))
         if peer in self._strangers:
-            self._strangers[peer].reachable = True  # By the channel that it has opened.
+            self._strangers[peer].reachable = True  # By the channel that the stranger has opened.
 
     def _learn(self, peer: str, answer: wire.SpecAnswer, now: float) -> None:
         stranger = self._strangers.get(peer)
@@ -206,7 +206,7 @@ def describe(spec: RunSpec, others: bytes) -> wire.Description:
 
 
 def differences(here: RunSpec, there: wire.Description) -> str:
-    """Return the differences of two specs, one line; empty if there are none, as far as is told."""
+    """Return the differences of two specs, one line; empty if the description shows no difference."""
     if there.version != PROTOCOL_VERSION:
         older = "here" if there.version > PROTOCOL_VERSION else "there"
         return (
@@ -249,7 +249,7 @@ def _differs(name: str, here: str, there: str) -> str:
 
 
 def _around(text: str, place: int) -> str:
-    """A long text cut to the part around `place`."""
+    """The text, if it is long only its part around `place`."""
     if len(text) <= MAX_SHOWN:
         return text
     start = max(min(place - LEAD, len(text) - MAX_SHOWN), 0)

@@ -2,12 +2,12 @@
 
 Moshpit all-reduce (Ryabinin et al. 2021, arXiv:2103.03239) puts the peers on a grid of M^d cells and averages along
 one axis after the other; d rounds make the mean exact where the grid is full. A half-empty grid is worse than random
-groups, so here the grid is dealt like cards: the peers stand in a row that is cut into as few groups of even sizes as
-will do, and the next round's row takes one peer from each group in turn. With M^d peers and groups of M these *are* the
-lines of the full grid, axis by axis; with any other number the sizes stay even, no group is smaller than need be, and
-each new group draws evenly from all old ones.
+groups, so here the grid is dealt like cards. The peers stand in a row, which is cut into as few groups of even sizes as
+possible. The next round's row takes one peer from each group in turn. With M^d peers and groups of M, these groups
+*are* the lines of the full grid, axis by axis. With any other number of peers, the sizes stay even, no group is smaller
+than necessary, and each new group draws evenly from all old ones.
 
-All that know the same peers compute the same groups, with no message about it.
+All peers that know the same peers compute the same groups, without a message.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PERIOD = 60
 """Rounds after which the deal starts over: a multiple of 1 to 6 axes, so that full grids wrap around exactly."""
 
 MAX_ORDERS = 64
-"""Most orders kept: of this round and some others, in the peer's group and in the whole run."""
+"""Most orders of peers cached: for this round and some others, in the peer's group and in the whole run."""
 
 Groups = list[tuple[str, ...]]
 
 
 def rank(key: str, peer: str) -> bytes:
-    """A place in an order that nobody can choose, and everyone computes alike."""
+    """A peer's place in an order that no peer can choose, and all peers compute alike."""
     return hashlib.sha256(f"{key}\0{peer}".encode()).digest()
 
 
@@ -45,8 +45,8 @@ def plan(peers: Iterable[str], round: int, group_size: int) -> Groups:
         group_size: Most peers in a group, at least 2.
 
     Returns:
-        The groups: sizes differ by at most one, and a group of one is left only where pairs of an odd number of
-        peers cannot be avoided.
+        The groups: sizes differ by at most one, and a group of one is left only where an odd number of peers must
+        form pairs.
     """
     row = sorted(set(peers), key=lambda peer: rank("row", peer))
     count = -(-len(row) // group_size)
@@ -65,5 +65,5 @@ def _cut(row: Sequence[str], count: int) -> Groups:
 def _deal(groups: Groups) -> list[str]:
     sizes = [len(group) for group in groups]
     row = [group[place] for place in range(max(sizes)) for group in groups if place < len(group)]
-    # Dealing leaves the first peer first: where that is a group of one, it would stay alone for ever.
+    # Dealing leaves the first peer first: a first peer that is a group of one would stay alone for ever.
     return row[1:] + row[:1] if min(sizes) == 1 else row
