@@ -203,17 +203,12 @@ class RoundDriver:
         self._received += len(header) + len(body)
         if actions := self._endpoint.heard(member, self._loop.time()):
             self._driver.perform(actions)
-        match message:
-            case wire.Contribution(part):
-                self._on_contribution(member, part, body)
-            case wire.Mean(part, contributors):
-                self._on_mean(member, part, contributors, body)
-            case wire.Heartbeat():
-                pass
-            case _:
-                self._driver.tell(
-                    events.MessageReceived(member, self._vote_signatures.check(member, message))
-                )
+        try:
+            event = self._keep_values(member, message, body)
+        except CodecError as error:
+            event = events.PeerLost(member, f"sent values that do not decode: {error}")
+        if event is not None:
+            self._driver.tell(event)
 
     def lost(self, peer: str, reason: str, gone: bool = False) -> None:
         """Note that no channel to a peer can be opened; if it is `gone`, its session is over and frames are lost."""
@@ -222,29 +217,24 @@ class RoundDriver:
 
     # ---- from the world to the machine ----
 
-    def _on_contribution(self, member: int, part: int, body: memoryview) -> None:
-        # A body that began to come in before its round lies in memory that the next one is received over.
-        if not self._machine.wants_contribution(member, part) or self._sessions.is_scratch(body):
-            return
-        try:
-            self._store.keep_contribution(part, member, body)
-        except CodecError as error:
-            self._spoilt(member, error)
-        else:
-            self._driver.tell(events.ContributionReceived(member, part))
-
-    def _on_mean(self, member: int, part: int, contributors: int, body: memoryview) -> None:
-        if not self._machine.wants_mean(member, part, contributors) or self._sessions.is_scratch(body):
-            return
-        try:
-            digest = self._store.keep_mean(part, contributors, body)
-        except CodecError as error:
-            self._spoilt(member, error)
-        else:
-            self._driver.tell(events.MeanReceived(member, part, contributors, digest))
-
-    def _spoilt(self, member: int, error: CodecError) -> None:
-        self._driver.tell(events.PeerLost(member, f"sent values that do not decode: {error}"))
+    def _keep_values(self, member: int, message: wire.RoundMessage, body: memoryview) -> events.Event | None:
+        """Keep the values of a frame, if it has any; return its event, or None if the machine has no use for it."""
+        match message:
+            case wire.Heartbeat():
+                return None
+            case wire.Contribution() | wire.Mean() if self._sessions.is_scratch(body):
+                return None  # It began to come in before its round, and the next body is received over it.
+            case wire.Contribution(part):
+                if not self._machine.wants_contribution(member, part):
+                    return None
+                self._store.keep_contribution(part, member, body)
+                return events.ContributionReceived(member, part)
+            case wire.Mean(part, contributors):
+                if not self._machine.wants_mean(member, part, contributors):
+                    return None
+                digest = self._store.keep_mean(part, contributors, body)
+                return events.MeanReceived(member, part, contributors, digest)
+        return events.MessageReceived(member, self._vote_signatures.check(member, message))
 
     def _wake(self) -> events.Woke:
         for peer, before in self._heard_bytes.items():

@@ -385,7 +385,9 @@ class RunDriver:
             case events.Send(peer, message):
                 self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(message))
             case events.Form(manifest, reason):
-                self._form(manifest, reason)
+                log.info("run %s: %s", self.spec.name, reason)
+                if self._formed is not None and not self._formed.done():
+                    self._formed.set_result(manifest)
             case events.Decline(peer, round_id):
                 gone = wire.GiveUp("it was not ready for this group")
                 self._sessions.post(peer, ROUND_FRAME + round_id + wire.encode(gone))
@@ -394,11 +396,6 @@ class RunDriver:
                 self._publish()
             case events.LookUp() if not self._left:
                 self._tasks.spawn(self._look())
-
-    def _form(self, manifest: Manifest, reason: str) -> None:
-        log.info("run %s: %s", self.spec.name, reason)
-        if self._formed is not None and not self._formed.done():
-            self._formed.set_result(manifest)
 
     def _publish(self) -> None:
         if not self._left:

@@ -136,11 +136,6 @@ class PeerChannels:
         return self._received + sum(channel.received for channel in self.channels)
 
     @property
-    def has_work(self) -> bool:
-        """True if the writer has something to do."""
-        return bool(self.redials or self.outbox)
-
-    @property
     def awaits_direct(self) -> bool:
         """True if a direct channel may soon be there: it is being opened, or both ends have not said hello yet."""
         return self.dialling is not None or not self.greeted.issuperset(self.direct)
@@ -165,11 +160,6 @@ class PeerChannels:
         self.redials = False
         if direct:
             self._retry_in = self._retry_at = 0.0
-        self.news.set()
-
-    def greet(self, channel: Channel) -> None:
-        """Note that both ends have said hello on a channel."""
-        self.greeted.add(channel)
         self.news.set()
 
     def remove(self, channel: Channel) -> None:
@@ -433,12 +423,6 @@ class Sessions:
         finally:
             channel.close()
 
-    async def _part(self, channels: PeerChannels, channel: Channel) -> None:
-        """The other end has said farewell: answer, unless that was its answer."""
-        if channel in channels.channels:
-            channels.remove(channel)
-            await channel.send(channels.outbox.farewell())
-
     # ---- writing ----
 
     def _write_soon(self, peer: str, channels: PeerChannels) -> None:
@@ -447,7 +431,7 @@ class Sessions:
 
     async def _write(self, peer: str, channels: PeerChannels) -> None:
         try:
-            while self._peers.get(peer) is channels and channels.has_work:
+            while self._peers.get(peer) is channels and (channels.redials or channels.outbox):
                 if channel := await self._reach(peer, channels):
                     await self._write_one(peer, channels, channel)
         except ConnectionError as error:
@@ -548,7 +532,8 @@ class Sessions:
             channels.outbox.session.greet(hello)
         if not dialled:
             await channel.send(wire.encode_hello(channels.outbox.session.hello()))
-        channels.greet(channel)
+        channels.greeted.add(channel)
+        channels.news.set()
         self._write_soon(channel.peer, channels)
 
     def _begin_anew(self, channels: PeerChannels, channel: Channel) -> None:
@@ -570,7 +555,9 @@ class Sessions:
             kind, number, acknowledged = wire.decode_envelope(header)
             deliver = session.take(number, acknowledged)
             if kind == wire.FAREWELL:
-                await self._part(channels, channel)
+                if channel in channels.channels:  # Else that was the answer to this end's own farewell.
+                    channels.remove(channel)
+                    await channel.send(channels.outbox.farewell())
                 return
             if deliver and len(header) > wire.ENVELOPE_BYTES:
                 self._receiver.frame(peer, header[wire.ENVELOPE_BYTES :], body)
