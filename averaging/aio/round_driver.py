@@ -61,9 +61,10 @@ MAX_COMING = 32
 hostile one takes 128 KiB and as much decoded."""
 
 PAIR = 2
+"""Members of a group of which each can tell how far its partner was from it."""
 
 SHORT_NAME_CHARS = 8
-"""Bounds how much of a PeerID names a member in the log: the end of it differs between peers."""
+"""Most characters of a PeerID that name a member in the log: its end, which differs between peers."""
 
 
 @dataclass(frozen=True, slots=True)

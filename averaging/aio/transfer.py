@@ -56,8 +56,8 @@ Room = Callable[[int], Awaitable[memoryview]]
 """Makes room for an image, given its bytes. It returns a writable view of that size, or raises ValueError."""
 
 Examine = Callable[[memoryview, Sequence[Commit]], str]
-"""Finds out, in a thread, whether the image of a mean is the group's, by what was given to prove it; returns why not,
-or nothing. Raises NoRoomError."""
+"""Looks, in a thread, whether the votes prove that the image of a mean is the group's; returns why not, or nothing.
+Raises NoRoomError."""
 
 log = logging.getLogger(__name__)
 
@@ -121,14 +121,14 @@ class Download:
     def place(self, peer: str, message: Bulk, size: int) -> memoryview:
         """Return memory for a body: a buffer of its own if it is wanted, else scratch.
 
-        Not into the image: a donor that stalled in the middle of a chunk could write over what another has delivered
-        and was verified.
+        A body never goes straight into the image: a donor that stalled in the middle of a chunk could write over one
+        that another has delivered and that was verified.
 
         Raises:
-            FrameRefused: It has another size than it should have, or more comes than was asked for.
+            FrameRefused: The body has another size than it should have, or more comes than was asked for.
         """
         if message.ticket != self._ticket:
-            return self._sessions.scratch(size)  # Of an earlier download, which was over before it came.
+            return self._sessions.scratch(size)  # The body is of an earlier download, which is over.
         self._due[peer] -= 1
         if self._due[peer] < 0:
             raise self._broken(peer, "it sends more than it was asked for")
@@ -196,14 +196,16 @@ class Download:
             self.driver.tell(events.MemoryReady(image.size))
 
     async def _look_at(self, proofs: Sequence[Commit]) -> None:
-        assert self._examine is not None, "who looks for a mean can tell whether it is one"
+        assert self._examine is not None, "a download of a mean has a way to look at it"
         event: events.FetchEvent
         try:
             problem = await self._loop.run_in_executor(None, self._examine, self._memory, proofs)
             event = events.Checked(problem)
         except update_verification.NoRoomError as error:
             event = events.MemoryRefused(str(error))
-        except Exception:  # Whatever is in it that nobody thought of: another donor may have a better one.
+        except (
+            Exception
+        ):  # The image is broken in a way that is not foreseen; another donor may have a better one.
             log.exception("an image of %d bytes could not be looked at", len(self._memory))
             event = events.Checked("looking at the mean from it failed here; the daemon's log says more")
         self.driver.tell(event)
@@ -225,7 +227,7 @@ class _Kept:
 
 
 class Transfer:
-    """State of one run, and the means that led to it, given and taken.
+    """Gives and takes the state of one run, and the means that led to it.
 
     Args:
         spec: The run.
@@ -340,9 +342,8 @@ class Transfer:
             log.info("run %s: no state fetched: %s", run, got.reason)
         else:
             self._circle = Circle(got.state, finish.voters)
-            what = f"the state of epoch {got.state.epoch}, {got.size / 1e6:.1f} MB"
-            how = f"from {len(got.sources)} peers in {got.seconds:.2f} s ({got.reason})"
-            log.info("run %s: fetched %s %s", run, what, how)
+            what = f"{got.size / 1e6:.1f} MB from {len(got.sources)} peers in {got.seconds:.2f} s"
+            log.info("run %s: fetched the state of epoch %d, %s (%s)", run, got.state.epoch, what, got.reason)
         return got
 
     def keep(self, mean: EncodedMean, prove: Prove) -> None:
@@ -475,9 +476,8 @@ class Transfer:
 
     async def _digest(self, state: StateId, data: memoryview) -> None:
         image = await self._loop.run_in_executor(None, Image.of, data)
-        if not self._left:
-            self._held[image.name.digest] = image
-            self._driver.tell(events.SnapshotReady(state, image.name))
+        self._held[image.name.digest] = image
+        self._driver.tell(events.SnapshotReady(state, image.name))
 
     async def _make_image(self, before: StateId) -> None:
         kept = self._means.get(before)
@@ -544,9 +544,14 @@ class Transfer:
         return answer if prove is None else msgspec.structs.replace(answer, proof=prove())
 
     def _post_body(self, peer: str, message: Bulk) -> None:
+        def sent() -> (
+            None
+        ):  # The server learns that the body has left: this call takes its turn right after it.
+            self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._rounds.busy))
+
         flow = self._flows.get(peer, b"")
         self._sessions.post_bulk(peer, flow, lambda: self._make(message), late=True)
-        self._sessions.post_bulk(peer, flow, lambda: self._sent(peer), late=True)
+        self._sessions.post_bulk(peer, flow, sent, late=True)
 
     def _make(self, message: Bulk) -> Frame | None:
         image = self._held.get(message.digest)
@@ -554,10 +559,6 @@ class Transfer:
             return None
         body = image.digests if isinstance(message, Digests) else image.data[image.name.span(message.chunk)]
         return TRANSFER_FRAME + encode(message), body
-
-    def _sent(self, peer: str) -> None:
-        """Tell the server that a body has left: this call takes its turn in the queue right after the body."""
-        self._loop.call_soon(self._driver.tell, events.BodySent(peer, self._rounds.busy))
 
     def _leave(self, peer: str) -> None:
         if flow := self._flows.pop(peer, None):
