@@ -1,1 +1,1 @@
-"""State for newcomers: who has which snapshot, which one most peers agree on, and how it comes from all of them."""
+"""State for newcomers: they agree with most peers on one snapshot, and download it from all its donors."""

@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 ANSWER_SECONDS = 1.0
-"""Longest time that an answer is waited for; most peers answer within a round trip."""
+"""Longest time to wait for an answer; most peers answer within a round trip."""
 
 LONE_SECONDS = 3 * ANSWER_SECONDS
-"""Longest time that the others are waited for where only one has answered: a channel may have to be opened first."""
+"""Longest time to wait for the others if only one has answered: a channel may have to be opened first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The image that is to be downloaded.
+    """The image to download.
 
     Attributes:
         offer: The snapshot, or mean.
         donors: PeerIDs of the peers that offer it.
-        reason: Why it is taken, in one line.
-        voters: Of a snapshot: PeerIDs of all that had a say in that, or would have had, whether they offer it or not.
+        reason: Why it was chosen, in one line.
+        voters: For a snapshot: PeerIDs of all peers that had a vote or were late, whether they offer it or not.
     """
 
     offer: Offer
@@ -35,9 +35,9 @@ class Answers:
     """The answers of a run's peers.
 
     Attributes:
-        peers: The peers to ask, and since when they are known.
-        barred: PeerID -> why nothing more is taken from it.
-        wanted: The epochs that donors are asked for a snapshot of.
+        peers: PeerID of each peer to ask -> since when it is known.
+        barred: PeerID -> why the newcomer takes nothing more from that peer.
+        wanted: The epochs of which donors are asked to take a snapshot.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Answers:
         self._silent: set[str] = set()
 
     def see(self, peers: tuple[str, ...], now: float) -> list[str]:
-        """Take note of the peers there are; return those that are new, which are asked now."""
+        """Note the peers of the run; return the new peers, which are asked now."""
         self.peers = {peer: self.peers.get(peer, now) for peer in peers if peer not in self.barred}
         self._answers = {peer: answer for peer, answer in self._answers.items() if peer in self.peers}
         self._silent &= self.peers.keys()
@@ -61,18 +61,18 @@ class Answers:
             self._silent.discard(peer)
 
     def forget(self, peer: str) -> None:
-        """Drop what `peer` had answered, and do not wait for it: it cannot be reached, or will not answer."""
+        """Drop the answer of `peer`, and do not wait for it: it cannot be reached, or will not answer."""
         self._answers.pop(peer, None)
         self._silent.add(peer)
 
     def bar(self, peer: str, reason: str) -> None:
-        """Take nothing from it any more."""
+        """Take nothing more from `peer`."""
         self.barred[peer] = reason
         self.peers.pop(peer, None)
         self._answers.pop(peer, None)
 
     def offers(self, peer: str, offer: Offer) -> bool:
-        """True if `peer` offers it."""
+        """True if `peer` offers this image."""
         return peer in self._answers and offer in self._answers[peer].offers
 
     def deadline(self, now: float) -> float:
@@ -82,7 +82,7 @@ class Answers:
         return min((time for time in times if time > now), default=float("inf"))
 
     def _settled(self, now: float, seconds: float = ANSWER_SECONDS) -> bool:
-        """True if all that are waited for have answered, or cannot, or have had so much time to."""
+        """True if each awaited peer has answered, cannot answer, or has had `seconds` to answer."""
         return all(
             peer in self._answers or peer in self._silent or now >= self.peers[peer] + seconds
             for peer in self._awaited
@@ -98,7 +98,7 @@ class Answers:
 
     @property
     def _nobody(self) -> str:
-        """Why nobody has answered, one line; empty if somebody has."""
+        """Why no peer has answered, one line; empty if a peer has."""
         if not self.peers:
             barred = "; ".join(f"{peer[-8:]}: {why}" for peer, why in self.barred.items())
             unknown = "no other peer of this run is known"
@@ -107,5 +107,5 @@ class Answers:
 
 
 def counted(peers: int) -> str:
-    """So many peers."""
+    """The number of peers in words: `1 peer`, `2 peers`."""
     return f"{peers} peer" if peers == 1 else f"{peers} peers"

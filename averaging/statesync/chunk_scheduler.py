@@ -1,6 +1,6 @@
-"""The chunks that each donor is asked for: as many at once as it has shown to deliver, and from others if it stalls.
+"""Schedules which donor is asked for which chunk. A donor's window follows its speed; others take over if it stalls.
 
-The list of digests is asked for in the same way, as the only item of its kind.
+The list of digests is scheduled in the same way, as a single item.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from itertools import islice
 from equipoise.averaging.timing import STALL_SECONDS
 
 FIRST_WINDOW = 2
-"""Most chunks that a donor is asked for at once before it has delivered any: one is sent while it reads the next."""
+"""Most chunks asked of a donor at once before it has delivered any: it reads one while it sends the other."""
 
 MAX_WINDOW = 8
-"""Most chunks that a donor is asked for at once: 8 MiB keep a link of 80 MB/s with a tenth of a second's delay full,
-and more would only queue there."""
+"""Most chunks asked of a donor at once: 8 MiB keep a link of 80 MB/s with a tenth of a second's delay full, and more
+would only wait in a queue."""
 
 QUICK_SECONDS, LONG_SECONDS = 0.25, 1.0
-"""Times of a chunk: one that takes less widens its donor's window, one that takes more halves it, for a slow donor must
-not hold many."""
+"""Bounds on the time of a chunk: a faster chunk widens its donor's window, a slower chunk halves it, because a slow
+donor must not hold many chunks."""
 
 MAX_REST_SECONDS = 8.0
-"""Longest time that a donor which stalls again and again is left in peace, before it is asked for one chunk."""
+"""Longest time for which a donor that stalls again and again is not asked; then it is asked for one chunk."""
 
 
 class Source:
     """One donor.
 
     Attributes:
-        asked: Chunk -> when it was asked for it.
-        late: Chunks that it was asked for and has lost to others; still welcome.
-        rests_until: When it may be asked again after it stalled.
+        asked: Chunk -> when the donor was asked for it.
+        late: Chunks now asked of other donors, because this donor stalled; still welcome.
+        rests_until: When the donor may be asked again after it stalled.
     """
 
     def __init__(self) -> None:
@@ -44,18 +44,18 @@ class Source:
         self._heard_at = 0.0
 
     def room(self, now: float) -> int:
-        """Return how many more chunks it may be asked for."""
+        """Return how many more chunks the donor may be asked for."""
         return max(self._window - len(self.asked), 0) if now >= self.rests_until else 0
 
     def ask(self, chunk: int, now: float) -> None:
-        """It is asked for a chunk."""
+        """Note that the donor is asked for a chunk."""
         if not self.asked:
             self._heard_at = now
         self.late.discard(chunk)
         self.asked[chunk] = now
 
     def deliver(self, chunk: int, now: float) -> None:
-        """A chunk has come from it."""
+        """Note that the donor has delivered a chunk."""
         took = now - self.asked.pop(chunk, now - LONG_SECONDS)
         self._heard_at, self._rest, self.rests_until = now, STALL_SECONDS, 0.0
         if took < QUICK_SECONDS:
@@ -65,18 +65,18 @@ class Source:
 
     @property
     def stalls_at(self) -> float:
-        """When it will have stalled if nothing comes."""
+        """When the donor stalls if it delivers nothing."""
         return self._heard_at + STALL_SECONDS if self.asked else float("inf")
 
     def stall(self, now: float) -> list[int]:
-        """It has stalled: return what others are to be asked for."""
+        """Let the donor rest after a stall; return the chunks to ask of others."""
         self.rests_until = now + self._rest
         self._rest = min(2 * self._rest, MAX_REST_SECONDS)
         self._window = 1
         return self.give_up()
 
     def give_up(self) -> list[int]:
-        """Expect nothing more of it; return what others are to be asked for."""
+        """Return the chunks that the donor was asked for, to ask them of others."""
         chunks = list(self.asked)
         self.late.update(chunks)
         self.asked.clear()
@@ -84,11 +84,11 @@ class Source:
 
 
 class ChunkScheduler:
-    """The donors of one image, and what of it is missing.
+    """The donors of one image, and its missing chunks.
 
     Attributes:
-        donors: By PeerID.
-        delivered: PeerID -> chunks, of donors that are gone too.
+        donors: The donors by PeerID.
+        delivered: PeerID -> number of chunks delivered; includes donors that are gone.
     """
 
     def __init__(self, chunks: int, donors: Iterable[str] = ()) -> None:
@@ -99,11 +99,11 @@ class ChunkScheduler:
 
     @property
     def left(self) -> int:
-        """Chunks that are missing."""
+        """Number of missing chunks."""
         return len(self._missing)
 
     def add(self, peer: str) -> None:
-        """`peer` offers the image; nothing happens if that is known."""
+        """Add a donor, unless `peer` is one already."""
         self.donors.setdefault(peer, Source())
 
     def remove(self, peer: str) -> bool:
@@ -120,7 +120,7 @@ class ChunkScheduler:
         return asked and chunk in self._missing
 
     def receive(self, peer: str, chunk: int, now: float) -> None:
-        """A chunk is in its place."""
+        """Note that a chunk is in its place: no donor is asked for it any more."""
         if chunk in self._missing:
             self._missing.discard(chunk)
             self.donors[peer].deliver(chunk, now)
@@ -130,7 +130,7 @@ class ChunkScheduler:
                 source.late.discard(chunk)
 
     def stalled(self, now: float) -> list[str]:
-        """Take from those who have stalled what they were asked for, and ask them last; return who they are."""
+        """Take the chunks from donors that have stalled, and ask these donors last; return their PeerIDs."""
         found = [peer for peer, source in self.donors.items() if now >= source.stalls_at]
         for peer in found:
             source = self.donors[peer] = self.donors.pop(peer)
@@ -147,12 +147,12 @@ class ChunkScheduler:
                 yield peer, chunks
 
     def deadline(self, now: float) -> float:
-        """When a donor will have stalled, or has rested."""
+        """When the next donor stalls, or has rested."""
         resting = [source.rests_until for source in self.donors.values() if source.rests_until > now]
         return min([source.stalls_at for source in self.donors.values()] + resting, default=float("inf"))
 
     def _unasked(self) -> Iterator[int]:
-        """Take missing chunks from those that nobody is asked for."""
+        """Yield missing chunks that no donor is asked for."""
         while self._waiting:
             if (chunk := self._waiting.popleft()) in self._missing:
                 yield chunk

@@ -1,7 +1,7 @@
 """Images: a state as bytes, cut into chunks, named by one digest over the digests of all chunks.
 
-A tree of one level: whoever knows the name can check the list of digests, and with the list every chunk by itself,
-from whomever it comes (as in BitTorrent v2, BEP 52, with a flat layer in place of a binary tree).
+A hash tree of one level: a peer that knows the name can check the list of digests, and with the list each chunk by
+itself, from any donor (as in BitTorrent v2, BEP 52, with a flat layer in place of a binary tree).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from equipoise.averaging.ports import MAX_BODY_BYTES, Buffer
 DIGEST_BYTES = 32
 
 CHUNK_BYTES = 1024 * 1024
-"""Length of a chunk: a hundredth of a second on a link of 1 Gbit/s, which a round may wait or a liar waste."""
+"""Length of a chunk: a hundredth of a second on a link of 1 Gbit/s, the time that a round may wait or a liar waste."""
 
 MAX_CHUNKS = MAX_BODY_BYTES // DIGEST_BYTES
 """Most chunks of an image: the list of digests must fit one frame's body. So images have up to 128 GiB."""
@@ -65,12 +65,12 @@ class ImageId(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Image(NamedTuple):
-    """An image that is served.
+    """An image that a donor serves.
 
     Attributes:
         name: Its name.
         data: Its bytes.
-        digests: Of its chunks.
+        digests: The digests of its chunks.
     """
 
     name: ImageId
@@ -79,7 +79,7 @@ class Image(NamedTuple):
 
     @classmethod
     def of(cls, data: memoryview) -> Image:
-        """The image of these bytes, with their digests; for a thread."""
+        """The image of these bytes, with their digests; slow, so run it in a thread."""
         digests = digests_of(data)
         return cls(ImageId.of(len(data), digests), data, digests)
 

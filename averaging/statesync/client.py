@@ -1,14 +1,14 @@
-"""The newcomer's machine: it asks the donors what they have, then downloads from all that have the same.
+"""The newcomer's machine: it asks the donors for their offers, then downloads one image from all its donors.
 
-Theory of operation. A newcomer *asks* until most donors agree (`snapshot_quorum`). Then it asks one of them for the
-digests of the chunks, which the agreed name of the image proves, and all of them for chunks (`chunk_scheduler`), each
-of which its digest proves. A donor that sends one wrong byte is barred; one that dies or stalls loses its chunks to the
-others, either way at once. If no donor is left the newcomer asks again, and goes on with what it has if the same image
-is offered. It ends with the whole image, or, at its timeout, with the reason why there is none.
+Theory of operation. A newcomer *asks* until most donors agree (`snapshot_quorum`). Then it asks one donor for the
+digests of the chunks, which the agreed name of the image proves. It asks all donors for chunks (`chunk_scheduler`); a
+digest proves each chunk. A donor that sends a wrong byte is barred at once. If a donor dies or stalls, the others are
+asked for its chunks at once. If no donor is left, the newcomer asks again, and keeps its chunks if the same image is
+offered. It ends with the whole image or, at its timeout, with the reason why it has none.
 
-A newcomer gets a mean that it missed in the same way, or learns as soon as all have answered that nobody has it
-(`update_query`). When the whole mean is here, the newcomer finds out whether it is the group's. If not, it bars its
-donors and tries another offer. It also changes, at any time, to an offer of donors that are more to be believed.
+A newcomer gets a mean that it missed in the same way, or learns once all donors have answered that none has it
+(`update_query`). When the whole mean is here, the newcomer checks whether it is the group's. If not, it bars the donors
+and tries another offer. At any time, it also changes to an offer of donors that are more credible.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from equipoise.averaging.statesync.update_query import UpdateQuery
 from equipoise.averaging.timing import RENEW_SECONDS, STALL_SECONDS
 
 ASK_AGAIN_SECONDS = 1.0
-"""Longest time between two asks while nothing is agreed: donors' epochs are that fresh."""
+"""Longest time between two asks before the donors agree: the newcomer's view of their epochs is no older."""
 
 MAX_NOTES = 4
-"""Most mishaps that the reason of the end names: those that came last."""
+"""Most mishaps that the reason of the result names: the last ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class Request:
         ticket: 8 random bytes.
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
-        after: A state: the newcomer looks for the mean that leads on from there, and for no snapshot.
-        circle: PeerIDs of the peers by whom that state is known, whose offers are tried first. For a snapshot: PeerIDs
+        after: A state: the newcomer looks for the mean that the group applied to it, not for a snapshot.
+        circle: PeerIDs of the peers that vouch for that state, whose offers are tried first. For a snapshot: PeerIDs
             of the only peers to take it from, while any of them is there.
-        patient: Whether to wait for the peers that are not as far, if no other has that mean.
-        proved: Whether the asking peer can tell that mean by its digest, from any donor.
+        patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
+        proved: Whether the asking peer knows that mean's digest, so that it can take the mean from any donor.
     """
 
     run: str
@@ -93,7 +93,7 @@ class Fetch:
 
     @property
     def deadline(self) -> float:
-        """When to wake it."""
+        """When `Woke` is due."""
         if self._checking or self.ended:
             return float("inf")
         return min(self._expires, self._ask_at, self._next_change)
@@ -112,14 +112,14 @@ class Fetch:
         )
 
     def expects(self, peer: str, message: Bulk) -> bool:
-        """True if the body of this message of `peer` is wanted."""
+        """True if the newcomer wants the body of this message of `peer`."""
         if self.ended or self._agreement is None or message.digest != self._agreement.offer.image.digest:
             return False
         is_next = isinstance(message, Chunk) == self._digests_known
         return is_next and self._sources.expects(peer, _index(message))
 
     def handle(self, event: FetchEvent, now: float) -> list[FetchAction]:
-        """Take note of an event; return what to do."""
+        """Take an event; return the actions, in order."""
         if self.ended:
             return []
         match event:
@@ -177,7 +177,7 @@ class Fetch:
 
     def _lose(self, peer: str, reason: str) -> None:
         if not self._digests_known and self._sources.expects(peer, 0):
-            self._slow.add(peer)  # It broke off rather than give the digests.
+            self._slow.add(peer)  # The donor broke off before it sent the digests.
         self._poll.forget(peer)
         self._leave_out(peer, reason)
 
@@ -239,7 +239,7 @@ class Fetch:
             self._seek(now)
 
     def _outranked(self, offer: Offer, now: float) -> bool:
-        """True if another mean can be had sooner, or is more likely to be the group's, than the mean on its way."""
+        """True if another mean may come sooner, or is more likely to be the group's, than the mean on its way."""
         if self._missed is None or not self._sources.left:
             return False
         self._note_slow(now)
@@ -258,13 +258,13 @@ class Fetch:
         self._agreement = agreement
         if image != self._image:
             self._image = image
-            self._sources = ChunkScheduler(1)  # Of digests there is one list.
+            self._sources = ChunkScheduler(1)  # The list of digests is one item.
             self._digests_known, self._memory = False, 0
             self._slow.clear()
             self._out.append(events.Allocate(image))
         for peer in agreement.donors:
             self._sources.add(peer)
-        self._ask_at = now  # A donor that noted a wish may forget it.
+        self._ask_at = now  # The new ask has no wishes: donors may forget the earlier ones.
 
     def _download(self, agreement: Agreement, now: float) -> None:
         if not self._sources.left:
@@ -324,5 +324,5 @@ class Fetch:
 
 
 def _index(message: Bulk) -> int:
-    """The item of its kind that a message carries: of digests there is one list."""
+    """The index of the item that a message carries; the list of digests is item 0."""
     return message.chunk if isinstance(message, Chunk) else 0

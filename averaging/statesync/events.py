@@ -1,7 +1,7 @@
 """The events of the two machines of a transfer, and their actions.
 
-Events are in the past tense, actions in the imperative. No bytes of images come here: the driver keeps them, has
-checked every size, and says only whether what came had the right digest.
+Events are in the past tense, actions in the imperative. Events carry no bytes of images. The driver keeps the bytes,
+checks every size, and reports only whether a body had the right digest.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Woke(msgspec.Struct, frozen=True):
 
 
 class AskReceived(msgspec.Struct, frozen=True):
-    """A peer of the run, of the same spec, has said something to this peer as a donor."""
+    """A peer of the run, of the same spec, has sent a message to this peer as a donor."""
 
     peer: str
     message: ToDonor
 
 
 class EpochReached(msgspec.Struct, frozen=True):
-    """This donor's trainer stands at that epoch."""
+    """This donor's trainer is at that epoch."""
 
     epoch: int
 
@@ -47,7 +47,7 @@ class TrainerLeft(msgspec.Struct, frozen=True):
 
 
 class FetchChanged(msgspec.Struct, frozen=True):
-    """This peer fetches a state itself, or does so no longer: while it does, its own is of use to nobody."""
+    """This peer has begun or ended a fetch of a state; during the fetch, its own state is of no use to others."""
 
     fetching: bool
 
@@ -66,19 +66,19 @@ class SnapshotReady(msgspec.Struct, frozen=True):
 
 
 class RoundBegan(msgspec.Struct, frozen=True):
-    """Values are exchanged in a round of this run that leads on from the state `before`."""
+    """The members of a round from the state `before` exchange values now."""
 
     before: StateId
 
 
 class RoundOver(msgspec.Struct, frozen=True):
-    """That round has ended here; if it came to a mean, the driver keeps the mean by now."""
+    """That round has ended here; if it succeeded, the driver keeps the mean by now."""
 
 
 class MeanKept(msgspec.Struct, frozen=True):
-    """A round has come to a mean, of `size` bytes, which leads on from the state `before`; the driver keeps it.
+    """A round from the state `before` has succeeded; the driver keeps its mean, of `size` bytes.
 
-    All kept means together take `most` bytes, but for the last, which is kept whatever its size.
+    All kept means together take at most `most` bytes; the last mean is kept whatever its size.
     """
 
     before: StateId
@@ -87,7 +87,7 @@ class MeanKept(msgspec.Struct, frozen=True):
 
 
 class MeanReady(msgspec.Struct, frozen=True):
-    """The driver has made an image of the mean that leads on from `before`; None where it has not the memory."""
+    """The driver has made an image of the mean after the state `before`; None if memory did not suffice."""
 
     before: StateId
     image: ImageId | None
@@ -101,7 +101,7 @@ class BodySent(msgspec.Struct, frozen=True):
 
 
 class RoundsSeen(msgspec.Struct, frozen=True):
-    """Told in place of `Woke`: whether a round exchanges at this donor now."""
+    """Whether a round exchanges at this donor now; reported in place of `Woke`."""
 
     busy: bool
 
@@ -119,32 +119,32 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class SendBody(msgspec.Struct, frozen=True):
-    """Send a message with its body, after whatever rounds have to send; answer with `BodySent`, unless it is lost."""
+    """Send a message with its body, after the frames of rounds; report `BodySent`, unless the body is lost."""
 
     to: str
     message: Bulk
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Nobody needs that image any more."""
+    """No newcomer needs that image any more."""
 
     image: ImageId
 
 
 class MakeImage(msgspec.Struct, frozen=True):
-    """Somebody missed the mean that leads on from this state: make an image of it; answer with `MeanReady`."""
+    """Make an image of the mean after this state, as a peer missed it; report `MeanReady`."""
 
     before: StateId
 
 
 class Drop(msgspec.Struct, frozen=True):
-    """That mean, and its image if there is one, are no longer kept."""
+    """Drop the mean after this state, with its image if it has one."""
 
     before: StateId
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """The server serves a peer no longer: what was begun for it alone can end."""
+    """Forget a peer that the donor no longer serves: work for that peer alone can end."""
 
     peer: str
 
@@ -162,20 +162,20 @@ class PeersSeen(msgspec.Struct, frozen=True):
 
 
 class AnswerReceived(msgspec.Struct, frozen=True):
-    """A donor has said something to this newcomer."""
+    """A donor has sent a message to this newcomer."""
 
     peer: str
     message: ToNewcomer
 
 
 class MemoryReady(msgspec.Struct, frozen=True):
-    """There is room for an image of that size."""
+    """The driver has memory for an image of that size."""
 
     size: int
 
 
 class MemoryRefused(msgspec.Struct, frozen=True):
-    """There is no room for it."""
+    """The driver has no memory for the image."""
 
     reason: str
 
@@ -192,20 +192,20 @@ class BodyReceived(msgspec.Struct, frozen=True):
 
 
 class ProtocolBroken(msgspec.Struct, frozen=True):
-    """A donor has sent what no donor sends: of a wrong size, or more than it was asked for."""
+    """A donor has sent a body of a wrong size, or more than it was asked for."""
 
     peer: str
     reason: str
 
 
 class Checked(msgspec.Struct, frozen=True):
-    """A whole mean was looked at: `problem` says why the given proofs do not make it the group's; empty if they do."""
+    """A whole mean was checked: `problem` says why the proofs do not make it the group's; empty if they do."""
 
     problem: str
 
 
 class Withdrew(msgspec.Struct, frozen=True):
-    """The image is not wanted any more."""
+    """The caller does not want the image any more."""
 
     reason: str
 
@@ -215,13 +215,13 @@ FetchEvent = PeersSeen | SourceEvent | MemoryReady | MemoryRefused | Checked | W
 
 
 class Allocate(msgspec.Struct, frozen=True):
-    """Make room for an image; answer with `MemoryReady` or `MemoryRefused`. What was in it may be lost."""
+    """Allocate memory for an image; report `MemoryReady` or `MemoryRefused`. Bytes of an earlier image may be lost."""
 
     image: ImageId
 
 
 class Check(msgspec.Struct, frozen=True):
-    """The image of a mean is complete: find out whether it is the group's, by these proofs; answer with `Checked`."""
+    """Check by these proofs whether a complete mean is the group's; report `Checked`."""
 
     proofs: tuple[Commit, ...]
 
@@ -230,8 +230,8 @@ class Finish(msgspec.Struct, frozen=True):
     """The download is over.
 
     Attributes:
-        outcome: What it came to. If it is ok, the image is complete; a mean is then the group's.
-        voters: Of a snapshot: all who had a say in which one to take, whether they offered any or not.
+        outcome: The result. If it is ok, the image is complete; a mean is then the group's.
+        voters: PeerIDs of all peers that had a vote on which snapshot to take, whether they offered one or not.
     """
 
     outcome: FetchOutcome

@@ -1,10 +1,10 @@
 """The messages between a newcomer and its donors: msgpack structs, each the header of a frame.
 
-A newcomer sends `Ask` to every peer of its run and gets an `Answer` from each: now, and again whenever that peer would
-answer otherwise. When enough of them offer the same image it asks one for `AskDigests`, and all of them for
-`AskChunks`. Its ticket is in every message, so that messages of an earlier download are told apart. A peer that has
-missed means asks for each in the same way. The votes that prove a mean come beside its image and not in it: each donor
-knows of other votes, and the image must be the same at all.
+A newcomer sends `Ask` to every peer of its run. Each peer sends an `Answer`, and another whenever its answer changes.
+When enough peers offer the same image, the newcomer sends `AskDigests` to one of them and `AskChunks` to all. Each
+message carries the newcomer's ticket, which sets it apart from messages of an earlier download. A peer that has missed
+means asks for each in the same way. The votes that prove a mean come beside its image, not in it: donors know different
+votes, but the image must be the same at all donors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync.chunks import MAX_CHUNKS, Digest, ImageId
 
 MAX_WISHES = 2
-"""Most epochs that are asked for at once: the one that donors hold, for as long as their step lasts, and the next."""
+"""Most epochs in one wish: the donors' present epoch, while their step lasts, and the next."""
 
 MAX_OFFERS = 2
-"""Most images that a donor offers: it holds the last and one that is being downloaded."""
+"""Most images that a donor offers: the last one, and one that is being downloaded."""
 
 MAX_CHUNKS_ASKED = 16
 """Most chunks that one message asks for; a newcomer has at most 8 on their way from one donor."""
@@ -39,8 +39,8 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     """A snapshot that a donor holds, or a mean.
 
     Attributes:
-        state: What it is a snapshot of, or what the mean leads on from.
-        image: Its bytes.
+        state: The state of the snapshot, or the state to which the mean was applied.
+        image: The name of its bytes.
     """
 
     state: StateId
@@ -48,11 +48,11 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
-    """Says of which download it is.
+    """A message of one download.
 
     Attributes:
         run: Name of the run.
-        ticket: Of the download; a new one of the same peer takes the place of the one before.
+        ticket: Ticket of the download; a peer's new ticket replaces its earlier one.
     """
 
     run: RunName
@@ -60,19 +60,19 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class _ImageMessage(_Message, frozen=True, tag=True):
-    """Says of which image it is."""
+    """A message about one image."""
 
     digest: Digest
 
 
 class Ask(_Message, frozen=True, tag=True):
-    """Tell me what you have of this run's state; or, with `after`, what came next.
+    """The newcomer asks for snapshots of this run's state or, with `after`, for the mean that followed a state.
 
     Attributes:
         spec: Hash of the newcomer's RunSpec; only peers of the same spec are answered.
         at_least: The first epoch that is of use.
-        wanted: Epochs of which the donor should take a snapshot, when it is there; empty only to hear what it has.
-        after: A state: what is wanted is no snapshot, but the mean that the group applied to it.
+        wanted: Epochs of which the donor should take a snapshot when it reaches them; may be empty.
+        after: A state: the newcomer wants the mean that the group applied to it, not a snapshot.
     """
 
     spec: SpecHash
@@ -82,14 +82,14 @@ class Ask(_Message, frozen=True, tag=True):
 
 
 class Answer(_Message, frozen=True, tag=True):
-    """This is what I have.
+    """The donor tells what it holds.
 
     Attributes:
-        epoch: Where this donor stands; None if it holds no state.
-        noted: Those of the wanted epochs that it will take a snapshot of, or is just taking.
-        offers: The snapshots it holds, of epochs that are of use; or the mean that was asked for.
-        proof: Of that mean: votes of its round's majority, up to 64 signatures of up to 128 bytes.
-        left: Whether its trainer has left the run: it comes no further, and takes no snapshot.
+        epoch: The donor's epoch; None if it holds no state.
+        noted: The wanted epochs of which the donor will take a snapshot, or is just taking one.
+        offers: The snapshots that it holds, of epochs that are of use; or the mean that was asked for.
+        proof: The mean's proof: votes of its round's majority, up to 64 signatures of up to 128 bytes.
+        left: Whether its trainer has left the run: its epoch stays, and it takes no snapshot.
     """
 
     epoch: Epoch | None
@@ -100,13 +100,13 @@ class Answer(_Message, frozen=True, tag=True):
 
 
 class Refusal(_Message, frozen=True, tag=True):
-    """I do not serve you."""
+    """The donor refuses to serve the newcomer."""
 
     reason: Detail
 
 
 class AskDigests(_ImageMessage, frozen=True, tag=True):
-    """Send me the digests of that image's chunks."""
+    """The newcomer asks for the digests of the image's chunks."""
 
 
 class Digests(_ImageMessage, frozen=True, tag=True):
@@ -114,7 +114,7 @@ class Digests(_ImageMessage, frozen=True, tag=True):
 
 
 class AskChunks(_ImageMessage, frozen=True, tag=True):
-    """Send me those chunks of that image."""
+    """The newcomer asks for chunks of the image."""
 
     chunks: Annotated[tuple[ChunkIndex, ...], msgspec.Meta(min_length=1, max_length=MAX_CHUNKS_ASKED)]
 
@@ -126,13 +126,13 @@ class Chunk(_ImageMessage, frozen=True, tag=True):
 
 
 class Gone(_ImageMessage, frozen=True, tag=True):
-    """I do not hold that image, or not any more."""
+    """The donor does not hold the image, or sends no more of it."""
 
     reason: Detail
 
 
 class Finished(_Message, frozen=True, tag=True):
-    """I need nothing more of you; whatever I had wished for is off."""
+    """The newcomer needs nothing more of the donor, which may forget its wishes."""
 
 
 AskBulk = AskDigests | AskChunks

@@ -1,10 +1,10 @@
-"""The donor's machine: tells newcomers what it has, asks its trainer for what they wish, and serves it.
+"""The donor's machine: it offers snapshots and means to newcomers, asks its trainer for snapshots, and serves them.
 
 Theory of operation. A donor keeps a newcomer's `Ask` and answers it, and answers again whenever the answer changes,
-until the newcomer has finished or has not been heard of for a while. What newcomers wish for shows in `wanted`; the
-trainer takes a snapshot when it stands at that epoch, and nobody waits for it. The donor holds a snapshot until the
-next takes its place, and longer while someone downloads it. It keeps the last means too, and has an image made of one
-when somebody asks for it; the driver puts to the answer what proves the mean by then.
+until the newcomer has finished or has been silent for a while. `wanted` is the next epoch of which newcomers want a
+snapshot. The trainer takes the snapshot when it reaches that epoch; training does not wait for it. The donor holds a
+snapshot until the next replaces it, and longer while a newcomer downloads it. The donor also keeps the last means, and
+makes an image of a mean when a newcomer asks for it. The driver adds the known votes for the mean to the answer.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from equipoise.averaging.statesync.upload_queue import MAX_SERVINGS, Quota, Serv
 from equipoise.averaging.timing import ASKER_SECONDS
 
 KEPT_MEANS = 8
-"""Most means that a donor keeps. A peer that is further behind takes a snapshot instead: eight means in int8 have as
-many bytes as the image of a state with Adam's two moments."""
+"""Most means that a donor keeps. A peer that is further behind takes a snapshot instead: eight means in int8 are as
+large as the image of a state with Adam's two moments."""
 
 MAX_ASKERS = 64
-"""Most newcomers that are served at once: as many as a group has members."""
+"""Most newcomers served at once: as many as a group has members."""
 
 HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 8.0
-"""Longest time that an image is held for those who download it: a quarter of a link of 4 Mbit/s is enough for it. Two
-newcomers that never finish would else keep both places, and nobody else would get a state."""
+"""Longest time that an image is held for its downloads: a quarter of a link of 4 Mbit/s is enough. Without this limit,
+two newcomers that never finish would keep both places, and no other newcomer would get a state."""
 
 
 class Cache:
-    """At most two snapshots, so that a donor's memory holds two images and no more.
+    """At most two snapshots, which bounds a donor's memory to two images.
 
     Attributes:
-        offers: The last that its trainer handed over, and one that is still being downloaded.
+        offers: The last snapshot from the trainer, and one that is still being downloaded.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class Cache:
         return next((offer for offer in self.offers if offer.image.digest == digest), None)
 
     def put(self, offer: Offer, read: Collection[bytes]) -> list[Offer]:
-        """Hold a new snapshot; return those that must go.
+        """Hold a new snapshot; return the snapshots that must go.
 
         Args:
-            offer: The new one.
-            read: Digests of the images that are being downloaded. Of two of them the older stays: it is more complete.
+            offer: The new snapshot.
+            read: Digests of the images that are being downloaded. Of two, the older stays: more of it has been sent.
         """
         before = self.offers
         kept = [one for one in before if one.image != offer.image and one.image.digest in read]
@@ -60,7 +60,7 @@ class Cache:
         return [one for one in before if one.image not in held]
 
     def drop_unread(self, read: Collection[bytes]) -> tuple[Offer, ...]:
-        """Let the older snapshot go if nobody downloads it any more; return it."""
+        """Let the older snapshot go if no newcomer downloads it any more; return it."""
         gone = tuple(offer for offer in self.offers[1:] if offer.image.digest not in read)
         self.offers = tuple(offer for offer in self.offers if offer not in gone)
         return gone
@@ -74,18 +74,18 @@ class _Mean:
 
 
 class Kept:
-    """The means of one run, by the state that each leads on from."""
+    """The means of one run, by the state before each."""
 
     def __init__(self) -> None:
         self._means: OrderedDict[StateId, _Mean] = OrderedDict()
 
     def keep(self, before: StateId, size: int, most: int, read: Collection[bytes]) -> list[StateId]:
-        """Keep another, of `size` bytes; returns which others must go.
+        """Keep another mean; returns the states before the means that must go.
 
         Args:
-            before: What it leads on from; it takes the place of one that does as well.
-            size: Bytes.
-            most: Bytes of all kept means together, but the last, which is kept whatever its size.
+            before: The state to which the mean was applied; the mean replaces an earlier one from the same state.
+            size: Bytes of the mean.
+            most: Most bytes of all kept means together. The last mean is kept whatever its size.
             read: Digests of the images that are being downloaded, which go last.
         """
         gone = []
@@ -100,12 +100,12 @@ class Kept:
         return gone
 
     def lacks_image(self, before: StateId) -> bool:
-        """True if the mean that leads on from there is kept, and has no image yet."""
+        """True if the mean after the state `before` is kept, and has no image yet."""
         mean = self._means.get(before)
         return mean is not None and mean.image is None
 
     def begins_image(self, before: StateId) -> bool:
-        """True if an image of that mean is to be made: from now on one is being made."""
+        """Mark that the mean's image is being made; returns False if it is already, or the mean is not kept."""
         mean = self._means.get(before)
         if mean is None or mean.making:
             return False
@@ -113,7 +113,7 @@ class Kept:
         return True
 
     def ready(self, before: StateId, image: ImageId | None) -> bool:
-        """That mean has an image now; with None it cannot, and goes. Returns whether it is still kept."""
+        """Set the mean's image, or drop the mean if no image could be made (None). Returns whether the mean is kept."""
         if image is None:
             self._means.pop(before, None)
         mean = self._means.get(before)
@@ -122,7 +122,7 @@ class Kept:
         return mean is not None
 
     def offer(self, before: StateId) -> Offer | None:
-        """The mean that leads on from there, if it is kept and has an image."""
+        """The mean after the state `before`, if it is kept and has an image."""
         mean = self._means.get(before)
         return None if mean is None or mean.image is None else Offer(before, mean.image)
 
@@ -141,10 +141,10 @@ class _Asker:
     """One newcomer.
 
     Attributes:
-        ask: What it said last.
+        ask: The newcomer's last `Ask`.
         expires: When it is forgotten.
         reading: Digest of the image that it downloads; empty if none yet.
-        told: Digest of the oldest image that it was offered, and may yet agree on with others.
+        told: Digest of the oldest image in its last offers, which it may still choose.
     """
 
     ask: Ask
@@ -172,18 +172,18 @@ class Server:
 
     @property
     def wanted(self) -> int | None:
-        """The next epoch of which a newcomer wants a snapshot; None while none does, or both places are taken."""
+        """The next epoch of which a newcomer wants a snapshot; None without a wish, or while both places are taken."""
         return min((epoch for peer in self._askers for epoch in self._wishes(peer)), default=None)
 
     @property
     def deadline(self) -> float:
-        """When to wake it."""
+        """When `Woke` is due."""
         expiries = [asker.expires for asker in self._askers.values()]
         return min([self._serving.deadline(self._now), *expiries])
 
     @property
     def standing(self) -> str:
-        """The service to others, in one line; empty if there is none."""
+        """The service to others, in one line; empty while no newcomer is served or waits."""
         if readers := self._serving.readers:
             epochs = " and ".join(str(offer.state.epoch) for offer in self._shelf.offers)
             return f"serving the state of epoch {epochs} to {readers} peers"
@@ -192,7 +192,7 @@ class Server:
         return ""
 
     def handle(self, event: events.DonorEvent, now: float) -> list[events.DonorAction]:
-        """Take note of an event; return what to do."""
+        """Take an event; return the actions, in order."""
         self._now = now
         match event:
             case events.AskReceived(peer, message):
@@ -255,7 +255,7 @@ class Server:
         asker.ask, asker.expires = ask, self._now + ASKER_SECONDS
         if ask.after is None or self._has_ended(ask.after):
             self._answer(peer, asker)
-        else:  # The answer is what comes of that round, or the image when it is made.
+        else:  # The answer follows when that round has ended, or when the image is made.
             self._make_image(ask.after)
 
     def _on_reading(self, peer: str, message: messages.AskBulk | messages.Finished) -> None:
@@ -274,7 +274,7 @@ class Server:
             self._out.append(events.Send(peer, gone))
 
     def _serve(self, peer: str, asker: _Asker, message: messages.AskBulk) -> str:
-        """Queue the bodies that a newcomer asks for; returns why not, or nothing."""
+        """Queue the bodies that a newcomer asks for; returns the reason if it is refused, else an empty string."""
         asker.expires = self._now + ASKER_SECONDS
         offer = self._shelf.find(message.digest) or self._kept.find(message.digest)
         if offer is None:
@@ -327,7 +327,7 @@ class Server:
     # ---- answers ----
 
     def _answer_those(self, concerned: Callable[[_Asker], bool]) -> None:
-        """Answer the newcomers that something new concerns."""
+        """Answer the newcomers that `concerned` picks."""
         for peer, asker in self._askers.items():
             if concerned(asker):
                 self._answer(peer, asker)
@@ -350,7 +350,7 @@ class Server:
         self._out.append(events.Send(peer, answer))
 
     def _wishes(self, peer: str) -> list[int]:
-        """The epochs of which the trainer is asked for a snapshot for this newcomer."""
+        """The epochs of which the donor asks its trainer for a snapshot for this newcomer."""
         read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
         full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
         worn = self._wear.worn(self._now) or not self._wear.may_wish(peer, self._now)
@@ -360,20 +360,20 @@ class Server:
         return [epoch for epoch in ask.wanted if self._awaits(ask, epoch)]
 
     def _awaits(self, ask: Ask, epoch: int) -> bool:
-        """True if the trainer may still take a snapshot of `epoch`, and that is of use to the newcomer."""
+        """True if the trainer may still take a snapshot of `epoch`, and the newcomer can use it."""
         held = any(one.state.epoch == epoch for one in self._shelf.offers)
         return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
 
     @property
     def _reading(self) -> set[bytes]:
-        """Digests of the images that someone downloads."""
+        """Digests of the images that newcomers download."""
         return {asker.reading for asker in self._askers.values() if asker.reading}
 
     @property
     def _read(self) -> set[bytes]:
-        """Digests of the images that someone downloads, or was just offered and may."""
+        """Digests of the held images that newcomers download, or may download as they were just offered them."""
         return {digest for one in self._askers.values() if self._holds(digest := one.reading or one.told)}
 
     def _holds(self, digest: bytes) -> bool:
-        """True if an image is held for whoever downloads it."""
+        """True if the time to hold this image for its downloads is not over."""
         return self._now < self._held_until.get(digest, float("-inf"))

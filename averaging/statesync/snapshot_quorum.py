@@ -1,12 +1,12 @@
-"""The image that a newcomer takes, and the epoch that it asks its donors for: decided from their answers alone.
+"""Chooses the image that a newcomer takes, and the epoch that it asks its donors for, from their answers alone.
 
-A newcomer takes an image if most of the peers that hold a state offer it; where there is one peer, that one is most.
-After some patience it also takes an image that two offer, if no others deny it and most have come as far. One liar
-among three changes nothing, and of two who differ neither is believed.
+A newcomer takes an image if most of the peers that hold a state offer it; a single peer is most. After some patience it
+also takes an image that two offer, if fewer peers offer another of the same epoch and most peers have reached that
+epoch. One liar among three changes nothing. If there are two peers and they differ, neither is believed.
 
-Donors that stand in different epochs take different snapshots. So the newcomer asks all for one that none of them has
-reached: the next after the epoch where most stand. Where steps are so fast that this epoch is over when the wish
-arrives, the margin doubles. Where steps are so slow that it would be long in coming, donors are asked for the present
+Donors that stand in different epochs take different snapshots. So the newcomer asks all donors for an epoch that is
+still ahead: the next after the epoch where most stand. If steps are so fast that this epoch is over when the wish
+arrives, the margin doubles. If steps are so slow that the epoch is long in coming, the newcomer asks for the present
 epoch too.
 """
 
@@ -20,32 +20,32 @@ from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, 
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 PATIENCE_SECONDS = 5.0
-"""Longest time that those who noted a wish may take after the first who fulfils it: to copy and digest an image."""
+"""Longest time that donors may take to fulfil a wish after the first donor did: to copy and digest an image."""
 
 STUCK_SECONDS = 30.0
-"""Longest time that a peer whose epoch does not change has a say while another is ahead by `STUCK_EPOCHS`: its trainer
-hangs. (A peer whose daemon has died is not in the directory any more by then.) That holds only while no more are stuck
-than are ahead: where most stand still, steps take longer."""
+"""Longest time that a peer whose epoch does not change has a vote while another is ahead by `STUCK_EPOCHS`: its trainer
+hangs. (The record of a peer whose daemon has died has expired by then.) This applies only while no more peers are stuck
+than offer the image: if most peers stand still, steps just take longer."""
 
 STUCK_EPOCHS = 2
-"""Fewest epochs that a peer which has no say is behind: one that steps slowly is behind a liar by one at once."""
+"""Fewest epochs that a stuck peer without a vote is behind. A slow peer is one epoch behind a liar at once."""
 
 LAG_EPOCHS = 8
-"""Most epochs that a peer with a say is behind what a newcomer asks for: one that is further is a newcomer itself."""
+"""Most epochs that a voter is behind the epoch that a newcomer asks for: a peer further behind is a newcomer itself."""
 
 SLOW_SECONDS = 2.0
-"""Longest time of a step for which only the next epoch is asked for; during a longer one also the present."""
+"""Longest step in which a newcomer asks for the next epoch only. In a longer one it asks for the present epoch too."""
 
 FIRST_REST_SECONDS, MAX_REST_SECONDS = 1.0, 30.0
-"""Times between two wishes where donors took snapshots and did not agree: twice as long each time, for each costs
-them."""
+"""First and longest time between two wishes after the donors' snapshots differed. It doubles each time, because each
+wish costs the donors a snapshot."""
 
 MAX_MARGIN = 64
-"""Most epochs between where donors stand and what they are asked for: at 10 ms a step, more than half a second."""
+"""Most epochs between the donors' epoch and the epoch in a wish: at 10 ms a step, more than half a second."""
 
 
 class SnapshotQuorum(Answers):
-    """The answers on snapshots of epoch `at_least` and later; `among` these peers alone, if any is there."""
+    """The answers on snapshots of epoch `at_least` and later; from `among` alone, if any of these peers is there."""
 
     def __init__(self, at_least: int, among: frozenset[str] = frozenset()) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class SnapshotQuorum(Answers):
         return new
 
     def hear(self, peer: str, answer: Answer, now: float) -> None:
-        """See `Answers`. A donor whose trainer has left has a say only in the snapshots that it holds."""
+        """See `Answers`. A donor whose trainer has left votes only if it holds a snapshot of use."""
         if answer.left and not any(offer.state.epoch >= self._at_least for offer in answer.offers):
             self._left.add(peer)
             self.forget(peer)
@@ -90,14 +90,14 @@ class SnapshotQuorum(Answers):
         return min([super().deadline(now), *(time for time in times if time > now)])
 
     def hopeless(self, now: float) -> str:
-        """Why no snapshot can be had, one line: no peer is known that holds or may take one."""
+        """Why no snapshot can come, one line: no known peer holds one or may take one. Empty if one may come."""
         if not self.peers:
             return self._nobody
         left = self.peers.keys() <= self._left
         return "all who are known have left the run, and hold no snapshot" if left else ""
 
     def agreement(self, now: float) -> Agreement | None:
-        """Return what to download; None if that is not clear yet."""
+        """Return the image to download; None while the answers do not decide it."""
         voters = list(self._voters)
         tally = Counter(offer for one in self._voters.values() for offer in one.offers if self._useful(offer))
         if not tally:
@@ -108,7 +108,7 @@ class SnapshotQuorum(Answers):
         if 2 * count <= len(self.peers) and not self._settled(now, patience):
             return None
         moving = [peer for peer in voters if not self._stuck(peer, offer.state.epoch, now)]
-        # Where most stand still, steps take long, and the few may lie about how far one can be.
+        # If most peers stand still, steps take long, and the few that are ahead may lie about their epoch.
         if len(voters) - len(moving) <= count:
             voters = moving
         if 2 * count > len(voters):
@@ -116,24 +116,24 @@ class SnapshotQuorum(Answers):
         others = [n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer]
         if count < 2 or count <= max(others, default=0) or now < self._since[offer] + PATIENCE_SECONDS:
             return None
-        # Who has not come so far may yet offer another: two who make up an epoch to come are not to be believed.
+        # A peer below this epoch may still offer another image, so two peers that invent a future epoch do not win.
         if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
             return None
         why = f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
         return self._agreed(offer, why)
 
     def wish(self, now: float) -> bool:
-        """Choose the epochs to ask for; returns whether they are others than before."""
+        """Choose the epochs to ask for; returns whether they have changed."""
         if not self._answers or not self._settled(now):
             return False
         epochs = sorted(one.epoch for one in self._voters.values() if one.epoch is not None)
-        # Of most: one liar must not make all the others wait for an epoch that never comes.
+        # The median: one liar must not make all the others wait for an epoch that never comes.
         present = epochs[len(epochs) // 2] if epochs else 0
         before = self.wanted
         if not before:
             self._wish_for(present + 1 if epochs else self._at_least, now)
         elif self._missed(before[0]):
-            # Who stood in different epochs may agree on the next; who differ in one and the same will hardly.
+            # Donors in different epochs may agree on the next one. Donors that differ in the same epoch hardly will.
             if self._differ(before[0]) or self._margin == MAX_MARGIN:
                 if now < self._wished_at + self._rest:
                     return False
@@ -150,7 +150,7 @@ class SnapshotQuorum(Answers):
 
     @property
     def standing(self) -> str:
-        """The answers or snapshots that are waited for, in one line."""
+        """The answers or snapshots for which the newcomer waits, in one line."""
         if self._nobody:
             return self._nobody
         voters = self._voters
@@ -166,12 +166,12 @@ class SnapshotQuorum(Answers):
 
     @property
     def _voters(self) -> dict[str, Answer]:
-        """Answers of the peers whose state is of use, or soon will be: newcomers at their first epoch have no say."""
+        """Answers of the peers whose state is of use, or soon will be: newcomers at their first epoch do not vote."""
         return {peer: one for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)}
 
     def _agreed(self, offer: Offer, reason: str) -> Agreement:
-        # Whoever answered first must not be all who count. Liars who are most of those who have not answered could as
-        # well have done so, and outvoted the others.
+        # Late peers count as voters too, so that the peers which answered first are not all. This gives liars no new
+        # power: if they are most, they could also have answered in time and outvoted the others.
         late = self.peers.keys() - self._answers.keys() - self._silent
         return replace(super()._agreed(offer, reason), voters=frozenset({*self._voters, *late}))
 
@@ -182,7 +182,7 @@ class SnapshotQuorum(Answers):
         return offer.state.epoch >= self._at_least
 
     def _missed(self, epoch: int) -> bool:
-        """True if too few will ever offer that epoch to be most, or those who do have shown that they differ."""
+        """True if no image of that epoch can win a majority: too few peers will offer one, or their images differ."""
         coming, voters = 0, self._voters
         tally: Counter[Offer] = Counter()
         for answer in voters.values():
@@ -198,7 +198,7 @@ class SnapshotQuorum(Answers):
         return behind and now >= since + STUCK_SECONDS
 
     def _has_reached(self, peer: str, offer: Offer) -> bool:
-        """True if a peer offers it, or has come to its epoch and does not."""
+        """True if a peer offers it, or has reached its epoch without offering it."""
         epoch = self._answers[peer].epoch
         return self.offers(peer, offer) or (epoch is not None and epoch >= offer.state.epoch)
 

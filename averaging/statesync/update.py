@@ -5,15 +5,15 @@ bitmask, u64, little-endian) and the encoded parts one after another. The length
 and the run's spec alone, as in the round. The mean's digest is over the manifest's hash, the contributors and the
 digests of all parts: so it proves every byte of the image.
 
-Votes travel beside the image. A round has come to a mean once more than half of its members have signed that they hold
-it (`allreduce.vote_signatures`). That proves what the round came to, and not that the round was the group's: anybody
-can make up identities that join, vote and sign. So it must be a round that this peer began itself from the state that
-it holds, or more than half of its `Circle` must have signed: of those by whom it knows that state. What is not sure is
-refused, and a snapshot taken.
+Votes travel beside the image. A mean is a round's result once more than half of the round's members have signed that
+they hold it (`allreduce.vote_signatures`). The votes do not prove that the round was the group's: anybody can make up
+identities that join, vote and sign. So this peer must have begun the round itself from the state that it holds, or more
+than half of its `Circle`, the peers that vouch for that state, must have signed. Otherwise the peer refuses the mean
+and takes a snapshot.
 
-Two things are not kept out. Liars that are more than half of a circle could as well have outvoted the others in the
-round, or the poll, that it comes from. And if the whole group goes back to an old checkpoint, its state has two
-successors, and votes for the first remain true.
+Two attacks remain. Liars that are more than half of a circle could also have outvoted the others in the round, or the
+poll, from which the circle comes. And if the whole group goes back to an old checkpoint, its state has two successors,
+and votes for the first remain valid.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import counted
 
 MAX_MANIFEST_BYTES = 256 * 1024
-"""Most bytes of a manifest: 64 joins of a credential of 1 KiB, a signature of half of that, and some hundred bytes."""
+"""Most bytes of a manifest: 64 joins, each a credential of 1 KiB, a signature of 512 bytes, and some hundred bytes."""
 
 MASK_BYTES = 8
 """Bytes of the contributors' mask: a group has up to 64 members."""
 
 Prove = Callable[[], wire.Commit]
-"""Says which votes of a kept mean's round are known by now, each with its signature."""
+"""Returns all votes of a kept mean's round that are known by now, each with its signature."""
 
 MAX_ROUNDS = 8
-"""Most rounds from one state of which a circle knows the ids: each took its group a while."""
+"""Most rounds from one state whose ids a circle keeps."""
 
 _LENGTH = struct.Struct(">I")
 
@@ -58,12 +58,12 @@ class MeanError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class EncodedMean:
-    """The mean that one round came to.
+    """The mean of one round.
 
     Attributes:
         manifest: The round's group.
         contributors: Bitmask of the members that are in the mean.
-        parts: Encoded by the run's codec, in order.
+        parts: The parts, encoded by the run's codec, in order.
     """
 
     manifest: Manifest
@@ -76,7 +76,7 @@ class EncodedMean:
         return sum(len(part) for part in self.parts)
 
     def image(self) -> bytearray:
-        """All of it as bytes, the same at every member; copied part by part, so that other threads have their turn."""
+        """The image, the same at every member. It is copied part by part, so that other threads have their turn."""
         manifest = msgspec.msgpack.encode(self.manifest)
         mask = self.contributors.to_bytes(MASK_BYTES, "little")
         image = bytearray(_LENGTH.pack(len(manifest)) + manifest + mask)
@@ -85,16 +85,16 @@ class EncodedMean:
         return image
 
     def digest(self) -> bytes:
-        """As of the round's outcome."""
+        """The mean's digest, as in the round's votes."""
         digests = (blake3(part).digest() for part in self.parts)
         return mean_digest(self.manifest.id, self.contributors, digests)
 
 
 def read_head(image: memoryview) -> tuple[Manifest, int, memoryview]:
-    """The manifest, not checked, the contributors, and what follows them.
+    """The manifest, not checked, the contributors, and the encoded parts that follow.
 
     Raises:
-        MeanError: The image does not begin with these.
+        MeanError: The image does not begin with a manifest and contributors.
     """
     if len(image) < _LENGTH.size:
         raise MeanError(f"expected a mean, got {len(image)} bytes")
@@ -114,10 +114,10 @@ def read_head(image: memoryview) -> tuple[Manifest, int, memoryview]:
 
 
 def cut(payload: memoryview, sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    """Parts of these sizes, one after another.
+    """Cut the payload into parts of these sizes.
 
     Raises:
-        MeanError: They are not all of it.
+        MeanError: The sizes do not add up to the payload's.
     """
     if len(payload) != sum(sizes):
         raise MeanError(f"expected {sum(sizes)} bytes of encoded values, got {len(payload)}")
@@ -126,15 +126,15 @@ def cut(payload: memoryview, sizes: Sequence[int]) -> tuple[memoryview, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Circle:
-    """The peers by which a peer knows the state that it holds.
+    """The peers that vouch for the state that this peer holds.
 
     Attributes:
-        state: That state; None if it knows it by nobody.
-        peers: PeerIDs, without its own: who said in a round that they hold it too, or were polled for a snapshot of it.
+        state: That state; None if no peer vouches for it.
+        peers: PeerIDs, without this peer's: peers that held the state in a round too, or were polled for its snapshot.
         rounds: Ids of the last rounds that this peer began from it.
-        left: Whether a mean has been applied to it since: then the circle is of the state of the next epoch, whose
-            lineage only the trainer knows. Nobody is added on the way, so that no liar gains by it; where too many of
-            a circle have left, the means after them are refused.
+        left: Whether a mean has been applied to the state since. Then the circle vouches for the state of the next
+            epoch, whose lineage only the trainer knows. No peer joins the circle on the way, so no liar gains by it.
+            If too many peers of a circle have left, this peer refuses the means that follow.
     """
 
     state: StateId | None = None
@@ -143,41 +143,41 @@ class Circle:
     left: bool = False
 
     def begun(self, manifest: Manifest, own: str) -> Circle:
-        """After this peer has begun a round; one in which it says no state tells nothing of any."""
+        """The circle after this peer has begun a round; unchanged if this peer states no state in the round."""
         held = manifest.states.get(own)
         if held is None:
             return self
         peers, rounds = (self.peers, self.rounds) if self.knows(held) else (frozenset[str](), ())
-        # A round that did not come to be may have been of few: it takes nobody away.
+        # A round that failed may have had few members: it removes no peer from the circle.
         peers = peers or _agreed(manifest, held, own)
         return Circle(held, peers, (*rounds, manifest.id)[-MAX_ROUNDS:])
 
     def ended(self, before: StateId, manifest: Manifest, own: str) -> Circle:
-        """After a round that this peer began has come to a mean, which leads on from `before`."""
+        """The circle after a round that this peer began from `before` has succeeded."""
         if before != self.state or manifest.id not in self.rounds:
             return self
         return replace(self, peers=_agreed(manifest, before, own) or self.peers, left=True)
 
     @classmethod
     def attended(cls, before: StateId, manifest: Manifest, own: str) -> Circle:
-        """Of the peers that held `before` in a round that led on from there, which this peer attended from elsewhere.
+        """The circle of the peers that held `before` in a round, which this peer attended from another state.
 
-        They vouch for what comes next once the trainer stands there: it has then taken their word for the state.
+        They vouch for the next state once the trainer holds it: it has then taken the state from them.
         """
         return cls(before, _agreed(manifest, before, own), left=True)
 
     def followed(self, before: StateId) -> Circle:
-        """After this peer has got the mean that led on from `before`, and believed it."""
+        """The circle after this peer has fetched and believed the mean that the group applied to `before`."""
         return replace(self, state=before, left=True)
 
     def knows(self, state: StateId) -> bool:
-        """True if it tells what came after `state`."""
+        """True if this circle vouches for `state`."""
         if self.state is None:
             return False
         return state == self.state or (self.left and state.epoch == self.state.epoch + 1)
 
     def check(self, manifest: Manifest, after: StateId, voters: frozenset[str]) -> None:
-        """Require that a round from the state `after` was the group's, given whose votes for its mean are proved.
+        """Require that a round from the state `after` was the group's; the votes of `voters` for its mean are proved.
 
         Raises:
             MeanError: It may be a round of strangers.
@@ -191,7 +191,7 @@ class Circle:
 
 
 def _agreed(manifest: Manifest, held: StateId, own: str) -> frozenset[str]:
-    """The members but `own` that hold the state `held`, if most do; as in `group_state`, newcomers have no say."""
+    """The members but `own` that hold the state `held`, if most do; as in `group_state`, newcomers do not count."""
     states = manifest.states
     alike = frozenset(peer for peer, state in states.items() if state == held)
     known = sum(state == held or state.epoch > 0 for state in states.values())
@@ -201,17 +201,17 @@ def _agreed(manifest: Manifest, held: StateId, own: str) -> frozenset[str]:
 def voters(
     manifest: Manifest, contributors: int, digest: bytes, proofs: Iterable[wire.Commit], verify: Verify
 ) -> frozenset[str]:
-    """PeerIDs of those whose votes prove that a round came to a mean: more than half of its members.
+    """PeerIDs of the members whose votes prove a mean as their round's result: more than half of all members.
 
     Args:
-        manifest: The round's, checked.
+        manifest: The round's manifest, checked.
         contributors: Bitmask of the members that are in the mean.
-        digest: The mean's.
-        proofs: What was given to prove it; each may be made up.
+        digest: The mean's digest.
+        proofs: The proofs that donors gave; each may be made up.
         verify: Checks signatures.
 
     Raises:
-        MeanError: No vote for that mean is signed by so many.
+        MeanError: No vote for that mean has the signatures of more than half.
     """
     cast: dict[Vote, int] = {}
     for proof in proofs:
@@ -219,7 +219,7 @@ def voters(
             vote = Vote(proof.ballot, proof.decision, proof.digest)
             cast[vote] = cast.get(vote, 0) | signers(manifest.id, manifest.peers, proof, verify)
     size = len(manifest.members)
-    # A round may decide the same in two ballots; votes of one do not add to another's.
+    # Two ballots of a round may decide the same; the votes of one ballot do not count in the other.
     won = [signed for signed in cast.values() if is_majority(signed, size)]
     if not won:
         most = max((signed.bit_count() for signed in cast.values()), default=0)

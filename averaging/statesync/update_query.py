@@ -1,9 +1,9 @@
-"""The mean that a peer takes which missed one: decided from the answers of the others, as soon as they allow it.
+"""Chooses the mean that a peer downloads after it missed one, from the answers of the others.
 
-The peer asks whoever holds the state after for what led there. How many offer a mean proves nothing; the votes that
-come with it do (`update`), so one honest donor is enough. The peer tries first what most offer of those by whom
-it knows its state: strangers who make something up do not cost it the time. What nobody gives, though some offer it,
-comes last. That changes as answers come: a peer at which that very round goes on answers when the round has ended.
+The peer asks all others for the mean that the group applied to its state. The number of offers proves nothing. The
+votes that come with a mean prove it (`update`), so one honest donor is enough. The peer first tries the mean that most
+of its circle offer, so that inventions of strangers cost it no time. A mean that its donors offer but do not deliver
+comes last. The choice changes as answers come: a peer in the middle of that round answers when the round has ended.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answe
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 FEWEST_VOTES = 2
-"""Fewest votes of a mean that is worth a download: more than half of the smallest round."""
+"""Fewest votes for a mean that is worth a download: more than half of the smallest round."""
 
 MAX_PROOFS = 256
-"""Most proofs held at once, of peers that are asked and of some that have gone: four times as many as are asked."""
+"""Most proofs held at once, of present peers and of some that have gone: four times as many as peers are asked."""
 
 
 class UpdateQuery(Answers):
-    """The answers on the mean that leads on from `after`.
+    """The answers on the mean that the group applied to the state `after`.
 
     Args:
         after: The state.
-        circle: PeerIDs of the peers by whom it is known.
-        patient: Whether it may yet come to be, as long as some peers are not as far.
-        proved: Whether the asking peer can tell it by its digest, from any donor.
+        circle: PeerIDs of the peers that vouch for it.
+        patient: Whether to wait while some peers are not as far: the round of that mean may still come.
+        proved: Whether the asking peer knows the mean's digest, so that it can take the mean from any donor.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class UpdateQuery(Answers):
         self._doubted: set[Offer] = set()
 
     def hear(self, peer: str, answer: Answer, now: float) -> None:
-        """See `Answers`. What proves a mean is kept when its donor has gone, or is not believed any more."""
+        """See `Answers`. The proof of a mean stays when its donor has gone or is barred."""
         super().hear(peer, answer, now)
         if peer not in self.peers or not any(offer.state == self._after for offer in answer.offers):
             return
@@ -60,30 +60,30 @@ class UpdateQuery(Answers):
             self._offered[peer] = (offer, answer.proof)
 
     def proofs(self, offer: Offer) -> tuple[Commit, ...]:
-        """The proofs that were given for it, each once."""
+        """The proofs that donors gave for the offered mean, each once."""
         return tuple({given[1]: None for given in self._offered.values() if given and given[0] == offer})
 
     def doubt(self, offer: Offer) -> None:
-        """None of those who offered it has given anything of it when it was asked for it."""
+        """Note that no donor of this offer has delivered any of it when asked."""
         self._doubted.add(offer)
 
     def rank(self, offer: Offer) -> tuple[bool, int]:
-        """Of two offers that with the larger one is tried first: of those who are known to have the state, most."""
+        """The rank of an offer; the highest is tried first: not doubted, then offered by most of the circle."""
         return offer not in self._doubted, sum(self.offers(peer, offer) for peer in self._circle)
 
     @property
     def behind(self) -> int:
-        """The number of peers that answered and are not as far as this one, or look for the state themselves."""
+        """The number of peers that answered and are not as far as this peer, or fetch a state themselves."""
         epochs = [answer.epoch for answer in self._answers.values() if not answer.left]
         return sum(epoch is None or epoch < self._after.epoch for epoch in epochs)
 
     @property
     def unheard(self) -> int:
-        """The number of peers that have not answered, or have offered a mean: the right one, perhaps."""
+        """The number of peers that have not answered, or have offered a mean, which may be the right one."""
         return len((self.peers.keys() - self._answers.keys()) | self._offered.keys())
 
     def agreement(self, now: float) -> Agreement | None:
-        """Return what to try next; None if that is not clear yet, or nobody keeps it."""
+        """Return the mean to try next; None while that is not clear, or if no peer keeps a mean."""
         tally = self._tally
         if not tally:
             return None
@@ -95,19 +95,18 @@ class UpdateQuery(Answers):
         return self._agreed(offer, f"{count} of {counted(len(self.peers))} offer it")
 
     def hopeless(self, now: float) -> str:
-        """Why it cannot be had, one line; empty as long as it may."""
+        """Why the mean cannot come, one line; empty while it may come."""
         waits = not self._settled(now, LONE_SECONDS) or (self._patient and self.behind)
         return "" if waits else self.standing
 
     def wish(self, now: float) -> bool:
-        """Nothing is wished for: a mean is kept, or it is not."""
+        """Returns False: a mean is kept or not, so there are no epochs to wish for."""
         return False
 
     @property
     def _awaited(self) -> Set[str]:
-        """Those by whom the state is known, where all of them are there: only what most of them signed is taken.
-        Others are asked as well, but records of peers that never answer, which anybody can write, must not hold up
-        every question."""
+        """The circle, if all its peers are there: only a mean that most of them signed is taken. Other peers are asked
+        too, but anybody can write records of peers that never answer, and those must not delay every question."""
         enough = bool(self._circle) and self._circle <= self.peers.keys() and not self._proved
         return self._circle if enough else self.peers.keys()
 
@@ -122,7 +121,7 @@ class UpdateQuery(Answers):
         return f"{offering} of {counted(len(self.peers))} offer the mean after epoch {self._after.epoch}"
 
     def _offer_in(self, answer: Answer) -> Offer | None:
-        """The mean that an answer offers, with as many votes as any needs."""
+        """The mean that an answer offers, if it comes with at least `FEWEST_VOTES` votes."""
         votes = answer.proof.signatures if answer.proof is not None else ()
         known = answer.offers[:1] if len(dict(votes)) >= FEWEST_VOTES else ()
         return next((offer for offer in known if offer.state == self._after), None)

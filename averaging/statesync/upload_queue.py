@@ -1,8 +1,8 @@
-"""The order in which a donor sends, the part of its time that rounds leave for that, and the share of each newcomer.
+"""The order in which a donor sends bodies, its pauses during rounds, and the quota of each newcomer.
 
-Newcomers take turns, chunk by chunk. While a round goes on at this donor one body is on its way at most, and after each
-the donor pauses for some times as long as it took: whatever the link's speed, rounds keep most of it. No single
-newcomer may use up what all of them are given.
+Newcomers take turns, chunk by chunk. While a round goes on at this donor, at most one body is on its way. After each
+body the donor pauses for a multiple of the body's time, so rounds keep most of the link at any speed. No single
+newcomer can use up the share of all.
 """
 
 from __future__ import annotations
@@ -14,40 +14,39 @@ from dataclasses import dataclass, field
 from equipoise.averaging.statesync.messages import Bulk
 
 MAX_QUEUED = 32
-"""Most bodies that one newcomer may have asked for and not received; an honest one asks for 8 at once."""
+"""Most bodies that one newcomer may have asked for and not received; an honest newcomer asks for 8 at once."""
 
 MAX_SENDING = 2
 """Most bodies on their way from this donor, to all newcomers: one is written while the next is made."""
 
 PAUSE_FACTOR = 3.0
-"""Length of a donor's pause after a body during rounds, in times of the body: newcomers have a quarter of a link."""
+"""Length of a donor's pause after a body during rounds, in times of the body: newcomers get a quarter of the link."""
 
 MAX_PAUSE_SECONDS = 60.0
-"""Longest pause: three times a body's time on a link of 0.4 Mbit/s. Long before, the newcomer asks others for the same,
-which is as well: a donor with a faster link should give it."""
+"""Longest pause: three times a body's time on a link of 0.4 Mbit/s. Long before that, the newcomer asks other donors
+for the chunk, as it should: a donor with a faster link should send it."""
 
 LOOK_SECONDS = 0.5
 """Time between two looks of a donor that pauses: the round may be over."""
 
 STUCK_SECONDS, STUCK_IN_ROUND_SECONDS = 2.0, 20.0
-"""Longest time in which a body that has not left takes another newcomer's turn: its own does not read. During rounds it
-rather is the link that is slow, and a second body would take from the round."""
+"""Longest time for which an unsent body holds back other newcomers: after that, its newcomer does not read. During
+rounds the link is more likely slow, and a second body would take bandwidth from the round."""
 
 MAX_SNAPSHOTS, SNAPSHOTS_SECONDS = 8, 60.0
-"""Most snapshots that newcomers may ask a trainer for, in how many seconds: each costs it a copy of its memory."""
+"""Most snapshots that newcomers may ask a trainer for, and the time for them: each copies the trainer's memory."""
 
 MAX_SNAPSHOTS_EACH = 3
-"""Most of those for one newcomer: it needs one, and others where it comes too late for that or a donor fails."""
+"""Most snapshots for one newcomer in that time: it needs one, and more if it comes too late or a donor fails."""
 
 MAX_SERVINGS = 4
-"""Most times that one newcomer may download the chunks of one image: faults explain two, malice any number."""
+"""Most times that one newcomer may download the chunks of one image: faults explain two downloads, not many."""
 
 DOWNLOAD_SECONDS = 600.0
-"""Longest time after its last body that a download is remembered: a newcomer that comes back later was restarted."""
+"""Longest time after its last body for which a download counts: a newcomer that comes back later was restarted."""
 
 MAX_DOWNLOADS = 1024
-"""Most downloads that are remembered, whatever ticket they go by: some for each of a group, of each image that is
-held."""
+"""Most downloads remembered, with any ticket: some for each member of a group and each held image."""
 
 
 @dataclass
@@ -55,10 +54,10 @@ class _Line:
     """The bodies that one newcomer has asked for.
 
     Attributes:
-        waiting: Not sent yet.
-        sending: Those on their way, and when each was sent.
-        took: Seconds that the last of them took; 0 before.
-        resumes_at: When it may be sent more during rounds.
+        waiting: Bodies not sent yet.
+        sending: Bodies on their way, each with the time when it was sent.
+        took: Seconds that the last body took; 0 before.
+        resumes_at: When the donor may send it more during rounds.
     """
 
     waiting: deque[Bulk] = field(default_factory=deque)
@@ -67,7 +66,7 @@ class _Line:
     resumes_at: float = float("-inf")
 
     def add(self, body: Bulk) -> bool:
-        """Queue a body; False if there is no room, or it waits or is on its way already."""
+        """Queue a body; returns False if the queue is full, or the body waits or is on its way already."""
         full = len(self.waiting) + len(self.sending) >= MAX_QUEUED
         if full or body in self.waiting or any(body == one for one, _ in self.sending):
             return False
@@ -89,19 +88,19 @@ class Serving:
 
     @property
     def readers(self) -> int:
-        """Newcomers that something is sent to, or waits for."""
+        """Number of newcomers with bodies that wait or are on their way."""
         return len(self._lines)
 
     def add(self, peer: str, bodies: list[Bulk]) -> int:
-        """`peer` asks for these; what it has asked for already is not sent twice, and too much not at all.
+        """Queue bodies for `peer`, except those that it has asked for already and those beyond `MAX_QUEUED`.
 
         Returns:
-            How many of them will be sent.
+            The number of bodies queued.
         """
         return sum(map(self._lines.setdefault(peer, _Line()).add, bodies))
 
     def sent(self, peer: str, busy: bool, now: float) -> None:
-        """A body has left for `peer`; `busy` says whether a round exchanges here."""
+        """Note that a body has left for `peer`; `busy` says whether a round exchanges here."""
         self.busy = busy
         line = self._lines.get(peer)
         if line is not None and line.sending:
@@ -114,7 +113,7 @@ class Serving:
         self._lines.pop(peer, None)
 
     def next(self, now: float) -> tuple[str, Bulk] | None:
-        """Return what to send now, and to whom."""
+        """Return the next newcomer and the body to send it now; None if nothing may be sent."""
         limit = 1 if self.busy else MAX_SENDING
         sending = sum(now < at + self._stuck for line in self._lines.values() for _, at in line.sending)
         if sending >= limit or (self.busy and now < self._resumes_at):
@@ -132,7 +131,7 @@ class Serving:
 
     @property
     def _resumes_at(self) -> float:
-        """When the link has rested: as the quickest says, for the others may have slow links of their own."""
+        """When the link has rested, by the quickest newcomer's time: the others may have slow links of their own."""
         quickest = min((line.took for line in self._lines.values() if line.waiting), default=0.0)
         return self._sent_at + _pause(quickest)
 
@@ -141,7 +140,7 @@ class Serving:
         return STUCK_IN_ROUND_SECONDS if self.busy else STUCK_SECONDS
 
     def deadline(self, now: float) -> float:
-        """When something may be sent that may not be sent yet."""
+        """When the next waiting body may be sent, or must be looked at again; infinity if none waits."""
         if not any(line.waiting for line in self._lines.values()):
             return float("inf")
         times = [at + self._stuck for line in self._lines.values() for _, at in line.sending]
@@ -159,24 +158,24 @@ class Quota:
         self._served: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()
 
     def took(self, peers: Collection[str], now: float) -> None:
-        """The trainer has taken a snapshot, which these newcomers wished for."""
+        """Note that the trainer has taken a snapshot for the wishes of these newcomers."""
         self._taken.append((now, frozenset(peers)))
 
     def worn(self, now: float) -> bool:
-        """True if the trainer has taken snapshots enough for now."""
+        """True if the trainer has taken `MAX_SNAPSHOTS` within `SNAPSHOTS_SECONDS`."""
         return len(self._taken) == MAX_SNAPSHOTS and now < self._taken[0][0] + SNAPSHOTS_SECONDS
 
     def may_wish(self, peer: str, now: float) -> bool:
-        """True if the trainer is asked for what this newcomer wishes."""
+        """True if this newcomer's wishes still go to the trainer."""
         recent = Counter(one for at, peers in self._taken if now < at + SNAPSHOTS_SECONDS for one in peers)
         return recent[peer] < MAX_SNAPSHOTS_EACH
 
     def room(self, peer: str, digest: bytes, chunks: int, now: float) -> int:
-        """Return how many bodies more of an image of so many chunks this newcomer may be sent."""
+        """Return how many more bodies of an image of `chunks` chunks this newcomer may get."""
         return MAX_SERVINGS * (chunks + 1) - self._count(peer, digest, now)
 
     def served(self, peer: str, digest: bytes, bodies: int, now: float) -> None:
-        """So many bodies of an image are sent to this newcomer."""
+        """Count bodies of an image that are sent to this newcomer."""
         if bodies:
             self._served[peer, digest] = self._count(peer, digest, now) + bodies, now
             self._served.move_to_end((peer, digest))
