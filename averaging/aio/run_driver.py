@@ -117,7 +117,8 @@ class RunDriver:
         self._announced = events.Announce(False, 0, "joined")
         self._driver = Driver(self._machine, self._perform, events.Woke)
         self._differ = Driver(self._spec_diff, self._perform, self._still_differs)
-        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, self.is_mute)
+        is_mute = context.membership.is_mute
+        self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, is_mute)
         self._tasks = TaskSet()
         self._looking = False
         self._left = ""
@@ -184,10 +185,6 @@ class RunDriver:
         """Reason for the state, one line; if all other peers have another spec, the difference."""
         alone = isinstance(self._machine.state, NoPeers)
         return (alone and self._spec_diff.reason) or self._machine.reason
-
-    def is_mute(self, peer: str) -> bool:
-        """True if another peer could not be reached, or did not answer, and has never said anything."""
-        return self._membership.is_mute(peer)
 
     def difference(self, peer: str) -> str:
         """Return how another peer's spec differs, one line; empty if it does not, or the difference is not known."""
