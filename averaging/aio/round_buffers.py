@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
@@ -16,6 +17,14 @@ from equipoise.averaging.rules import Mean, Rule
 from equipoise.compression import Codec, CodecError, EncodeReport, NonFiniteError, Values, unwrapped
 
 MEAN = Mean()
+
+
+class Reduction(NamedTuple):
+    """A part's mean, encoded, its BLAKE3, and how many values were clamped on the way."""
+
+    mean: memoryview
+    digest: bytes
+    clamped: int
 
 
 class RoundBuffers:
@@ -117,14 +126,14 @@ class RoundBuffers:
         """The kept means of all parts, encoded, in order; of a round that has succeeded."""
         return tuple(self._means[part][1] for part in range(len(self._group.parts)))
 
-    def reduce(self, part: int, contributors: int) -> bytes:
-        """Apply the rule to the contributions to `part`, keep the mean, decode it; returns its BLAKE3.
+    def reduction(self, part: int, contributors: int) -> Callable[[], Reduction]:
+        """Return the job that applies the rule to the contributions to `part`, encodes the mean, and decodes it.
+
+        The job may run in a thread: it holds all buffers that it uses. It raises `CodecError` if this peer's own values
+        are not finite.
 
         The owner decodes each contribution from its encoded form, its own too, so all owners get the same bytes. For
         the mean the codec does all in one pass: in fp32, in member order, times the share of the weight.
-
-        Raises:
-            CodecError: This peer's own values are not finite.
         """
         where = self._group.parts[part]
         weights, kept = self._weights(contributors), self._kept[part]
@@ -136,12 +145,20 @@ class RoundBuffers:
         reduce = self._codecs[part].reduce
         if not isinstance(self._rule, Mean):
             reduce = partial(self._apply_rule, self._codecs[part])
-        try:
-            self.clamped += reduce(payloads, weights, own, mean, out).clamped
-        except NonFiniteError as error:
-            raise self._located(part, error) from None
-        self._means[part] = (contributors, mean)
-        return blake3(mean).digest()
+
+        def job() -> Reduction:
+            try:
+                report = reduce(payloads, weights, own, mean, out)
+            except NonFiniteError as error:
+                raise self._located(part, error) from None
+            return Reduction(mean, blake3(mean).digest(), report.clamped)
+
+        return job
+
+    def keep_reduction(self, part: int, contributors: int, reduction: Reduction) -> None:
+        """Keep the result of a job."""
+        self._means[part] = (contributors, reduction.mean)
+        self.clamped += reduction.clamped
 
     def _apply_rule(
         self,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
-from equipoise.averaging.aio.round_buffers import RoundBuffers
+from equipoise.averaging.aio.round_buffers import Reduction, RoundBuffers
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
@@ -127,6 +128,8 @@ class RoundDriver:
         sessions: Sends frames.
         closed: Called with its id when the round can be forgotten.
         keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
+        executor: Reduces parts, one after another. Without one the loop does: a CPU takes less time for a part than a
+            thread needs to get the interpreter's lock.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class RoundDriver:
         sessions: Sessions,
         closed: Callable[[bytes], None],
         keep: Callable[[EncodedMean, Prove], None],
+        executor: Executor | None = None,
     ) -> None:
         self.id = task.manifest.id
         self.group = group_of(task.spec, task.manifest)
@@ -144,6 +148,8 @@ class RoundDriver:
         self._sessions = sessions
         self._closed = closed
         self._keep = keep
+        self._executor = executor
+        self._jobs: set[asyncio.Future[Reduction]] = set()
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
         self._me = task.manifest.index(sessions.peer)
@@ -267,12 +273,27 @@ class RoundDriver:
         self._mark_phase()
 
     def _reduce(self, part: int, contributors: int) -> None:
+        job = self._store.reduction(part, contributors)
+        if self._executor is None:
+            self._reduced(part, contributors, job)
+            return
+
+        def ended(job: asyncio.Future[Reduction]) -> None:
+            self._jobs.discard(job)
+            self._reduced(part, contributors, job.result)
+
+        running = self._loop.run_in_executor(self._executor, job)
+        self._jobs.add(running)
+        running.add_done_callback(ended)
+
+    def _reduced(self, part: int, contributors: int, result: Callable[[], Reduction]) -> None:
         try:
-            digest = self._store.reduce(part, contributors)
+            reduction = result()
         except CodecError as error:
             self.withdraw(self._own_fault(error))
         else:
-            self._driver.tell(events.PartReduced(part, contributors, digest))
+            self._store.keep_reduction(part, contributors, reduction)
+            self._driver.tell(events.PartReduced(part, contributors, reduction.digest))
 
     def _post(self, to: int, message: wire.RoundMessage) -> None:
         header = self._header + wire.encode(self._vote_signatures.seal(message))
@@ -309,9 +330,15 @@ class RoundDriver:
     def _conclude(self, end: events.Finish | events.Fail) -> None:
         self._mark_phase()
         if isinstance(end, events.Finish):
-            self.outcome.set_result(self._finished(end))
+            self._settle(self._finished(end))
         else:
-            self.outcome.set_result(self._outcome(False, end.reason, in_doubt=end.in_doubt))
+            self._settle(self._outcome(False, end.reason, in_doubt=end.in_doubt))
+
+    def _settle(self, outcome: Outcome) -> None:
+        if self._jobs:  # They write into the result.
+            next(iter(self._jobs)).add_done_callback(lambda _: self._settle(outcome))
+        else:
+            self.outcome.set_result(outcome)
 
     def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
@@ -370,12 +397,14 @@ class Rounds:
 
     Args:
         sessions: Sends their frames.
+        executor: Reduces parts; see `RoundDriver`.
 
     Attributes:
         open: The rounds that take frames, by id. Some of them are over, and answer other members.
     """
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, executor: Executor | None = None) -> None:
+        self._executor = executor
         self.open: dict[bytes, RoundDriver] = {}
         self._sessions = sessions
         self._closed: OrderedDict[bytes, None] = OrderedDict()
@@ -392,7 +421,7 @@ class Rounds:
         over = [one for one in self.open.values() if one.task.spec.name == name and one.outcome.done()]
         for one in over[:-MAX_LINGERING]:
             one.close()
-        round = RoundDriver(task, self._sessions, self._forget, keep)
+        round = RoundDriver(task, self._sessions, self._forget, keep, self._executor)
         self.open[round.id] = round
         round.start()
         for peer in task.manifest.peers:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from concurrent.futures import Executor
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
 from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver
@@ -45,6 +46,7 @@ class Router:
         identity: Signs this peer's joins.
         bandwidth: Bytes per second that this peer can send; 0 to measure it.
         direct: Carries frames between members of a group faster than `transport`, where it can.
+        executor: Reduces parts, a thread or an accelerator; without one the loop does.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Router:
         identity: Identity,
         bandwidth: float = 0.0,
         direct: DirectTransport | None = None,
+        executor: Executor | None = None,
     ) -> None:
         self._runs: dict[str, RunDriver] = {}
         self._leftovers: OrderedDict[str, tuple[Transfer, asyncio.TimerHandle]] = OrderedDict()
@@ -61,7 +64,7 @@ class Router:
         self._identity = identity
         self._bandwidth = bandwidth
         self._sessions = Sessions(transport, self, direct)
-        self._rounds = Rounds(self._sessions)
+        self._rounds = Rounds(self._sessions, executor)
         self._tasks = TaskSet()
 
     async def join(self, spec: RunSpec) -> RunDriver:

@@ -46,6 +46,12 @@ def received(store: RoundBuffers, part: int, payload: memoryview) -> memoryview:
     return buffer
 
 
+def reduce(store: RoundBuffers, part: int, contributors: int) -> bytes:
+    reduction = store.reduction(part, contributors)()
+    store.keep_reduction(part, contributors, reduction)
+    return reduction.digest
+
+
 @codecs
 def test_whoever_reduces_gets_the_mean_and_the_same_bytes(codec: Codec) -> None:
     stores = [store_of(codec, member) for member in range(MEMBERS)]
@@ -55,7 +61,7 @@ def test_whoever_reduces_gets_the_mean_and_the_same_bytes(codec: Codec) -> None:
             for member, (other, _) in enumerate(stores):
                 if member != me:
                     store.keep_contribution(part, member, received(store, part, other.encode(part)))
-            digests.add(store.reduce(part, EVERYBODY))
+            digests.add(reduce(store, part, EVERYBODY))
         assert len(digests) == 1
     weighted = torch.stack([values_of(member) * weight for member, weight in enumerate(WEIGHTS)])
     expected = weighted.sum(0) / sum(WEIGHTS)
@@ -70,9 +76,9 @@ def test_a_mean_over_others_alone_needs_none_of_ours(codec: Codec) -> None:
     others = [store_of(codec, member)[0] for member in (0, 2)]
     for member, other in zip((0, 2), others, strict=True):
         store.keep_contribution(0, member, received(store, 0, other.encode(0)))
-    both = store.reduce(0, 0b111)
+    both = reduce(store, 0, 0b111)
     assert store.mean(0, 0b101) is None
-    assert store.reduce(0, 0b101) != both
+    assert reduce(store, 0, 0b101) != both
     payload = store.mean(0, 0b101)
     assert payload is not None
     stop = group().parts[0].stop
@@ -80,7 +86,7 @@ def test_a_mean_over_others_alone_needs_none_of_ours(codec: Codec) -> None:
     assert reader.keep_mean(0, 0b101, received(reader, 0, payload)) == blake3(payload).digest()
     assert torch.equal(read[:stop], result[:stop])
     with pytest.raises(KeyError):
-        others[0].reduce(0, 0b111)  # Nothing else may stand for what has not come.
+        reduce(others[0], 0, 0b111)  # Nothing else may stand for what has not come.
 
 
 @codecs
@@ -98,7 +104,7 @@ def test_what_does_not_decode_is_not_kept(codec: Codec) -> None:
 @codecs
 def test_what_does_not_decode_takes_the_place_of_nothing(codec: Codec) -> None:
     (giver, given), (store, result) = store_of(codec, 0), store_of(codec, ME)
-    giver.reduce(0, 0b001)
+    reduce(giver, 0, 0b001)
     good = giver.mean(0, 0b001)
     assert good is not None
     store.keep_mean(0, 0b001, received(store, 0, good))
@@ -118,7 +124,7 @@ def test_our_own_fault_is_named_by_its_place_in_the_whole_vector(codec: Codec) -
     index = group().parts[part].start + 17
     contribution[index] = torch.nan
     store = RoundBuffers(group(), ME, layout(codec), contribution, torch.zeros(SIZE), BufferPool())
-    for call in (lambda: store.encode(part), lambda: store.reduce(part, 1 << ME)):
+    for call in (lambda: store.encode(part), lambda: reduce(store, part, 1 << ME)):
         with pytest.raises(NonFiniteError, match=f"value {index} of {SIZE} is nan") as caught:
             call()
         assert caught.value.index == index
@@ -130,7 +136,7 @@ def test_released_memory_goes_back_to_the_pool() -> None:
     other, _ = store_of(parse_codec("int8"), 0)
     for part in range(len(group().parts)):
         store.keep_contribution(part, 0, received(store, part, other.encode(part)))
-        store.reduce(part, 0b011)
+        reduce(store, part, 0b011)
     assert pool.idle_bytes == 0
     store.release()
     assert sum(map(len, pool.idle.values())) == 2 * len(group().parts)

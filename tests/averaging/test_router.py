@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 
 import pytest
 import torch
 
 from equipoise.averaging.aio import sessions
+from equipoise.averaging.aio.round_buffers import Reduction
 from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Rounds, Task
 from equipoise.averaging.aio.router import Router
 from equipoise.averaging.aio.run_driver import RunDriver
@@ -447,6 +449,44 @@ async def test_values_that_are_not_finite_fail_the_round_of_who_has_them_only(cl
     for name in ("a", "b"):
         assert outcomes[name].ok, outcomes[name].reason
         assert set(outcomes[name].contributors) == {"a", "b"}
+
+
+async def test_parts_may_be_reduced_in_a_thread(cluster: Cluster) -> None:
+    weights = {"loop": 1.0, "thread": 2.0, "another": 3.0}
+    with ThreadPoolExecutor(1) as thread:
+        for name in weights:
+            cluster.add(name, **({} if name == "loop" else {"executor": thread}))
+        _, results, outcomes = await average(cluster, spec_of(5000, codec="int8"), weights)
+    for name, outcome in outcomes.items():
+        assert outcome.ok, outcome.reason
+        assert set(outcome.contributors) == set(weights)
+        assert torch.equal(results[name], results["loop"])
+
+
+async def test_a_round_ends_only_when_nothing_writes_into_its_result_any_more(
+    cluster: Cluster, rounds: list[tuple[Router, RoundDriver, Manifest]]
+) -> None:
+    asked: list[tuple[Callable[[], Reduction], Future[Reduction]]] = []
+
+    class Slow(Executor):
+        def submit(self, job, /, *args, **kwargs) -> Future:
+            asked.append((job, Future()))
+            begun.set()
+            return asked[-1][1]
+
+    begun = asyncio.Event()
+    for name in "ab":
+        cluster.add(name, executor=Slow())
+    runs = await joined(cluster, spec_of(1000), "ab")
+    ending = asyncio.gather(*(run.average(torch.ones(1000), torch.zeros(1000), 1.0, 20.0) for run in runs))
+    await begun.wait()
+    for _, driver, _ in rounds:
+        driver.withdraw("the test says so")
+    assert [driver.outcome.done() for _, driver, _ in rounds] == [not driver._jobs for _, driver, _ in rounds]
+    assert any(driver._jobs for _, driver, _ in rounds)
+    for job, future in asked:
+        future.set_result(job())
+    assert not any(await ending)
 
 
 async def test_nothing_waits_twice_for_a_member_that_has_not_greeted(
