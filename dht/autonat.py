@@ -1,10 +1,10 @@
-"""The ways to this peer: it has itself dialled, finds relays if that fails, and relays for others if asked to.
+"""How others reach this peer: it asks peers to dial it, finds relays if they cannot, and relays for others if told to.
 
-Peers dial each other back on request, which is how one behind a NAT finds out that it is. That is like libp2p's
-AutoNAT, which p2pd would take a quarter of a minute to ask, and asks of public addresses only. The asker names ports
-and addresses; only its own machine is dialled: the IP address that its connection comes from, and, where that is a
-private one, others of the same private networks. A try is one TCP connection and the greeting that libp2p's listeners
-send, or, at the direct port, one question of `direct.listener`; so nobody can be made to dial a third party.
+Peers dial each other back on request. So a peer behind a NAT learns that it is. libp2p's AutoNAT does the same, but
+p2pd takes a quarter of a minute before it asks, and asks for public addresses only. The asker names ports and
+addresses, but a witness dials only the asker's own machine: the IP address of its connection and, if that is private,
+others in the same private networks. A try is one TCP connection and the greeting that libp2p's listeners send, or, at
+the direct port, one question of `direct.listener`. So no peer can make another dial a third party.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from equipoise.dht.state import ReachStatus
 from equipoise.tasks import TaskSet, sleep_until
 
 WITNESSES = 3
-"""Most peers asked: a neighbour on the same network reaches what the rest of the world does not."""
+"""Most peers asked: more than one, because a neighbour on the same network reaches more than the rest of the world."""
 TRUSTED_SECONDS = 300.0
-"""Longest time that an answer counts before it is asked for again: routers forget port mappings, machines move."""
+"""Longest time for which an answer counts; then this peer asks again: routers forget mappings, machines move."""
 UNANSWERED_SECONDS = 10.0
 """Seconds after which this peer asks a peer again that gave no answer or was too busy to try."""
 MAX_ASKED = 1024
@@ -51,19 +51,19 @@ DIALBACK_SECONDS = 4.0
 """Longest wait for an answer: a try takes at most 2 s, the rest is for the way there and back."""
 MAX_TARGETS = 6
 MAX_AT_ONCE = 8
-"""Most dial-backs under way for others; a further one is told to come again."""
+"""Most dial-backs under way for others; further askers get the answer busy."""
 CALLS_PER_SECOND = 0.5
 BURST = 5.0
 """Most questions of one peer: a daemon asks three peers, and again after its addresses have changed."""
 MAX_TEXT = 200
 SUSPECT_SECONDS = 0.5
-"""Longest wait for an answer before relays are looked for: a dial-back that leads anywhere is answered sooner."""
+"""Longest wait for an answer before this peer looks for relays: a dial-back that succeeds is answered sooner."""
 SURVEY_SECONDS = 2.0
-"""Longest time until a peer that should be asked is asked."""
+"""Longest time until this peer asks a peer that it should ask."""
 MAX_HOPS = 256
 """Most requests and circuits through this peer at once; the service has its own bounds on circuits."""
 MAX_TRIALS = 4
-"""Most streams of the trial under way; others are closed at once."""
+"""Most streams of the trial under way; further streams are closed at once."""
 
 _log = logging.getLogger(__name__)
 
@@ -73,19 +73,19 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Ask(Versioned, frozen=True, kw_only=True):
-    """Try to dial the author at its addresses; and at its `direct` port, if any, of the hosts where it is seen."""
+    """Ask the receiver to dial the author at its addresses, and at its `direct` port, if any, on the hosts seen."""
 
     addresses: Addresses
     direct: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
 
 
 class Answer(Versioned, frozen=True, kw_only=True):
-    """The outcome of the tries that were asked for.
+    """The outcome of the tries for an `Ask`.
 
     Attributes:
         reached: Addresses that led to the asker, in the form that `--listen` takes.
-        failed: Why none did, if none did.
-        busy: Whether nothing was tried.
+        failed: Why no address did, if no address did.
+        busy: Whether the author was too busy to try.
         direct: TCP port of the author's direct listener, which tells askers where they come from; 0: none.
         blocked: Why the asker's direct port could not be opened; empty if it was, or not tried.
     """
@@ -98,13 +98,13 @@ class Answer(Versioned, frozen=True, kw_only=True):
 
 
 class Reachability:
-    """Judges whether others can dial this peer, and why, by the answers of those that tried. Sans IO.
+    """Judges whether others can dial this peer, and why, by the answers of the peers that tried. Sans IO.
 
-    `addresses` led here when last heard of; they are a router's, if it forwards a port.
+    `addresses` are those that led here by the latest answers; they are a router's if it forwards a port.
     """
 
     def __init__(self, hidden: str = "") -> None:
-        """`hidden` says why no peer could dial this one in any case; then none is asked."""
+        """`hidden` says why no peer could dial this one in any case; then this peer asks no other."""
         self._hidden = hidden
         self._asked: dict[str, float] = {}
         self._heard: dict[str, tuple[float, Answer]] = {}
@@ -125,10 +125,10 @@ class Reachability:
         return chosen
 
     def hear(self, peer: str, finding: Answer, now: float) -> bool:
-        """Weigh what `peer` found; return whether the verdict or the addresses are others now.
+        """Weigh the finding of `peer`; return whether the verdict or the addresses have changed.
 
-        The majority of the peers that tried decides. A tie counts as `private`: a peer without a share loses nothing,
-        but a share that half the group cannot reach fails the round for everybody.
+        The majority of the peers that tried decides. A tie counts as `private`: a peer that owns no part loses nothing,
+        but an owner that half the group cannot reach fails the round for all members.
         """
         self._heard[peer] = now, finding
         said = [one for _, one in self._heard.values()]
@@ -140,7 +140,7 @@ class Reachability:
             self.reason = f"{len(reached)} of {asked} reached it at {reached[-1].reached[0]}"
             blocked = [one.blocked for one in reached if one.blocked]
             if blocked:
-                # It is `direct` all the same: libp2p carries what the direct port does not.
+                # The verdict is still `direct`: libp2p carries the frames if the direct port is blocked.
                 self.reason += f"; {len(blocked)} cannot open a direct channel to it: {blocked[-1]}"
         else:
             failed = next(one for one in reversed(said) if not one.reached)
@@ -153,22 +153,22 @@ class Reachability:
         return {peer: said.direct for peer, (_, said) in self._heard.items() if said.direct}
 
     def doubt(self) -> None:
-        """Ask everybody again: this peer's addresses are others now, or its network is."""
+        """Ask all witnesses again: this peer's addresses or its network have changed."""
         self._heard.clear()
         self._asked.clear()
         self.addresses = ()
 
 
 class Reach:
-    """Finds out how others reach this peer, and keeps what it found.
+    """Finds out how others reach this peer, and keeps the result up to date.
 
     Attributes:
-        on_change: Called when the verdict, the addresses or the relays are others than before.
-        listening: Tells where this peer listens itself, in the form that `--join` takes.
-        mates: Tells the records of all others in this peer's runs.
+        on_change: Called when the verdict, the addresses or the relays have changed.
+        listening: Returns the addresses where this peer itself listens, in the form that `--join` takes.
+        mates: Returns the records of all others in this peer's runs.
         relays: The relays in use.
         handlers: The unary handlers to register with p2pd.
-        listeners: Take the streams of relayed peers, and of trials, from p2pd.
+        listeners: The listeners that take the streams of relayed peers, and of trials, from p2pd.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Reach:
         hidden: str = "",
         relay: float | None = None,
     ) -> None:
-        """`hidden` says why this peer cannot be dialled, if that is known; `relay` the bytes a second to relay."""
+        """`hidden` says why this peer cannot be dialled, if that is known; `relay` is the relay's bytes per second."""
         self.on_change: Callable[[], None] = lambda: None
         self.listening: Callable[[], Iterable[str]] = tuple
         self.mates: Callable[[], Iterable[Readiness]] = tuple
@@ -229,7 +229,7 @@ class Reach:
             for peer, port in self._verdict.direct_ports.items()
             for host in direct_hosts(paths.get(peer, ()))
         ]
-        # Neighbours see what is on this side of the router only; NATs are of IPv4.
+        # Public hosts first, because neighbours see only this side of the router; then IPv4, which NATs translate.
         return sorted(found, key=lambda at: (not ipaddress.ip_address(at[0]).is_global, ":" in at[0]))
 
     def meet(self, peer: str, relays: bool) -> None:
@@ -237,18 +237,18 @@ class Reach:
         if relays and peer not in self._offers:
             self.relays.look.set()
         if relays:
-            self._offers[peer] = None  # Heard of last: a relay that is gone for good is forgotten first.
+            self._offers[peer] = None  # Moves the relay to the end: relays long unheard are forgotten first.
         else:
             self._offers.pop(peer, None)
         self._met.set()
 
     def doubt(self) -> None:
-        """Ask everybody again: this machine's addresses are others now."""
+        """Ask all witnesses again: this machine's addresses have changed."""
         self._verdict.doubt()
         self._met.set()
 
     def renew(self) -> None:
-        """Begin anew: p2pd is another one now."""
+        """Begin anew, because p2pd was restarted."""
         self.doubt()
         self.relays.lose_all()
 
@@ -261,7 +261,7 @@ class Reach:
         return ReachStatus("relayed" if relays else "unreachable", why, relays, relay)
 
     async def run(self) -> None:
-        """Ask, and look for relays where that may be needed, until cancelled."""
+        """Ask witnesses, and look for relays if this peer may need them, until cancelled."""
         if self.hidden:
             self._follow()
         try:
@@ -275,7 +275,7 @@ class Reach:
             await self._tasks.stop()
 
     async def _ask(self, peer: str) -> None:
-        # A dial that somebody drops takes 2 s to fail: relays are looked for meanwhile.
+        # A dial whose packets are dropped takes 2 s to fail: meanwhile this peer looks for relays.
         suspicion = asyncio.get_running_loop().call_later(SUSPECT_SECONDS, self._follow)
         try:
             finding = await self.ask(peer)
@@ -290,7 +290,7 @@ class Reach:
             self.on_change()
 
     async def ask(self, peer: str) -> Answer | None:
-        """Have `peer` dial back; None if it did not try. Raises ConnectionError or Malformed if it gives no answer."""
+        """Ask `peer` to dial back; None if it did not try. Raises ConnectionError or Malformed without an answer."""
         question = Ask(addresses=tuple(self.listening())[:MAX_ADDRESSES], direct=self._direct.port)
         data = await self._link.call(peer, DIALBACK, encode(question), DIALBACK_SECONDS)
         answer = decode(data, Answer)
@@ -304,7 +304,7 @@ class Reach:
         return Answer(reached=tuple(reached), failed=failed, direct=answer.direct, blocked=blocked)
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
-        """Dial `peer` back, which calls for that."""
+        """Dial `peer` back at its request."""
         if self._under_way >= MAX_AT_ONCE or not self._limit.allow(peer, time.monotonic()):
             return encode(Answer(busy=True))
         ask = decode(data, Ask)
@@ -312,7 +312,7 @@ class Reach:
         try:
             seen = direct_hosts((await self._link.connections()).get(peer, ()))
             where = targets(seen, ask.addresses)
-            # Only where it comes from: neighbours that it names have asked for nothing, and are told nothing.
+            # The direct port only on hosts that the asker's connection comes from: named neighbours did not ask.
             hosts = seen[:MAX_TARGETS] if where and ask.direct else []
             answer, other = await asyncio.gather(
                 _try_all(where, partial(probe, greeting=GREETING)),
@@ -324,7 +324,7 @@ class Reach:
             self._under_way -= 1
 
     def _follow(self) -> None:
-        """Look for relays unless this peer is known to be dialled."""
+        """Look for relays unless other peers are known to dial this one."""
         direct = self._verdict.verdict == "direct"
         if not direct and (self._keeping is None or self._keeping.done()):
             self._keeping = self._tasks.spawn(self.relays.run())
@@ -337,17 +337,17 @@ class Reach:
 def stands_in(mates: Iterable[Readiness]) -> bool:
     """Tell whether a relayed peer should say that it can be dialled, given the records of all others in its runs.
 
-    A group needs a member that the others can open channels to: it owns shares. A relayed peer can, slowly and at a
-    third party's expense, so it offers itself only where it knows others and none of them can be dialled. The
-    members need not see that alike: each member signs what it says of itself, and the round loses a member that cannot
-    be reached after all, like any other.
+    A group needs a member that the others can open channels to: that member owns parts. A relayed peer can own parts,
+    but slowly and at a third party's expense. So it offers itself only if it knows others and none of them can be
+    dialled. The members need not agree on that: each signs its own claim, and the round drops a member that cannot be
+    reached after all, like any other.
     """
     mates = list(mates)
     return bool(mates) and not any(mate.dialable and mate.reach != "relayed" for mate in mates)
 
 
 def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
-    """Return what may be dialled for a peer that is seen at the hosts `seen` and says it listens at `addresses`."""
+    """Return the places to dial for a peer that is seen at the hosts `seen` and says that it listens at `addresses`."""
     found: dict[tuple[str, int], None] = {}
     for address in well_formed(addresses):
         if not address.relayed:
@@ -357,7 +357,7 @@ def targets(seen: list[str], addresses: Iterable[str]) -> list[tuple[str, int]]:
 
 
 async def answered(host: str, port: int) -> None:
-    """Open a connection on which a direct listener must answer a question; raises Unreached if nobody does."""
+    """Open a connection on which a direct listener must answer a question; raises Unreached without an answer."""
     async with told(host, port):
         with await connect(host, port) as connection:
             await ask_origin(connection)
@@ -382,8 +382,8 @@ async def _try_all(where: list[tuple[str, int]], attempt: Probe) -> Answer:
 def _neighbours(seen: str, host: str) -> bool:
     """Tell whether both are of one private network: the asker is a neighbour, and may be dialled there.
 
-    Not another network of this machine's, and never this machine itself unless the asker is on it: by what is said of
-    why a dial failed, a neighbour could look around in places where it has no business.
+    Another network of this machine does not count, nor this machine itself unless the asker is on it: the reason why a
+    dial failed would let a neighbour explore places that it has no right to see.
     """
     try:
         one, other = ipaddress.ip_address(seen), ipaddress.ip_address(host)

@@ -1,4 +1,4 @@
-"""The swarm's clock: this machine's plus the median of what its peers' clocks are ahead, its own 0 among them."""
+"""The swarm's clock: this machine's clock plus the median of its peers' clock offsets, its own offset 0 included."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from humanfriendly import format_timespan
 from equipoise.dht.limits import LruDict
 
 MAX_SAMPLES = 64
-"""Most peers whose clocks are remembered: a median of so many is not moved by a few liars."""
+"""Most peers whose clocks are remembered: a few liars do not move a median of so many."""
 MAX_OFFSET_SECONDS = 86_400.0
-"""Most that the swarm's clock is taken to be off this machine's. Clocks that are off by a day take part; and peers that
-lie about theirs, however many, move this peer's idea of the time by no more."""
+"""Largest offset of the swarm's clock from this machine's clock. Machines whose clocks are off by a day can take part,
+and no number of liars moves this peer's idea of the time by more."""
 FRESH_SECONDS = 600.0
-"""Longest time that a peer's clock counts after the peer was last asked for it: either clock may be set meanwhile."""
+"""Longest time for which a sample of a peer's clock counts: either clock may be set meanwhile."""
 WARN_SECONDS = 10.0
-"""Largest difference that is not worth a person's time: a busy machine answers that late."""
+"""Largest difference without a warning: a busy machine answers that late."""
 
 
 class SwarmClock:
@@ -38,9 +38,9 @@ class SwarmClock:
 
     @property
     def warning(self) -> str:
-        """The difference of this machine's clock from most others', and what to do; empty if there is none.
+        """The difference of this machine's clock from most others', and what to do; empty if it is small.
 
-        Of two peers neither knows whose clock is right: both are told.
+        Two peers alone cannot tell whose clock is right, so both warn.
         """
         others = self._others()
         ahead = statistics.median(others) if others else 0.0
@@ -61,6 +61,6 @@ class SwarmClock:
         return time.time() + self.offset
 
     def _others(self) -> list[float]:
-        """Return the seconds that the clocks of others are ahead of this machine's."""
+        """Return the fresh offsets of other peers' clocks, in seconds ahead of this machine's clock."""
         oldest = time.monotonic() - FRESH_SECONDS
         return [ahead for ahead, at in self._samples.values() if at >= oldest]

@@ -1,4 +1,4 @@
-"""Bounds on the memory and work that peers can cause, as they are remembered, asked for, carried and verified."""
+"""Bounds on the memory and work that peers can cause: entries remembered, calls, bytes carried, records verified."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SIGNATURES_BURST = 300.0
 """Most records of one sender that are verified, at 0.15 ms each; a run-mate sends 10 a second in each run."""
 HEARSAY_PER_SECOND = 100.0
 HEARSAY_BURST = 600.0
-"""The same of all senders together, for records of others than the sender. What a peer says of itself is not among
-them: strangers that pass on what they like must not keep it from being heard."""
+"""Most records that are verified for all senders together, if the sender is not the author. A peer's own records do not
+count here: strangers that pass on any number of records must not crowd them out."""
 DISTRUST_SECONDS = 60.0
-"""Time for which nothing is taken from a peer that has sent a forged record."""
+"""Time for which a peer that has sent a forged record is ignored."""
 MAX_PEERS = 4096
-"""Most peers with a bucket. The least recently seen is forgotten: its bucket was full again long before."""
+"""Most peers with a bucket. The least recently seen is forgotten: its bucket has long been full again."""
 BURST_SECONDS = 0.25
-"""Longest time whose share of a rate may be taken at once later: control messages do not wait for bulk."""
+"""Longest time over which unused rate adds up, so that control messages do not wait for bulk."""
 
 _K = TypeVar("_K")
 _V = TypeVar("_V")
@@ -49,7 +49,7 @@ def backoff(pause: float, first: float, most: float, growth: float = 2.0) -> flo
 
 
 class Tally(Counter[str]):
-    """Counts by name what is under way; a name of which nothing is left is forgotten."""
+    """Counts work under way by name; a name whose count is 0 is forgotten."""
 
     def drop(self, name: str) -> None:
         """Count one less of `name`."""
@@ -59,7 +59,7 @@ class Tally(Counter[str]):
 
     @contextlib.contextmanager
     def counting(self, *names: str) -> Iterator[None]:
-        """Count one more of each of `names` for the while."""
+        """Count one more of each of `names` within the context."""
         self.update(names)
         try:
             yield
@@ -86,10 +86,10 @@ class RateLimit:
 
 
 class Scrutiny:
-    """The senders whose records are looked at. Times are seconds of one monotonic clock.
+    """Decides which senders' records are verified. Times are seconds of one monotonic clock.
 
-    Every daemon verifies a record before it keeps it or passes it on. So a peer that sends one with a false signature
-    has forged it, and costs this peer one verification.
+    Every daemon verifies a record before it keeps it or passes it on. So a peer that sends a record with a false
+    signature has forged it, and costs this peer one verification.
     """
 
     def __init__(self) -> None:
@@ -108,14 +108,14 @@ class Scrutiny:
         self._distrusted[sender] = now + DISTRUST_SECONDS
 
     def distrusts(self, sender: str, now: float) -> bool:
-        """Tell whether nothing is taken from `sender` for now."""
+        """Tell whether `sender` is ignored for now."""
         return now < self._distrusted.get(sender, float("-inf"))
 
 
 class TokenBucket:
-    """At most `rate` bytes a second, averaged over `BURST_SECONDS`; takers are served in the order of their asking.
+    """At most `rate` bytes a second, averaged over `BURST_SECONDS`; callers are served in the order of their calls.
 
-    That is the generic cell rate algorithm (ITU-T I.371): a time up to which everything is taken already.
+    This is the generic cell rate algorithm (ITU-T I.371): its state is the time up to which the rate is used up.
     """
 
     def __init__(self, rate: float) -> None:

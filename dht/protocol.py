@@ -1,8 +1,8 @@
 """This peer's node of the DHT: hivemind's look-ups over ping, find and store of our own, in place of `DHTProtocol`.
 
-hivemind's own handlers decode values of strangers recursively and without bounds, keep whatever they are sent for
-as long as the sender likes, and compare clocks. Here every handler knows its caller (authenticated by libp2p), limits
-its rate, decodes within bounds, and keeps only signed readiness records. `DHTNode` needs attributes and `call_find`.
+hivemind's own handlers decode values of strangers recursively and without bounds, keep any value for as long as its
+sender likes, and compare clocks. Here every handler knows its caller (authenticated by libp2p), limits its rate,
+decodes within bounds, and keeps only signed readiness records. `DHTNode` uses some attributes and `call_find`.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.tasks import TaskSet
 
 MAX_KEYS = 16
-"""A run has 4 keys; a look-up asks for one run's."""
+"""Most keys of one look-up. A run has 4 keys, and a look-up asks for one run's."""
 MAX_RECORDS = 512
-"""In one message; `PAGE_BYTES` is reached at about 140 usual ones."""
+"""Most records in one message; about 140 usual records fill `PAGE_BYTES`."""
 MAX_PEER_CHARACTERS = 64
-"""An Ed25519 PeerID has 52."""
+"""Longest PeerID; an Ed25519 PeerID has 52 characters."""
 MAX_INSTANCE_BYTES = 16
 MAX_NEAREST = 20
-"""Kademlia's k."""
+"""Most peers named as nearest to a key: Kademlia's k."""
 MAX_MESSAGE_BYTES = 128 * 1024
-"""p2pd's own limit is 256 KB. A page of records holds at most `PAGE_BYTES`."""
+"""Longest message; p2pd's own limit is 256 KB. A page of records holds at most `PAGE_BYTES`."""
 PAGE_BYTES = 64 * 1024
-"""All records that one answer carries, about 140 usual ones."""
+"""Most bytes of all records in one answer: about 140 usual records."""
 
 PING, FIND, STORE = "equipoise.dht.ping", "equipoise.dht.find", "equipoise.dht.store"
 MAX_PEERS = 1024
-"""Most peers whose instances are remembered, the latest heard."""
+"""Most peers whose instances are remembered: the peers heard last."""
 MAX_FORMER = 4
-"""Most former instances that are remembered of a peer."""
+"""Most former instances remembered of one peer."""
 DOUBLED_SECONDS = 30.0
-"""Time for which a peer counts as doubled after both were heard; they speak every few seconds."""
+"""Time for which a peer counts as doubled after both its daemons were heard; daemons speak every few seconds."""
 CALL_SECONDS = 3.0
-"""Longest wait for an answer; a peer that does not answer a look-up in time is left out of it."""
+"""Longest wait for an answer; a look-up goes on without a peer that does not answer in time."""
 BUCKET_DEPTH_MODULO = 5
 """hivemind's default (Kademlia paper, section 4.2, b)."""
 BLACKLIST_SECONDS = 2.0
 BLACKLIST_GROWTH = 1.5
-"""A peer that others still tell of but that does not answer is left out for so long, then longer."""
+"""First time for which look-ups leave out a peer that does not answer, and its growth at each further failure."""
 MAX_ACQUAINTED = 4096
 HELD_SECONDS = 2.0
 """Time that a refused caller waits for its answer, which comes before `CALL_SECONDS` are over."""
 MAX_HELD_OF_ONE = 32
-"""Most refused calls of one peer that wait; further ones are refused at once."""
+"""Most refused calls of one peer that wait; further calls are refused at once."""
 MAX_HELD = 128
-"""The same of all peers together: a call that waits keeps its message in memory, up to 256 KB here and in p2pd."""
+"""Most refused calls of all peers that wait: each keeps its message in memory, up to 256 KB here and in p2pd."""
 FORGER = "has sent a forged record: nothing is taken from it for a minute"
 REPLICAS = 5
-"""Peers that keep a record, hivemind's default: with 30 % of them gone at once, one of 400 records is lost."""
+"""Number of peers that keep a record, hivemind's default: if 30 % go at once, one of 400 records is lost."""
 BEAM = 8
-"""Number of peers nearest to a key that a look-up asks; some more than keep its records."""
+"""Number of peers nearest to a key that a look-up asks; a few more than the peers that keep its records."""
 WORKERS = 4
 LOOKUP_SECONDS = 6.0
-"""Longest look-up: two calls that time out, one after the other."""
+"""Longest look-up: the time of two calls in a row that time out."""
 MAX_BANS = 4096
 """Most peers whose failures are remembered."""
 
@@ -83,7 +83,7 @@ _Message = TypeVar("_Message", bound="Versioned")
 
 
 class VersionError(Malformed):
-    """A message is of another protocol version; says which side is older, and what to upgrade."""
+    """A message has another protocol version; the text says which side is older, and what to upgrade."""
 
 
 class Versioned(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,9 +98,9 @@ class Hello(Versioned, frozen=True, kw_only=True):
     Attributes:
         serves: Whether the author answers look-ups (False in client mode).
         time: The author's clock, seconds since 1970.
-        addresses: Where it listens.
+        addresses: Addresses where the author listens.
         relays: Whether it relays for peers that cannot be dialled.
-        instance: Drawn at the author's start; see `Instances`.
+        instance: Random bytes drawn at the author's start; see `Instances`.
         doubled: Whether the author has heard two daemons that speak as the recipient.
     """
 
@@ -113,12 +113,12 @@ class Hello(Versioned, frozen=True, kw_only=True):
 
     @property
     def hello(self) -> Hello:
-        """Itself: what every message of the DHT has."""
+        """This message: every other message of the DHT has a `hello` attribute too."""
         return self
 
 
 class Neighbour(msgspec.Struct, frozen=True):
-    """A peer that may be nearer to a key; its addresses are hearsay."""
+    """A peer that may be nearer to a key; its addresses are another peer's word."""
 
     peer: Annotated[str, msgspec.Meta(max_length=MAX_PEER_CHARACTERS)]
     addresses: Addresses = ()
@@ -144,7 +144,7 @@ class Found(Versioned, frozen=True, kw_only=True):
 
 
 class Store(Versioned, frozen=True, kw_only=True):
-    """Ask to keep some records; what is not valid is dropped."""
+    """Ask the receiver to keep some records; it drops invalid records."""
 
     hello: Hello
     records: Records
@@ -183,11 +183,11 @@ _Answer = TypeVar("_Answer", Hello, Found, Stored)
 
 
 class Instances:
-    """Notices one identity on two machines, as by a copied home: a third peer hears both, and tells them.
+    """Notices one identity on two machines, such as after a copied home: a third peer hears both, and tells them.
 
-    libp2p does not connect a peer with itself, so the two never meet. Every start of a daemon draws an instance, which
-    goes with each message. A restart replaces the instance for good; one that comes back after another means that both
-    run.
+    libp2p does not connect a peer with itself, so the two daemons never meet. Every start of a daemon draws a random
+    instance, which each message carries. A restart replaces the instance for good. So an instance that comes back after
+    another one means that two daemons run.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class Instances:
         self._doubled: LruDict[str, float] = LruDict(MAX_PEERS)
 
     def hear(self, peer: str, instance: bytes, now: float) -> None:
-        """`peer` has spoken; an empty instance says nothing."""
+        """Note the instance of a message of `peer`; an empty instance is ignored."""
         if not instance:
             return
         heard = self._heard[peer] = self._heard.get(peer) or deque(maxlen=1 + MAX_FORMER)
@@ -206,7 +206,7 @@ class Instances:
         heard.append(instance)
 
     def doubled(self, peer: str, now: float) -> bool:
-        """Tell whether two daemons spoke as `peer` of late."""
+        """Tell whether two daemons spoke as `peer` within the last `DOUBLED_SECONDS`."""
         return self._doubled.get(peer, float("-inf")) + DOUBLED_SECONDS > now
 
 
@@ -223,17 +223,17 @@ class RecordProtocol:
     """Answers the DHT's calls, makes them, and finds the peers nearest to keys.
 
     Attributes:
-        dialer: Knows where peers are, and which are connected.
+        dialer: Knows the addresses of peers, and which peers are connected.
         acquainted: Peers, in client mode too, that have called or answered, and were not lost since.
-        addresses: Where this peer listens, told to everyone.
+        addresses: Addresses where this peer listens; every message tells them.
         on_heard: Called with the PeerID of every peer that calls, or answers.
-        on_record: Called with the entry of every record that is news.
+        on_record: Called with the entry of every new record.
         on_peer: Called with the PeerID of every peer new to the routing table.
         on_hello: Called with the PeerID of every peer that answers look-ups, and whether it relays for others.
-        serves: Whether this peer answers look-ups, which one that cannot be dialled does not.
+        serves: Whether this peer answers look-ups; a peer that cannot be dialled does not.
         relays: Whether it relays for others.
-        traversals: The look-ups that go on; they end soon once the link is detached and calls fail at once.
-        doubled_until: How long another daemon counts as speaking with this one's identity, on the monotonic clock.
+        traversals: The look-ups under way; they end soon after the link is detached, because calls then fail at once.
+        doubled_until: Monotonic time until which another daemon counts as speaking with this daemon's identity.
     """
 
     bucket_size = MAX_NEAREST
@@ -287,7 +287,7 @@ class RecordProtocol:
         await self._call(peer, PING, self._hello(peer), Hello)
 
     async def store(self, peer: str, records: Sequence[Kept]) -> int:
-        """Have `peer` keep `records`; return how many it took as valid. Raises CallError if it does not answer."""
+        """Ask `peer` to keep `records`; return how many it found valid. Raises CallError if it does not answer."""
         request = Store(hello=self._hello(peer), records=tuple(records))
         return (await self._call(peer, STORE, request, Stored)).accepted
 
@@ -297,13 +297,13 @@ class RecordProtocol:
         await self.look_up([self.node_id.to_bytes()])
 
     async def look_up(self, keys: Sequence[bytes]) -> dict[bytes, tuple[str, ...]]:
-        """Fetch what is kept under `keys` (20 bytes each) into the record store; return the nearest peers of each.
+        """Fetch the records under `keys` (20 bytes each) into the record store; return the nearest peers of each key.
 
-        This peer is left out. Weather is not an error: nobody found means nobody returned.
+        This peer is left out. An unreachable network is not an error: then no peers are returned.
         """
         if len(self.blacklist.ban_counter) > MAX_BANS:
             self.blacklist.clear()
-        # hivemind's traversal leaves tasks behind when it is cancelled: it is waited for, or left to end by itself.
+        # hivemind's traversal leaves tasks behind if it is cancelled. So it is never cancelled: it ends by itself.
         nodes = [DHTID.from_bytes(key) for key in keys]
         search = self._dht.find_nearest_nodes(nodes, k_nearest=REPLICAS, beam_size=BEAM, exclude_self=True)
         task = self.traversals.spawn(search)
@@ -330,7 +330,7 @@ class RecordProtocol:
         return {key: (None, self._neighbours(nearest)) for key, nearest in found}
 
     def take(self, records: Iterable[Kept], sender: str) -> int:
-        """Put valid records that `sender` has sent into the record store; return how many are valid."""
+        """Put the valid ones of a sender's records into the record store; return their number."""
         accepted, now = 0, time.monotonic()
         for kept in records:
             known = sender == self.peer or self.record_store.knows(kept, now)
@@ -384,7 +384,7 @@ class RecordProtocol:
             try:
                 request = decode(data, kind)
             except VersionError:
-                # The bare version, from which the caller tells which side is older: an error's text would be ours.
+                # The bare version suffices: the caller itself words the error that says which side is older.
                 return encode(Versioned())
             self._meet(peer, request.hello)
             return encode(handle(peer, request))
@@ -392,7 +392,7 @@ class RecordProtocol:
         return guarded
 
     async def _hold(self, peer: str) -> None:
-        """Let a caller wait for its refusal: a caller that is refused at once calls again at once."""
+        """Delay a refusal, because a caller that is refused at once calls again at once."""
         if self._held[peer] >= MAX_HELD_OF_ONE or self._held.total() >= MAX_HELD:
             return
         with self._held.counting(peer):
@@ -457,7 +457,7 @@ class RecordProtocol:
             self.on_peer(peer)
 
     def lose(self, peer: str) -> None:
-        """Take `peer` for gone until it is heard again; not while p2pd is, for then nobody can be heard."""
+        """Take `peer` for gone until it is heard again; not while p2pd is down, because then no peer can be heard."""
         if self._link.attached:
             self.acquainted.discard(peer)
             self._forget(peer)
@@ -470,7 +470,7 @@ class RecordProtocol:
 
 
 def _page(records: list[Kept]) -> tuple[Kept, ...]:
-    # In no order of the authors' choosing: several answers together show more than one page.
+    # In random order, so that authors cannot choose their place, and several answers show more than one page.
     random.shuffle(records)
     page, size = [], 0
     for kept in records[:MAX_RECORDS]:

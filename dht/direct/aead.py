@@ -1,9 +1,9 @@
-"""Records of our own, AES-256-GCM, for after TLS has done what it is good at.
+"""Records of our own, AES-256-GCM, which carry the frames after TLS has authenticated both peers.
 
-Threat: an attacker on the network between two members reads, alters, drops, replays, reorders and injects bytes.
-It may learn sizes and times of records and, from the preface and the start of TLS, which are in the clear, who talks to
-whom (both PeerIDs), in which layer, and the fingerprint of the dialling side's certificate. It may end the connection.
-It learns nothing of what is said and changes none of it: an altered preface is found out inside TLS.
+Threat: an attacker on the network between two members reads, alters, drops, replays, reorders and injects bytes. It
+may learn sizes and times of records. From the preface and the start of TLS, which are in the clear, it may learn both
+PeerIDs, the layer, and the fingerprint of the dialling side's certificate. It may end the connection. It learns none of
+the contents and changes none of them: the greeting inside TLS reveals an altered preface.
 
 Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Inside it each side sends 32 random bytes;
 then both leave TLS. Key of a direction = HKDF-SHA256 over both secrets, with the direction and both PeerIDs as info:
@@ -20,21 +20,21 @@ Rekeying: after `REKEY_RECORDS` records the key is replaced by HKDF-Expand of it
 800-38D; the bound of RFC 8446, section 5.5, is 2^-57), a forgery succeeds with less than 2^-112. 1.06 GiB between
 rekeyings costs nothing, and a key that leaks from memory does not open what was sent before the last one.
 
-End of stream: there is no authenticated farewell. A connection that is cut between frames looks closed; within one, the
-receiver misses bytes and fails. Rounds do not take silence for consent, so that is enough.
+End of stream: there is no authenticated end. A connection cut between frames looks closed; if it is cut within a frame,
+the receiver misses bytes and fails. That suffices, because rounds never take silence for consent.
 
-Why it is the default: OpenSSL gives out records of TLS one by one, of 16 KiB at most, and copies them; ours hold a part
-of a round and are opened where it belongs. Sealed and opened, 1 GB takes 0.087 CPU seconds in ours and 0.337 in those
-of TLS (medians of 7 within 2 %; one EPYC with AVX-512 and VAES): to fill a link of 10 Gbit/s both ways takes 11 or 42 %
-of a core.
+Why it is the default: OpenSSL hands out TLS records one by one, of 16 KiB at most, and copies them. A record of ours
+holds a part of a round, and is decrypted into its place. To seal and open 1 GB takes 0.087 CPU seconds with ours and
+0.337 with TLS (medians of 7 within 2 %; one EPYC with AVX-512 and VAES). To fill a link of 10 Gbit/s both ways takes 11
+or 42 % of a core.
 
-When to choose TLS (`--channel tls`): where only well-known protocols may be used, for nobody outside of this project
-has reviewed the construction above; or where links carry up to about 1 Gbit/s, so that caution costs nothing. The
-dialling side decides for a channel, so all members of a group have to choose it.
+When to choose TLS (`--channel tls`): if only well-known protocols may be used, because the construction above has had
+no review outside of this project; or if links carry up to about 1 Gbit/s, so that caution costs nothing. The dialling
+side decides for a channel, so all members of a group have to choose TLS.
 
-What to attack: that both sides stop and start reading at the same byte when they leave TLS (`tls.TlsSession.leave`
-hands over what was read and not yet decrypted); two records under one nonce after an error or a cancelled send (the
-channel closes on both); sizes believed before they are authenticated (only against fixed buffers); the info strings of
+What to attack: both sides must stop and start reading at the same byte when they leave TLS (`tls.TlsSession.leave`
+hands over bytes that were read and not yet decrypted); two records under one nonce after an error or a cancelled send
+(the channel closes on both); sizes used before they are authenticated (only against fixed buffers); the info strings of
 the two directions.
 """
 
@@ -55,8 +55,8 @@ BODY = 2
 """A record that holds a piece of one frame's body and nothing else: decrypted straight into its place."""
 
 PIECE_BYTES = 544 * 1024
-"""Most of a body in one record: a part of 512 Ki values in int8 (528 KiB) is one. As two of half the size it took
-3 % more processor time in rounds of four."""
+"""Most bytes of a body in one record: a part of 512 Ki values in int8 (528 KiB) fits. In two records of half the size,
+it took 3 % more processor time in rounds of four."""
 MAX_HEAD_BYTES = 160 * 1024
 """Longest beginning of a frame: a header of 128 KiB with its prefix, or a small frame whole."""
 PREFIX_BYTES = 4
@@ -74,7 +74,7 @@ _RATCHET = b"equipoise direct aead 1 ratchet"
 
 
 def traffic_key(secrets: tuple[bytes, bytes], peers: tuple[str, str], *, of_dialler: bool) -> bytes:
-    """Return the first key of one direction: that in which the dialling side sends if `of_dialler`, else the other.
+    """Return the first key of one direction: from the dialling side if `of_dialler`, else from the accepting side.
 
     `secrets` are 32 random bytes of the dialling and of the accepting side, `peers` their PeerIDs in that order.
     """
@@ -128,7 +128,7 @@ class Opener(_Keyed):
 
     @staticmethod
     def parse_prefix(prefix: Buffer) -> tuple[int, int]:
-        """Return kind and size, not yet authenticated, of the record that begins so; raises BytesRefused if none."""
+        """Return a record's kind and size, not yet authenticated; raises BytesRefused if no record begins so."""
         word: int = _PREFIX.unpack_from(prefix)[0]
         kind, size = word >> 24, word & 0xFFFFFF
         limit = _LIMITS.get(kind)
@@ -141,7 +141,7 @@ class Opener(_Keyed):
     def open_into(self, record: memoryview, place: memoryview) -> None:
         """Decrypt a whole record into `place`, which has exactly its size; raises BytesRefused if it is not authentic.
 
-        Unspecified bytes are in `place` then.
+        After an error, the bytes in `place` are unspecified.
         """
         if self._failed:
             raise BytesRefused("a record before was refused")

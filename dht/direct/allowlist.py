@@ -1,8 +1,8 @@
-"""The peers that may connect: those that were admitted, each with its one certificate.
+"""The peers that may connect: admitted peers, each with its one certificate.
 
-Members of this peer's rounds are, and peers of its runs that ask for a state or are asked for one. An admission is to
-the daemon, not to one round, and is not taken back when that ends: the next one is seconds away, and the channel is
-kept for it. It ends with the credential, or when `MAX_ADMITTED` others have come since.
+Members of this peer's rounds are admitted, and peers of its runs that ask for a state or are asked for one. An
+admission is to the daemon, not to one round. It does not end with the round: the next round is seconds away, and its
+members keep the channel. It ends with the credential, or when `MAX_ADMITTED` others have come since.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from equipoise.dht.direct.tls import make_context
 from equipoise.dht.limits import LruDict
 
 MAX_ADMITTED = 1024
-"""Most peers admitted, members of the rounds of some hours; the first is forgotten. Contexts take some 30 KB each."""
+"""Most peers admitted: the members of some hours' rounds. The oldest is forgotten. A context takes some 30 KB."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Admitted:
     _contexts: dict[tuple[bytes, bool], SSL.Context] = field(default_factory=dict)
 
     def context(self, own: OwnCertificate, *, server: bool) -> SSL.Context:
-        """Return a context that trusts this peer only, made at first use."""
+        """Return a TLS context that trusts this peer only; made at first use."""
         key = (own.der, server)
         if key not in self._contexts:
             self._contexts = {one: kept for one, kept in self._contexts.items() if one[0] == own.der}
@@ -45,15 +45,15 @@ class Allowlist(LruDict[str, Admitted]):
     """The peers that were admitted, by PeerID."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock` tells the swarm's time, seconds since 1970, by which credentials expire."""
+        """Credentials expire by `clock`, the swarm's time in seconds since 1970."""
         super().__init__(MAX_ADMITTED)
         self._clock = clock
         self._news = asyncio.Event()
 
     def admit(self, peer: str, data: bytes) -> None:
-        """Accept `peer` with this credential from now on; raises Refused if it is not genuine, or has expired."""
+        """Accept `peer` with this credential from now on; raises Refused if the credential is false or has expired."""
         known = self.get(peer)
-        if known is not None and known.signed == data:  # Two signatures (0.3 ms) need no second look.
+        if known is not None and known.signed == data:  # Its two signatures (0.3 ms) were verified before.
             known.credential.check(self._clock())
         else:
             credential = parse(peer, bytes(data), self._clock())
@@ -65,7 +65,7 @@ class Allowlist(LruDict[str, Admitted]):
         self._news = asyncio.Event()
 
     def current(self, peer: str) -> Admitted:
-        """Return what is known of `peer`; raises Refused if it was not admitted, or its credential has expired."""
+        """Return the admission of `peer`; raises Refused if it was not admitted, or its credential has expired."""
         found = self.get(peer)
         if found is None:
             raise Refused("not a member", f"{peer} is in no group with this peer")
@@ -73,10 +73,10 @@ class Allowlist(LruDict[str, Admitted]):
         return found
 
     async def expect(self, peer: str, fingerprint: bytes, seconds: float) -> Admitted:
-        """Return what is known of `peer`, waiting until it is admitted with the certificate that it claims to have.
+        """Return the admission of `peer`; wait until it is admitted with the certificate that it claims to have.
 
-        A peer may be faster than the news that it is a member, or, after a restart, that its certificate is another.
-        Raises Refused if it is not admitted in time, with another certificate, or its credential has expired.
+        A peer may come before the news that it is a member or, after a restart, that it has a new certificate. Raises
+        Refused if `peer` is not admitted in time, has another certificate, or its credential has expired.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

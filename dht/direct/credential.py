@@ -31,25 +31,25 @@ from equipoise.dht.sanitize import Malformed, decode
 CERTIFICATE_LIFE_SECONDS = 30 * 86400.0
 """Life of a certificate; a daemon that runs longer makes a new one at half of it."""
 BACKDATED_SECONDS = 30 * 86400.0
-"""Most that the clock of a peer that takes a fresh certificate may be behind: OpenSSL judges by the local one. This is
-far above the day that clocks may be off; a key that is as young as the process needs no beginning."""
+"""Most seconds that a verifier's clock may be behind a fresh certificate: OpenSSL judges by the local clock. This is
+far above the day that clocks may be off. An early start is harmless: the key is no older than the process."""
 SERIAL_BYTES = 16
 MAX_CREDENTIAL_BYTES = 1024
 """Equal to `averaging.ports.MAX_CREDENTIAL_BYTES`, checked by a test: the packages do not know each other."""
 MAX_ADDRESSES = 4
-"""Most addresses that a credential tells; of more, the first count."""
+"""Most addresses in a credential; of more addresses, the first count."""
 LIFE_SECONDS = 7 * 86400.0
-"""Life of a credential; signed anew, with the same certificate, at half of it. A week bounds how long a key that was
-stolen from a daemon's memory, the only place where it is, is good for, and is far above what clocks are off."""
+"""Life of a credential; it is signed anew, with the same certificate, at half of it. A week bounds the use of a key
+that was stolen from a daemon's memory, its only place, and is far above the error of clocks."""
 MAX_LIFE_SECONDS = 60 * 86400.0
-"""Longest life of a credential that is taken: nobody needs it, and clocks are not off by months."""
+"""Longest life of a credential that this peer accepts: no peer needs a longer one, and clocks are not off by months."""
 
 _DOMAIN = "direct"
 
 
 @dataclass(frozen=True)
 class OwnCertificate:
-    """A certificate (DER) with the key that it is signed with, and when it expires, in seconds since 1970."""
+    """A certificate (DER), the key that signed it, and its expiry in seconds since 1970."""
 
     der: bytes
     key: Ed25519PrivateKey = field(repr=False)
@@ -59,8 +59,8 @@ class OwnCertificate:
 def make_certificate(peer: str, now: float) -> OwnCertificate:
     """Make a key and its certificate.
 
-    Equal subjects make OpenSSL look for the wrong issuer and refuse genuine certificates: each gets its own, the PeerID
-    and a random number.
+    With equal subjects, OpenSSL would look for the wrong issuer and refuse genuine certificates. So each certificate
+    has a subject of its own: the PeerID and a random number.
     """
     key = Ed25519PrivateKey.generate()
     parts = {NameOID.COMMON_NAME: peer, NameOID.SERIAL_NUMBER: secrets.token_hex(SERIAL_BYTES)}
@@ -81,10 +81,10 @@ def make_certificate(peer: str, now: float) -> OwnCertificate:
 
 
 def check_certificate(der: bytes, peer: str, now: float) -> float:
-    """Check that a stranger's certificate is one that `peer`'s daemon made for itself; return when it expires.
+    """Check that the daemon of `peer` made a stranger's certificate for itself; return when it expires.
 
-    The name inside keeps a member from presenting another's certificate as its own, and passing the other's connections
-    on as its own: only the holder of the certificate's key could have signed that name. Raises Refused if the
+    The PeerID inside keeps a member from presenting another peer's certificate, and passing that peer's connections on
+    as its own: only the holder of the certificate's key could have signed that PeerID. Raises Refused if the
     certificate is malformed, not Ed25519, not self-signed, another peer's, or not valid now.
     """
     try:
@@ -97,7 +97,7 @@ def check_certificate(der: bytes, peer: str, now: float) -> float:
         key.verify(certificate.signature, certificate.tbs_certificate_bytes)
     except InvalidSignature:
         raise Refused("malformed credential", "the certificate is not signed with its own key") from None
-    except Exception as error:  # x509 promises no closed list of what malformed input makes it raise.
+    except Exception as error:  # x509 does not document all errors that malformed input can raise.
         raise Refused("malformed credential", f"malformed certificate: {type(error).__name__}") from None
     if names != [peer]:
         raise Refused("replayed certificate", f"expected a certificate of {peer}, got another peer's")
@@ -117,9 +117,9 @@ def _moment(seconds: float) -> datetime.datetime:
 
 @dataclass(frozen=True)
 class Credential:
-    """A credential that was found genuine.
+    """A verified credential, valid until `expires`.
 
-    `peer` has the one `certificate` (DER), listens at `addresses`, best first, if it listens at all, until `expires`.
+    `peer` has the one `certificate` (DER), and listens at `addresses`, best first; empty if it does not listen.
     """
 
     peer: str
@@ -128,7 +128,7 @@ class Credential:
     expires: float
 
     def check(self, now: float) -> None:
-        """Check that it has not expired; raises Refused if it has."""
+        """Raise Refused if the credential has expired."""
         if now >= self.expires:
             raise Refused("expired", f"the credential of {self.peer} has expired")
 
@@ -147,7 +147,7 @@ _encode = msgspec.msgpack.Encoder().encode
 def issue(
     identity: Identity, certificate: OwnCertificate, addresses: Sequence[tuple[str, int]], now: float
 ) -> bytes:
-    """Sign a credential; addresses that nobody would take are left out, and of those that do not fit the last ones."""
+    """Sign a credential; leave out addresses that no peer would accept and, if not all fit, the last ones."""
     told = [f"{host} {port}" for host, port in addresses if is_host(host)][:MAX_ADDRESSES]
     expires = min(now + LIFE_SECONDS, certificate.expires)
     while True:
@@ -159,7 +159,7 @@ def issue(
 
 
 def parse(peer: str, data: bytes, now: float) -> Credential:
-    """Decode what `peer` is said to have signed; raises Refused unless everything about it is genuine and valid now."""
+    """Decode the credential of `peer`; raises Refused unless all of it is genuine and valid now."""
     try:
         wire = decode(_decoder, data, MAX_CREDENTIAL_BYTES, "credential")
     except Malformed as error:
@@ -185,7 +185,7 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _signed(peer: str, certificate: bytes, addresses: tuple[str, ...], expires: float) -> bytes:
-    # Through an encoder whose values carry their lengths: no two contents give the same bytes.
+    # The encoder writes the length of each value, so no two contents give the same bytes.
     return _encode([peer, fingerprint_of(certificate), addresses, expires])
 
 
@@ -193,7 +193,7 @@ class Presence:
     """This peer's certificate, the addresses of its direct listener, and its credential, renewed before they expire."""
 
     def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
-        """`clock` tells the swarm's time, seconds since 1970."""
+        """`clock` returns the swarm's time, seconds since 1970."""
         self.addresses: tuple[tuple[str, int], ...] = ()
         self.certificate = make_certificate(identity.peer, clock())
         self._identity = identity
@@ -203,11 +203,11 @@ class Presence:
 
     @property
     def credential(self) -> bytes:
-        """The signed credential; a new one from time to time, and when addresses change."""
+        """The signed credential; renewed at half of its life, and when addresses change."""
         now = self._clock()
         if now >= self._renew_at or not self._credential:
             if self.certificate.expires - now < CERTIFICATE_LIFE_SECONDS / 2:
-                # Who knows only the old one cannot connect until the next round's joins have gone round.
+                # Peers that know only the old certificate cannot connect until the next round's joins have spread.
                 self.certificate = make_certificate(self._identity.peer, now)
             self._credential = issue(self._identity, self.certificate, self.addresses, now)
             self._renew_at = now + LIFE_SECONDS / 2

@@ -23,17 +23,17 @@ Why = Literal[
     "too many",
     "went away",
 ]
-"""`other peer`: it dialled somebody else than this peer. `impostor`: it does not hold the key it must hold. `replayed
-certificate`: a credential that presents another peer's. `plain`: one side alone wants no encryption."""
+"""`other peer`: the caller wanted to dial another peer. `impostor`: the other side does not hold the expected key.
+`replayed certificate`: a credential presents another peer's certificate. `plain`: only one side wants no encryption."""
 
 LINE_SECONDS = 1.0
-"""Shortest time between two lines of the log about one reason: one may be refused thousands of times a second."""
+"""Shortest time between two lines of the log about one reason: refusals may come thousands of times a second."""
 
 _log = logging.getLogger(__name__)
 
 
 class Refused(ConnectionError):
-    """A connection or a credential is refused; the message says why, in one line, `why` what it is counted as."""
+    """A connection or a credential is refused; the message gives the reason in one line, `why` its category."""
 
     def __init__(self, why: Why, text: str) -> None:
         super().__init__(text)
@@ -50,7 +50,7 @@ class Refusals:
         self.last = ""
 
     def note(self, why: Why, text: str, now: float) -> None:
-        """Count one refusal at `now` (seconds, monotonic); a line tells how many had none before it."""
+        """Count one refusal at `now` (seconds, monotonic); a line tells how many refusals before it had no line."""
         self.counts[why] += 1
         self.last = printable(f"{why}: {text}")
         if now - self._logged_at.get(why, float("-inf")) < LINE_SECONDS:

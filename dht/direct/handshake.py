@@ -1,9 +1,9 @@
 """Opens a stream on a fresh TCP connection, at either side; every wait is bounded by the caller.
 
-Preface in the clear, TLS 1.3 with both certificates, then a greeting of each side inside TLS. The server must know who
-dials before it can choose whom to trust. The preface is a claim and nothing more: TLS proves it. Preface and greeting
-have one size each, so there are no lengths to believe. Because a TLS 1.3 client's handshake returns before the server
-has judged its certificate, a stream is open only after the other side's greeting.
+First a preface in the clear, then TLS 1.3 with both certificates, then a greeting of each side inside TLS. The server
+needs the dialling PeerID before it can choose the certificate to trust: the preface claims it, TLS proves it. Preface
+and greeting have fixed sizes, so there are no lengths to trust. A TLS 1.3 client's handshake returns before the server
+has judged its certificate, so a stream is open only after the other side's greeting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from equipoise.dht.identity import peer_of, public_key_of
 from equipoise.dht.streams import HEAD_BYTES
 
 Layer = Literal["tls", "aead", "plain"]
-"""The carrier of frames once TLS has proved who is there; `plain` neither proves nor encrypts, for measurements."""
+"""The carrier of frames once TLS has proved both PeerIDs; `plain` neither proves nor encrypts, for measurements."""
 
 VERSION = 2
 _MAGIC = b"EQPD"
@@ -36,14 +36,14 @@ _PREFACE = struct.Struct("!4sBB32s32s32s")
 PREFACE_BYTES = _PREFACE.size
 SECRET_BYTES = 32
 GREETING_BYTES = 1 + SECRET_BYTES
-"""The layer, confirmed, and what each side adds to the keys of that layer."""
+"""Bytes of a greeting: the confirmed layer, and the side's secret for the keys of that layer."""
 
 _LAYERS: tuple[Layer, ...] = get_args(Layer)
 
 
 @dataclass(frozen=True)
 class Preface:
-    """The claim of a dialling peer: how frames are to be carried, both PeerIDs, its certificate's fingerprint."""
+    """The claim of a dialling peer: the layer for frames, both PeerIDs, its certificate's fingerprint."""
 
     layer: Layer
     dialler: str
@@ -57,7 +57,7 @@ class Preface:
 
 
 def parse_preface(data: bytes | bytearray) -> Preface:
-    """Decode `PREFACE_BYTES` bytes of a stranger; raises Refused if they are no preface, or of another version."""
+    """Decode `PREFACE_BYTES` bytes of a stranger; raises Refused if they are no preface, or have another version."""
     if len(data) != PREFACE_BYTES:
         raise Refused("malformed preface", f"expected {PREFACE_BYTES} bytes, got {len(data)}")
     magic, version, layer, dialler, acceptor, fingerprint = _PREFACE.unpack(data)
@@ -71,7 +71,7 @@ def parse_preface(data: bytes | bytearray) -> Preface:
 
 
 async def receive_opening(connection: socket.socket) -> bytes:
-    """Read the `PREFACE_BYTES` with which the dialling side begins, and no byte more; raises OSError if it goes."""
+    """Read the dialling side's first `PREFACE_BYTES`, and no byte more; raises OSError if the connection ends."""
     data = bytearray(PREFACE_BYTES)
     view, loop = memoryview(data), asyncio.get_running_loop()
     while view:
@@ -85,11 +85,11 @@ async def receive_opening(connection: socket.socket) -> bytes:
 async def secure(
     connection: socket.socket, context: SSL.Context, expected: bytes, preface: Preface, *, dialler: bool
 ) -> PlainStream:
-    """Prove to each other who both are, and return the stream of the layer that the preface asks for.
+    """Prove both PeerIDs to the two sides, and return the stream of the layer in the preface.
 
-    The connection, non-blocking and after the preface, is taken over, and closed if this fails. `context` trusts the
-    other side's certificate only, whose DER is `expected`. Raises Refused if the other side is not the peer that it
-    must be, refuses this side, or ends the connection.
+    Takes over the connection, which is non-blocking and past the preface, and closes it on failure. `context` trusts
+    the other side's certificate only, whose DER is `expected`. Raises Refused if the other side is not the expected
+    peer, refuses this side, or ends the connection.
     """
     connection = socket.socket(fileno=connection.detach())
     loop = asyncio.get_running_loop()
@@ -110,7 +110,7 @@ async def secure(
             if not opened:
                 await _read(connection, tls)
             view = view[opened:]
-        if greeting[:1] != layer:  # Somebody between has altered the preface.
+        if greeting[:1] != layer:  # An attacker in between has altered the preface.
             raise Refused("tls failure", f"the greeting does not confirm the layer {preface.layer}")
         if preface.layer == "tls":
             tls.stay()
@@ -124,7 +124,7 @@ async def secure(
 
 @contextlib.contextmanager
 def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
-    """Close what is opened if that fails; raises Refused if the connection broke."""
+    """Close `opened` if the context fails; raises Refused if the connection broke."""
     try:
         yield
     except BaseException as error:
@@ -138,7 +138,7 @@ def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
 
 
 async def _read(connection: socket.socket, tls: TlsSession) -> None:
-    # So few that what follows TLS fits the buffer of the layer that it is for.
+    # So few bytes that those after the end of TLS fit the next layer's buffer.
     data = await asyncio.get_running_loop().sock_recv(connection, HEAD_BYTES)
     if data:
         tls.feed(data)
@@ -147,13 +147,13 @@ async def _read(connection: socket.socket, tls: TlsSession) -> None:
 
 
 async def forgo(connection: socket.socket, *, dialler: bool) -> PlainStream:
-    """Return a stream that proves and encrypts nothing; the caller has checked that it stays on this machine.
+    """Return a stream without proofs and encryption; the caller has checked that it stays on this machine.
 
-    The connection is taken over as by `secure`. Raises Refused if the other side has ended it.
+    Takes over the connection as `secure` does. Raises Refused if the other side has ended it.
     """
     stream = PlainStream(socket.socket(fileno=connection.detach()))
     with _closed_if_refused(stream):
-        # The accepting side's byte says that it was willing.
+        # The accepting side sends one byte to accept.
         if dialler:
             await stream.receive_into(memoryview(bytearray(1)))
         else:

@@ -1,4 +1,4 @@
-"""The TCP port of direct channels: its addresses, its bound on strangers, and its answer to where they come from."""
+"""The TCP port of direct channels: its addresses, its bound on strangers, and its answers to origin questions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _ORIGIN_MAGIC = b"EQPM"
 _ORIGIN = struct.Struct("!4s16sH")
 ORIGIN_BYTES = _ORIGIN.size
 ORIGIN_QUESTION = _ORIGIN_MAGIC.ljust(PREFACE_BYTES, b"\0")
-"""First bytes of a connection that asks where it comes from. They have the size of a preface and get a shorter answer,
-in the clear: a peer is told no more than its own address, and nobody trusts it further than to be found there (libp2p's
-identify tells observed addresses likewise; RFC 8489, STUN, section 2)."""
+"""First bytes of a connection that asks for its own origin. They have the size of a preface. The answer is shorter and
+in the clear: it tells a peer its own address only, which serves only to find that peer (libp2p's identify tells
+observed addresses likewise; RFC 8489, STUN, section 2)."""
 
 
 class Listener:
-    """Listens on some addresses and hands every connection on."""
+    """Listens on some addresses, and hands on every connection."""
 
     def __init__(
         self, addresses: Sequence[ListenAddress], taken: Callable[[socket.socket, Place], None]
@@ -48,7 +48,7 @@ class Listener:
         return [one.socket.getsockname()[:2] for one in self._acceptors]
 
     def start(self, wish: int) -> None:
-        """Begin to listen; where no port is named (port 0), at `wish` if that is free, else at any.
+        """Begin to listen; port 0 becomes `wish` if that is free, else any free port.
 
         Raises ListenError if an address is taken or not this machine's.
         """
@@ -85,8 +85,8 @@ class Listener:
 def endpoints(hosts: Iterable[str], bound: Sequence[Place], *, forwarded: bool) -> list[Place]:
     """Return where others reach the listeners `bound` on this machine, best first.
 
-    The machine, or one that forwards ports here if `forwarded`, has the IP addresses and names `hosts`, best first.
-    Hosts that only this machine reaches are left out if there are others: on another machine they are that machine.
+    `hosts` are IP addresses and names, best first: of this machine or, if `forwarded`, of one that forwards ports here.
+    Loopback hosts are left out if there are others: on another machine, they name that machine.
     """
     found = [(host, port) for host in hosts for own, port in bound if _serves(own, host, forwarded)]
     found += [(own, port) for own, port in bound if not ipaddress.ip_address(own).is_unspecified]
@@ -96,7 +96,7 @@ def endpoints(hosts: Iterable[str], bound: Sequence[Place], *, forwarded: bool) 
 
 def _serves(own: str, host: str, forwarded: bool) -> bool:
     if not is_ip(host):
-        return True  # Whatever is listened on stands behind a name.
+        return True  # A name may stand for any address that is listened on.
     named, listening = ipaddress.ip_address(host), ipaddress.ip_address(own)
     if named.version != listening.version or named.is_link_local:
         return False
@@ -106,8 +106,8 @@ def _serves(own: str, host: str, forwarded: bool) -> bool:
 class Gate:
     """Strangers by the address that they come from. Sans IO.
 
-    When it is full, the oldest stranger of the address that has the most goes: a flood from few addresses meets itself,
-    and a peer at another address gets in. An honest handshake takes milliseconds; the oldest is slow or idle.
+    A full gate ejects the oldest stranger of the address with the most strangers, so a flood from few addresses ejects
+    itself, and peers at other addresses get in. An honest handshake takes milliseconds; the oldest is slow or idle.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Gate:
         return len(self._waiting)
 
     def enter(self, guest: Hashable, address: str) -> Any:
-        """Let `guest` of an IP address in; return the guest that has to go for it, or None."""
+        """Let in `guest` from an IP address; return the guest that must go for it, or None."""
         evicted, host = None, address
         if ":" in address:  # One customer has 2**64 addresses of IPv6.
             host = str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
@@ -138,14 +138,14 @@ class Gate:
 
 
 def origin_answer(host: str, port: int) -> bytes:
-    """Return the `ORIGIN_BYTES` that tell an asker where it comes from; IPv4 as IPv6 maps it (RFC 4291, 2.5.5.2)."""
+    """Return the `ORIGIN_BYTES` that tell an asker its own address; IPv4 as IPv6 maps it (RFC 4291, 2.5.5.2)."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = b"\0" * 10 + b"\xff\xff" + address.packed if address.version == 4 else address.packed
     return _ORIGIN.pack(_ORIGIN_MAGIC, mapped, port)
 
 
 def parse_origin(data: bytes) -> tuple[str, int]:
-    """Return the address and port in an answer; raises Refused if it is none."""
+    """Return the address and port in an answer; raises Refused if it is no answer."""
     if len(data) != ORIGIN_BYTES:
         raise Refused("went away", f"expected {ORIGIN_BYTES} bytes, got {len(data)}")
     magic, packed, port = _ORIGIN.unpack(data)
@@ -156,7 +156,7 @@ def parse_origin(data: bytes) -> tuple[str, int]:
 
 
 async def ask_origin(connection: socket.socket) -> tuple[str, int]:
-    """Ask a direct listener, on a fresh connection, where that comes from; raises OSError if it does not answer."""
+    """Ask a direct listener where it sees this fresh connection come from; raises OSError if it does not answer."""
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(connection, ORIGIN_QUESTION)
     data = b""

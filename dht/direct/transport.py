@@ -29,24 +29,24 @@ OPEN_SECONDS = 5.0
 HANDSHAKE_SECONDS = 5.0
 """Longest handshake of a peer that dials this one, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
-"""Longest wait of a dialling peer for its admission: its manifest comes here a moment later than to it."""
+"""Longest wait of a dialling peer for its admission: the manifest may come here a moment after it came to that peer."""
 PARKED_SECONDS = 600.0
 """Longest time that a channel waits for a round; some rounds are minutes apart."""
 MAX_FAILURES = 1024
-"""Most peers remembered with the reason why they could not be dialled: as many as are admitted."""
+"""Most peers remembered that could not be dialled, each with the reason: as many as are admitted."""
 DEFAULT_LAYER: Layer = "aead"
-"""A quarter of the processor time of TLS' records: `aead` states figures, how sure they are, and when to choose TLS."""
+"""Layer by default: it takes a quarter of the processor time of TLS records. `aead` tells more, and when to use TLS."""
 
 
 class PunchedChannels:
-    """Channels that were opened ahead of the round that will use them, through holes in NATs.
+    """Channels through holes in NATs, opened before the round that will use them.
 
-    A round that is under way goes on as it began. The side that counts as the one that has dialled keeps the channel
-    until a round asks for one; the other side hands it on when the first byte comes through it.
+    A round that is under way goes on as it began. The side that counts as dialling keeps the channel until a round asks
+    for one. The other side hands the channel on when the first byte comes.
     """
 
     def __init__(self, serve: Callable[[FramedChannel], Awaitable[None]]) -> None:
-        """`serve` takes over a channel that the other side has begun to use, and returns when that is over."""
+        """`serve` takes over a channel that the other side has begun to use, and returns when the channel ends."""
         self._serve = serve
         self._kept: dict[str, tuple[FramedChannel, asyncio.Task[None]]] = {}
         self._tasks = TaskSet()
@@ -66,7 +66,7 @@ class PunchedChannels:
         return peer in self._kept
 
     async def take(self, peer: str) -> FramedChannel | None:
-        """Return the channel to `peer` that is kept, for good; None if there is none or it has broken."""
+        """Hand out the kept channel to `peer`; None if no channel is kept, or it has broken."""
         channel, watch = self._kept.pop(peer, (None, None))
         if channel is None or watch is None:
             return None
@@ -80,11 +80,11 @@ class PunchedChannels:
         return None if channel.closed else channel
 
     async def stop(self) -> None:
-        """Keep nothing any more; idempotent. `OpenChannels` closes the channels."""
+        """Stop keeping channels; idempotent. `OpenChannels` closes the channels."""
         await self._tasks.stop()
 
     async def _keep(self, channel: FramedChannel) -> None:
-        # The other side speaks only when spoken to: whatever comes, it is the end.
+        # The other side sends only answers: if any byte comes here, the channel is at its end.
         await self._first_byte(channel)
         if self._kept.get(channel.peer, (None, None))[0] is channel:
             del self._kept[channel.peer]
@@ -109,8 +109,8 @@ class DirectTransport:
     Attributes:
         peer: PeerID of this peer.
         dialable: Whether others can open channels to this peer.
-        channels: Those that are open.
-        punched: Those of them that were opened from both ends at once.
+        channels: The open channels.
+        punched: The open channels through holes in NATs, until a round uses them.
         on_meet: Called with the PeerID of an admitted peer with which a round begins.
     """
 
@@ -124,9 +124,9 @@ class DirectTransport:
     ) -> None:
         """Make a certificate; raises ValueError if unencrypted channels would be offered to other machines.
 
-        Without `listen` addresses nothing can dial this peer (client mode). Frames are carried in `layer` once both
-        sides have proved who they are. `clock` tells the swarm's time, seconds since 1970, by which credentials expire,
-        `policy` which of their addresses are dialled, and how often.
+        Without `listen` addresses no peer can dial this one (client mode). `layer` carries the frames once both sides
+        have proved their PeerIDs. Credentials expire by `clock`, the swarm's time in seconds since 1970. `policy`
+        decides which addresses of credentials are dialled, and how often.
         """
         if layer == "plain" and not all(is_loopback(one.host) for one in listen):
             raise ValueError("channels without encryption are for measurements on loopback addresses only")
@@ -161,7 +161,7 @@ class DirectTransport:
         )
 
     def admit(self, peer: str, credential: bytes) -> None:
-        """Have channels with `peer` from now on; raises ValueError, and says why, if the credential is not genuine."""
+        """Allow channels with `peer` from now on; raises ValueError with the reason if the credential is false."""
         try:
             self._allowlist.admit(peer, credential)
         except Refused as error:
@@ -169,22 +169,22 @@ class DirectTransport:
             raise ValueError(str(error)) from None
 
     def meet(self, peer: str) -> None:
-        """A round with `peer` begins, if it was admitted: a channel with it is worth some effort."""
+        """Note that a round with `peer` begins; calls `on_meet` if `peer` was admitted."""
         if self._allowlist.get(peer) is not None:
             self.on_meet(peer)
 
     def reaches(self, peer: str) -> bool:
-        """Tell whether `peer` was admitted and says where it listens, or a channel to it is there already."""
+        """Tell whether `peer` was admitted, and either names addresses or has a channel kept here."""
         admitted = self._allowlist.get(peer)
         return admitted is not None and (bool(admitted.credential.addresses) or self.punched.keeps(peer))
 
     def failure(self, peer: str) -> str:
-        """Return why the last dial of `peer` failed; empty if a channel opened since, or it is not to be dialled."""
+        """Return why the last dial of `peer` failed; empty if a channel opened since, or `peer` cannot be dialled."""
         return self._failures.get(peer, "") if self.reaches(peer) else ""
 
     @property
     def port(self) -> int:
-        """A TCP port listened on; 0 if there is none."""
+        """A TCP port on which this peer listens; 0 if it does not listen."""
         return next((port for _, port in self._listener.bound), 0)
 
     def serve(self, handler: Handler | None) -> None:
@@ -192,7 +192,7 @@ class DirectTransport:
         self.channels.handler = handler
 
     def start(self, wish: int = 0) -> None:
-        """Begin to listen, at port `wish` if it is free where none is named; raises ListenError as `Listener.start`."""
+        """Begin to listen; a port that is not named becomes `wish` if that is free. Raises as `Listener.start`."""
         self._listener.start(wish)
         self.tell(host for host, _ in self._listener.bound)
 
@@ -208,7 +208,7 @@ class DirectTransport:
         await self._tasks.stop()
 
     async def open(self, peer: str) -> FramedChannel:
-        """Open a channel to `peer` within `OPEN_SECONDS`; raises ConnectionError, which says why, if none can be."""
+        """Open a channel to `peer` within `OPEN_SECONDS`; raises ConnectionError with the reason if that fails."""
         kept = await self.punched.take(peer)
         if kept is not None:
             return kept
@@ -252,10 +252,10 @@ class DirectTransport:
     async def punch(
         self, peer: str, connection: socket.socket, address: Place, *, dialled: bool
     ) -> FramedChannel:
-        """Make a connection that both sides have opened at once a channel, as if one had dialled the other.
+        """Turn a connection that both sides have opened at once into a channel, as if one side had dialled the other.
 
-        The connection, non-blocking, with `peer` at `address`, is taken over. This side counts as the one that has
-        `dialled`, or the other does. Raises ConnectionError if another peer is there, it was not admitted, or goes.
+        Takes over the non-blocking connection with `peer` at `address`. `dialled` says whether this side counts as
+        dialling. Raises ConnectionError if another peer is there, or `peer` was not admitted or ends the connection.
         """
         try:
             keep_alive(connection)
@@ -271,7 +271,7 @@ class DirectTransport:
             connection.close()
 
     async def _claim(self, connection: socket.socket, admitted: Admitted, address: Place) -> PlainStream:
-        """Say who this peer is on a connection that it has opened, and prove it."""
+        """Send the preface on a connection that this peer has opened, and prove its PeerID."""
         own = fingerprint_of(self._presence.certificate.der)
         preface = Preface(self._layer, self.peer, admitted.credential.peer, own)
         try:

@@ -1,4 +1,4 @@
-"""One attempt of two peers to punch a hole, at either side. Sans IO: told events and the time, it returns actions.
+"""One attempt of two peers to punch a hole, at either side. Sans IO: it takes events and the time, returns actions.
 
     begins                                        the other side
     Measure, Candidates   ------------------->    Measure
@@ -8,9 +8,9 @@
     Go                    ------------------->    Try at once
     Try half the way there and back later
 
-The last four lines are repeated while no connection comes about: each time the way is measured anew, so that both
-routers' first packets cross (libp2p's DCUtR; its CONNECT is our Candidates, its SYNC our Go). Messages are msgpack,
-bounded, and checked before they are believed; not all places that a stranger names are tried.
+The last four lines repeat until a connection opens. Each time the round trip is measured anew, so that both routers'
+first packets cross (libp2p's DCUtR; its CONNECT is our Candidates, its SYNC our Go). Messages are msgpack, bounded, and
+checked before use; a peer does not try every place that a stranger names.
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from equipoise.dht.sanitize import printable
 from equipoise.dht.state import PROTOCOL_VERSION
 
 MIN_PORT = 1024
-"""Lowest port that a peer may name: routers give outgoing connections no lower one, so it would be a service's."""
+"""Lowest port that a peer may name: routers give outgoing connections no lower port; a service would be there."""
 
 MAX_INSIDE = 2
-"""Most places inside: a member that lies has so many first packets, and one more, sent to this peer's neighbours."""
+"""Most places inside. A member that lies can have one more first packet than this sent to this peer's neighbours."""
 
 Place = tuple[str, int]
 """IP address and TCP port."""
 _Told = tuple[Annotated[str, msgspec.Meta(max_length=45)], Annotated[int, msgspec.Meta(ge=1, le=65535)]]
 PUNCH_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/punch"
 MAX_MESSAGE_BYTES = 1024
-"""Longest message; three IPv6 addresses, or a reason, take less than half."""
+"""Longest message; three IPv6 addresses, or a reason, take less than half of it."""
 MAX_REASON_CHARACTERS = 160
 MAX_TRIES = 3
-"""Most tries, as in DCUtR: what does not come about in three does not in thirty."""
+"""Most tries, as in DCUtR: a hole that three tries do not open, thirty do not either."""
 
 _Number = Annotated[int, msgspec.Meta(ge=1, le=MAX_TRIES)]
 
 MEASURE_SECONDS = 4.0
-"""Longest time to ask public peers where this one's connections come from."""
+"""Longest time to ask public peers where this peer's connections come from."""
 ANSWER_SECONDS = 8.0
 """Longest wait for the other side's next message, which may measure first; a relay that is busy takes seconds."""
 TRY_SECONDS = 2.0
-"""For one try, and for the news of a channel to come over; the kernel repeats a connection's first packet after 1 s."""
+"""Longest try, and longest wait for news of a channel; the kernel repeats a connection's first packet after 1 s."""
 MAX_LEAD_SECONDS = 1.0
-"""Longest wait for the other side to have heard `Go`; a relay slower than that is not in step anyway."""
+"""Longest wait for `Go` to reach the other side; with a slower relay the two sides would not be in step anyway."""
 
 
 class Candidates(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
-    """The places that one peer's connections come from: the two sides of a punch tell each other theirs first.
+    """The places that one peer's connections come from; the two sides of a punch exchange them first.
 
     Attributes:
-        outside: As public peers see them: its router's.
-        inside: As its own machine and its neighbours see them.
+        outside: The place that public peers see: its router's.
+        inside: The places that its own machine and its neighbours see.
         steady: Whether its router, as far as is known, gives every destination the same port.
     """
 
@@ -69,13 +69,13 @@ class Candidates(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
 
 
 def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Candidates:
-    """Return this peer's places: those that public peers have `seen` its connections come from, and those `inside`.
+    """Return this peer's places: where public peers have `seen` its connections come from, and the places `inside`.
 
-    Most observers must agree on the address: a single lying observer could have peers connect to any host. Raises
-    ConnectionError, and why, if they have said nothing, or do not agree.
+    Most observers must agree on the address: otherwise a lying observer could make peers connect to any host. Raises
+    ConnectionError with the reason if no observer answered, or they do not agree.
     """
     seen = list(seen)
-    # A neighbour sees what is inside, which helps nobody beyond the router.
+    # A neighbour sees an inside address, which is of no use beyond the router.
     outside = [place for place in seen if ipaddress.ip_address(place[0]).is_global] or seen
     if not outside:
         raise ConnectionError("no public peer has told where its connections come from")
@@ -90,9 +90,9 @@ def judge(seen: Iterable[Place], inside: Iterable[Place]) -> Candidates:
 def targets(own: Candidates, theirs: Candidates) -> tuple[Place, ...]:
     """Return where the other peer may be found, the likeliest first; empty if it names nothing worth a packet.
 
-    Behind one router (one public address), it is sought inside too. Addresses that nobody outside could have are
-    tried only where this peer's own is such a one. One side's port must be known; from the other, a router that looks
-    at addresses only lets a connection in whatever its port (RFC 5382, section 4.3).
+    If both peers are behind one router (one public address), the inside places are tried too. Private addresses are
+    tried only if this peer's own address is private. One side's port must be known. The other side's may change: a
+    router that filters by address only lets its connection in from any port (RFC 5382, section 4.3).
     """
     found = []
     if (own.steady or theirs.steady) and _alike(own.outside, theirs.outside):
@@ -120,7 +120,7 @@ def _alike(own: Place, theirs: Place) -> bool:
 
 
 class Probe(msgspec.Struct, frozen=True, array_like=True, tag="probe"):
-    """Before try `number`: answer at once, so that the way there and back is known."""
+    """Sent before try `number`: the receiver answers at once, which measures the round trip."""
 
     number: _Number
 
@@ -132,13 +132,13 @@ class Echo(msgspec.Struct, frozen=True, array_like=True, tag="echo"):
 
 
 class Go(msgspec.Struct, frozen=True, array_like=True, tag="go"):
-    """Connect now; the author does so when this should have arrived."""
+    """The receiver connects now; the author connects when this message should have arrived."""
 
     number: _Number
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The author has a channel, if there is no reason; else it gives up."""
+    """Without a reason, the author has a channel; with a reason, it gives up."""
 
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)] = ""
 
@@ -150,7 +150,7 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """Read a stranger's message; raises Malformed if it is none, or breaks a bound."""
+    """Read a stranger's message; raises Malformed if it is no message, or breaks a bound."""
     message = sanitize.decode(_decoder, data, MAX_MESSAGE_BYTES)
     try:
         for host, _ in (message.outside, *message.inside) if isinstance(message, Candidates) else ():
@@ -162,13 +162,13 @@ def decode(data: bytes) -> Message:
 
 
 class Heard(msgspec.Struct, frozen=True):
-    """The other side has said something."""
+    """The other side has sent a message."""
 
     message: Message
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """It is known where this peer's connections come from; or, without places, why not."""
+    """The places that this peer's connections come from are known; or, without places, the reason why not."""
 
     places: Candidates | None
     reason: str = ""
@@ -179,7 +179,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 class Missed(msgspec.Struct, frozen=True):
-    """No try that is under way can lead to a channel any more."""
+    """No try under way can open a channel any more."""
 
     reason: str
 
@@ -198,7 +198,7 @@ Event = Heard | Measured | Opened | Missed | Broke | Tick
 
 
 class Measure(msgspec.Struct, frozen=True):
-    """Find out where this peer's connections come from; to be answered with `Measured`."""
+    """Find out where this peer's connections come from; report `Measured`."""
 
 
 class Say(msgspec.Struct, frozen=True):
@@ -208,13 +208,13 @@ class Say(msgspec.Struct, frozen=True):
 
 
 class Try(msgspec.Struct, frozen=True):
-    """Connect to these places until a channel is open, instead of what was tried before."""
+    """Connect to these places until a channel is open; this replaces an earlier `Try`."""
 
     targets: tuple[Place, ...]
 
 
 class Finish(msgspec.Struct, frozen=True):
-    """It is over: a channel was opened, if there is no reason."""
+    """The attempt is over; without a reason, a channel was opened."""
 
     reason: str
 
@@ -226,13 +226,13 @@ Phase = Literal["measuring", "awaiting", "leading", "trying", "settling"]
 
 
 class Punch:
-    """One side of one attempt, of which so many `tries` were begun.
+    """One side of one attempt; `tries` counts the tries begun.
 
-    `Tick` is due at `deadline`, in the caller's time; that is infinity once it is over, and nothing is to be handled.
+    `Tick` is due at `deadline`, in the caller's time. Once the attempt is over, `deadline` is infinity.
     """
 
     def __init__(self, begins: bool) -> None:
-        """`begins` for the side that speaks first."""
+        """`begins` is True on the side that speaks first."""
         self.deadline = float("inf")
         self.tries = 0
         self._begins = begins
@@ -248,11 +248,11 @@ class Punch:
         self._missed = ""
 
     def start(self, now: float) -> list[Action]:
-        """Begin: the one side measures, the other waits for its offer."""
+        """Begin: the side that speaks first measures, the other waits for its places."""
         return self._measure(now) if self._begins else self._await(Candidates, now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take in what has happened; return what is to be done."""
+        """Take an event; return the actions, in order."""
         match event:
             case Heard(End(reason=reason)):
                 return self._on_end(reason, now)
@@ -265,10 +265,10 @@ class Punch:
                 return self._finish("") if self._begins or self._told else self._settle(now)
             case Missed(reason=reason):
                 self._missed = reason
-                return []  # When the next try begins must not tell the other side what has answered here.
+                return []  # The start of the next try must not reveal to the other side what answered here.
             case Broke(reason=reason):
                 if self._phase == "settling" and not self._opened:
-                    return []  # Its last word was that it has a channel.
+                    return []  # The other side's last message was that it has a channel.
                 why = "" if self._opened else f"the relayed stream has ended: {reason}"
                 return self._finish(why, tell=False)
             case Tick():
@@ -323,7 +323,7 @@ class Punch:
                 return self._finish(f"the other side does not answer within {ANSWER_SECONDS:.0f} s")
 
     def _settle(self, now: float) -> list[Action]:
-        """One side has a channel: wait until the other has, for the first to hang up may break what it is about."""
+        """One side has a channel: wait until the other has it too, because hanging up first may break the channel."""
         self._phase, self.deadline = "settling", now + TRY_SECONDS
         return []
 
@@ -353,7 +353,7 @@ class Punch:
         if self.tries < MAX_TRIES:
             return self._probe(now)
         failures = f"{self._found()}, in {self.tries} tries"
-        # Of what was found there the other side is told nothing: it may have named places to have them looked at.
+        # The other side learns nothing of this peer's findings: it may have named places in order to explore them.
         told = f"no connection in {self.tries} tries"
         here, there = ("; ".join(filter(None, (why, self._obstacle))) for why in (failures, told))
         return self._finish(here, there)

@@ -1,6 +1,6 @@
-"""Has holes punched to the peers met in rounds that cannot be dialled, and answers those that do.
+"""Punches holes to peers met in rounds that cannot be dialled, and answers peers that begin a punch.
 
-A round in the meantime goes on through its relay; the channel is there for the next one.
+The present round goes on through its relay; the next round uses the channel.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ from equipoise.dht.transport import FramedChannel
 from equipoise.tasks import Driver, TaskSet, sleep_until
 
 WANTED_SECONDS = 600.0
-"""After it was last met in a round a peer is still worth a hole for so long: some rounds are minutes apart."""
+"""Longest time after the last round with a peer in which it is still worth a hole: some rounds are minutes apart."""
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
-"""A punch that failed is tried again after so long, each time twice as long: the other side may not have been in the
-round yet, or busy; but what a NAT does not allow it seldom learns, and each attempt costs a relay a few messages. After
-one that went well it is the former: routers there may be that let connections begin and not last."""
+"""First and longest pause after a failed punch; each pause is twice the pause before. The other side may have been late
+or busy, but a NAT that forbids holes seldom changes, and each attempt costs a relay a few messages. After a success the
+pause is the first one: some routers let connections begin, but not last."""
 PATIENCE_SECONDS = 2.0
-"""Time from meeting a peer to punching: one may dial the other, and the other side learns of their round later."""
+"""Time from meeting a peer to the first punch: one may dial the other, and the other side learns of the round later."""
 MAX_WANTED = 256
-"""Most peers wanted; the least recently met is forgotten. A group has at most 64 members."""
+"""Most peers to which a hole is wanted; the least recently met is forgotten. A group has at most 64 members."""
 MAX_AT_ONCE = 4
-"""Most punches under way that began here: each holds a stream and a few sockets."""
+"""Most punches under way that this peer began: each holds a stream and a few sockets."""
 CHECK_SECONDS = 1.0
-"""Longest time until a hole that is wanted is begun."""
+"""Longest time until a due punch begins."""
 OPEN_SECONDS = 5.0
 """Longest time to open a stream through a relay."""
 MAX_ANSWERED = 32
 """Most punches under way that others began, an eighth of them for one peer; each holds a stream and a few sockets."""
 HANG_UP_SECONDS = 2.0
-"""Longest time for a refused peer to read why: a stream that is closed under it would be cut before."""
+"""Longest time for a refused peer to read the reason: closing the stream at once would cut it off."""
 CALLS_PER_SECOND = 0.1
 BURST = 4.0
-"""An honest peer begins anew after 15 s at the earliest."""
+"""Most punches that one peer may begin; an honest peer begins anew after 15 s at the earliest."""
 
 TRIES_PER_SECOND = 0.2
 TRIES_BURST = 12.0
-"""Tries of one address that one peer names: a member that lies, or has been lied to, names somebody else's. Each try is
-some five packets; a punch has three."""
+"""Most tries of one address that one peer names: a member that lies, or was lied to, names a third party's address. A
+try is some five packets, and a punch has three tries."""
 ADDRESS_TRIES_PER_SECOND = 1.0
 ADDRESS_TRIES_BURST = 60.0
-"""Tries of one address, by any peers that name it: twenty punches with peers behind one router."""
+"""Most tries of one address, whichever peers name it: twenty punches with peers behind one router."""
 
 MIRRORS = 3
-"""Most public peers asked: two tell a NAT that maps each destination to another port, a third outvotes a liar."""
+"""Most public peers asked: two reveal a NAT that maps each destination to another port, a third outvotes a liar."""
 MIRROR_SECONDS = 2.0
 """Longest wait for an answer: a connection and a round trip. Half of `machine.MEASURE_SECONDS`."""
 AGAIN_SECONDS = 0.1
-"""After a refusal: the other side, or its router, has not heard of this one yet. Each pause is twice as long as the one
-before: a member that names somebody else's address has few packets sent there."""
+"""First pause after a refusal: the other side, or its router, may not expect this peer yet. Each pause is twice the one
+before, so a member that names a third party's address causes few packets there."""
 MAX_ARRIVED = 4
-"""Most connections that came from outside and were not asked for yet; the oldest goes."""
+"""Most connections that came from outside and are not used yet; the oldest is closed."""
 
 _PASSING = {
     errno.ECONNREFUSED,
@@ -82,7 +82,7 @@ _PASSING = {
     errno.EADDRNOTAVAIL,
     errno.EADDRINUSE,
 }
-"""Errors that pass; the last two while the same connection is being made from the other end."""
+"""Errors that may pass; the last two occur while the same connection is being made from the other end."""
 
 _log = logging.getLogger(__name__)
 
@@ -107,18 +107,18 @@ class Wish:
 
 
 class Schedule:
-    """When a hole to each peer met in rounds that cannot be dialled is tried, and what came of it. Sans IO."""
+    """Schedules holes to the peers met in rounds that cannot be dialled, and keeps the results. Sans IO."""
 
     def __init__(self) -> None:
         self._wishes: LruDict[str, Wish] = LruDict(MAX_WANTED)
 
     def want(self, peer: str, now: float) -> None:
-        """`peer` was met in a round."""
+        """Note that `peer` was met in a round."""
         wish = self._wishes[peer] = self._wishes.get(peer) or Wish(now, retry=now + PATIENCE_SECONDS)
         wish.since = now
 
     def due(self, now: float, lacking: Callable[[str], bool]) -> list[str]:
-        """Return the peers to begin with now, those met last first, of those for which `lacking` holds."""
+        """Return the peers to punch to now, the last met first; `lacking` tells whether a peer needs a hole."""
         room = MAX_AT_ONCE - sum(wish.under_way for wish in self._wishes.values())
         found = [
             peer
@@ -128,11 +128,11 @@ class Schedule:
         return found[: max(0, room)]
 
     def began(self, peer: str) -> None:
-        """A punch with a wanted peer is under way."""
+        """Note that a punch with a wanted peer is under way."""
         self._wishes[peer].under_way = True
 
     def ended(self, peer: str, failure: str, now: float) -> None:
-        """It is over; `failure` says why there is no channel, if there is none."""
+        """Note that a punch is over; `failure` says why it opened no channel, and is empty if it did."""
         wish = self._wishes.get(peer)
         if wish is not None:
             wish.under_way, wish.failure = False, failure
@@ -140,22 +140,22 @@ class Schedule:
             wish.retry = now + (wish.delay or FIRST_RETRY_SECONDS)
 
     def refusal(self, peer: str, now: float) -> str:
-        """Return why this peer takes no part in a punch that `peer` begins; empty if it does."""
+        """Return why this peer refuses a punch that `peer` begins; empty if it takes part."""
         wish = self._wishes.get(peer)
         if wish is None or now >= wish.since + WANTED_SECONDS:
             return "it has met this peer in no round of late"
         return "a punch between the two is under way" if wish.under_way else ""
 
     def failure(self, peer: str) -> str:
-        """Return why the last punch with `peer` failed; empty if it did not, or none has ended."""
+        """Return why the last punch with `peer` failed; empty if it succeeded, or no punch has ended."""
         return self._wishes[peer].failure if peer in self._wishes else ""
 
 
 class SharedPort:
-    """A local TCP port, taken at first use, that several connections leave from, so that a NAT gives them one mapping.
+    """A local TCP port, bound at first use, from which several connections leave, so that a NAT maps them to one port.
 
-    Not the direct listener's port: to share that, the listener too would need SO_REUSEPORT, and a second daemon told to
-    listen there would start and take half of its connections instead of being refused.
+    It is not the direct listener's port. To share that port, the listener too would need SO_REUSEPORT. Then a second
+    daemon told to listen there would not be refused, but start and take half of the listener's connections.
     """
 
     def __init__(self) -> None:
@@ -166,22 +166,22 @@ class SharedPort:
         self._arrival = asyncio.Event()
 
     async def measure(self, mirrors: Sequence[Place]) -> Candidates:
-        """Find out where connections that leave from here come from, as public peers see them.
+        """Ask public peers where they see this port's connections come from.
 
-        The connections to those peers stay open, and with them the router's mapping. Raises OSError if none of the
-        peers answers, or no port can be had.
+        The connections to those peers stay open, which keeps the router's mapping. Raises OSError if no peer answers,
+        or no port can be bound.
         """
-        # The first one takes the port; all are of its kind of address.
+        # The first connection binds the port, so all mirrors must have the same IP version.
         alike = [place for place in mirrors if (":" in place[0]) == (":" in mirrors[0][0])]
         answers = await asyncio.gather(*(self._ask(place) for place in alike[:MIRRORS]))
         told = [answer for answer in answers if answer is not None]
         return judge([seen for seen, _ in told], [inside for _, inside in told])
 
     async def connect(self, place: Place) -> socket.socket:
-        """Open a connection to a place that opens one to here, from both ends at once; until cancelled.
+        """Open a connection from both ends at once: the peer at `place` connects to this port too. Until cancelled.
 
-        If the other side's first packet comes while this one does not dial, it finds a listener: a neighbour's machine
-        would refuse it otherwise. Raises OSError if no connection can come about.
+        This side also listens, for first packets that come while it does not dial: without a router between the two,
+        its kernel would refuse them. Raises OSError if no connection is possible.
         """
         self._listen(place[0])
         pause = AGAIN_SECONDS
@@ -194,7 +194,7 @@ class SharedPort:
             pause *= 2
 
     def close(self) -> None:
-        """Close what is held open; idempotent."""
+        """Close all connections held here, and the listener; idempotent."""
         if self._acceptor is not None:
             self._acceptor.close()
             self._acceptor = None
@@ -203,7 +203,7 @@ class SharedPort:
         self._held, self._arrived = [], {}
 
     async def _ask(self, place: Place) -> tuple[Place, Place] | None:
-        """Return where `place` sees a connection come from, and where that comes from in truth."""
+        """Return the address that `place` sees for a connection, and the connection's true local address."""
         connection = self._bound(place[0])
         self._held.append(connection)
         try:
@@ -232,7 +232,7 @@ class SharedPort:
             self._acceptor = Acceptor(self._bound(host), MAX_ARRIVED, self._take)
 
     def _take(self, connection: socket.socket, address: Place) -> None:
-        # Its port may be another than was told, where only the other side's router draws ports.
+        # Keyed by host alone: if the other side's router draws ports, the port differs from the one named.
         full = address[0] not in self._arrived and len(self._arrived) >= MAX_ARRIVED
         before = self._arrived.pop(next(iter(self._arrived)) if full else address[0], None)
         if before is not None:
@@ -252,14 +252,14 @@ class SharedPort:
 
 
 OpenChannel = Callable[[SharedPort, Place], Awaitable[FramedChannel]]
-"""Connects from a port to a place and shakes hands there, until it is cancelled; raises OSError if that fails."""
+"""Connects from a port to a place and shakes hands there, until cancelled; raises OSError if that fails."""
 
 
 class Attempt:
-    """Acts for one side of one attempt; `channel` is what came of it, `machine` decides, and counts the tries."""
+    """Acts for one side of one attempt. `machine` decides and counts the tries; `channel` is the opened channel."""
 
     def __init__(self, stream: Stream, begins: bool, mirrors: Sequence[Place], opens: OpenChannel) -> None:
-        """`mirrors` are direct listeners of public peers; `begins` for the side that speaks first on `stream`."""
+        """`mirrors` are direct listeners of public peers; `begins` is True on the side that speaks first."""
         self.channel: FramedChannel | None = None
         self._stream = stream
         self.machine = machine.Punch(begins)
@@ -272,7 +272,7 @@ class Attempt:
         self._trying: asyncio.Task[None] | None = None
 
     async def run(self) -> str:
-        """Return why there is no channel; empty if there is one."""
+        """Return why no channel was opened; empty if one was."""
         try:
             self._tasks.spawn(self._listen())
             self._driver.perform(self.machine.start(asyncio.get_running_loop().time()))
@@ -285,7 +285,7 @@ class Attempt:
             self._driver.stop()
             await self._tasks.stop()
             self._port.close()
-        # One that was opened at the last moment is as good.
+        # A channel that opened at the last moment counts too.
         return "" if self.channel is not None else reason
 
     def _perform(self, action: machine.Action) -> None:
@@ -337,7 +337,7 @@ class Attempt:
 
 
 class Puncher:
-    """Punches holes when the `schedule` says so, and parks the channels; `listener` takes the streams of others."""
+    """Punches holes by the `schedule`, and parks the channels; `listener` takes the streams of other peers."""
 
     def __init__(
         self, link: P2pdClient, dialer: Dialer, direct: DirectTransport, reach: Reach, folder: Path
@@ -354,12 +354,12 @@ class Puncher:
         self._tasks = TaskSet()
 
     def want(self, peer: str) -> None:
-        """A round with `peer` has begun."""
+        """Note that a round with `peer` has begun."""
         if self._hidden:
             self.schedule.want(peer, time.monotonic())
 
     async def run(self) -> None:
-        """Punch, until cancelled."""
+        """Punch holes until cancelled."""
         try:
             while True:
                 if self._link.attached and self._hidden:
@@ -376,7 +376,7 @@ class Puncher:
         return self._reach.hidden and bool(self._direct.port)
 
     def _begins(self, peer: str) -> bool:
-        """Tell whether it is for this side to begin a punch, and there is need of one."""
+        """Tell whether this side must begin a punch with `peer`, and has no channel with it yet."""
         return self._direct.peer < peer and not self._direct.channels.having(peer)
 
     async def _begin(self, peer: str) -> None:
@@ -400,7 +400,7 @@ class Puncher:
         await self._punch(peer, stream, begins=False)
 
     def _refusal(self, peer: str) -> str:
-        """Return why this peer takes no part in a punch that another begins; empty if it does."""
+        """Return why this peer refuses a punch that `peer` begins; empty if it takes part."""
         now = time.monotonic()
         if not self._limit.allow(peer, now):
             return "it is asked too often"
@@ -411,7 +411,7 @@ class Puncher:
         return self.schedule.refusal(peer, now)
 
     async def _punch(self, peer: str, stream: Stream, begins: bool) -> None:
-        """Punch a hole to `peer`, and remember what came of it."""
+        """Punch a hole to `peer`, and note the result."""
 
         async def connect(port: SharedPort, place: Place) -> FramedChannel:
             now, host = time.monotonic(), place[0]

@@ -1,9 +1,9 @@
-"""Finds relays for a peer that cannot be dialled, tries them, and keeps the places it has there.
+"""Finds relays for a peer that cannot be dialled, tries them, and keeps its places there.
 
 A relay that fails its trial is not used, and not announced: others would find this peer there, begin a round with it,
-and lose it after 128 KiB. Relays may cut a connection after that or after 2 minutes, whatever they say; p2pd's own
-does. So a trial sends a megabyte. Nobody can dial itself: a second p2pd with a key of its own plays the peer that wants
-to reach this one, for as long as the megabyte takes.
+and lose it after 128 KiB. Relays may cut a connection after that or after 2 minutes, even if they say otherwise; p2pd's
+own relay does. So a trial sends a megabyte. A peer cannot dial itself: for the time of the trial, a second p2pd with a
+key of its own plays a peer that dials this one.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from equipoise.dht.streams import Stream, StreamClosed
 from equipoise.tasks import sleep_until
 
 WANTED = 2
-"""Most relays in use: one may die while a round goes on, and three would only make addresses longer."""
+"""Most relays in use: one relay may die during a round, and three would only make addresses longer."""
 RESERVE_SECONDS = 3.0
 """Longest wait for the answer to a reservation."""
 RENEW_SECONDS = 300.0
-"""A place is asked for again; it lasts an hour."""
+"""Time after which this peer asks for its place again; a place lasts an hour."""
 CHECK_SECONDS = 1.0
-"""Longest time until a relay that is not connected any more is noticed."""
+"""Longest time until this peer notices that a relay is not connected any more."""
 FIRST_RETRY_SECONDS = 15.0
 MAX_RETRY_SECONDS = 600.0
-"""A relay that did not do is tried again after so long, each time twice as long."""
+"""First and longest pause before an unfit relay is tried again; the pause doubles each time."""
 MIN_CIRCUIT_SECONDS = 600
-"""A relay that cuts connections sooner, by its own word, cuts rounds; p2pd's own does after two minutes."""
+"""Shortest life of a circuit, by a relay's own word: a shorter life cuts rounds. p2pd's own relay allows 2 minutes."""
 GAP_SECONDS = 3.0
-"""After a failure the next relay is tried so much later: a trial costs a process, an offer costs nothing."""
+"""Time from a failure to the trial of the next relay: a trial costs a process, an offer costs nothing."""
 MAX_CANDIDATES = 64
-"""Most relays whose failures are remembered, and that are known at all."""
+"""Most relays that are known, and most whose failures are remembered."""
 TRIAL_PROTOCOL = f"/equipoise/{PROTOCOL_VERSION}/trial"
 TRIAL_BYTES = 1024 * 1024
-"""Eight times what p2pd's own relay lets pass."""
+"""Bytes of a trial: eight times the limit of p2pd's own relay."""
 TRIAL_SECONDS = 12.0
-"""p2pd starts in 0.2 s, on a loaded machine in 2 s; a relay slower than 1 Mbit/s is of no use."""
+"""Longest trial: p2pd starts in 0.2 s, on a loaded machine in 2 s; a relay slower than 1 Mbit/s is of no use."""
 CHUNK_BYTES = 32 * 1024
 
 _log = logging.getLogger(__name__)
@@ -62,12 +62,12 @@ class RelayError(Exception):
 
 
 REFUSALS = RelayError, ConnectionError, Malformed
-"""Errors for which a relay is not used."""
+"""Errors that make a relay unfit."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """A place at a relay that has passed its `trial`, last asked for at `since` on the monotonic clock.
+    """A place at a relay that has passed its `trial`; this peer last asked for it at `since`, a monotonic time.
 
     Others reach this peer there at `address`, in the form that `--join` takes.
     """
@@ -79,7 +79,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A relay that did not do, and is tried again at `retry` on the monotonic clock, `delay` after the failure."""
+    """An unfit relay; it is tried again at `retry` on the monotonic clock, `delay` seconds after the failure."""
 
     reason: str
     retry: float
@@ -91,15 +91,15 @@ class RelayClient:
 
     Attributes:
         held: Places at trusted relays, by the relay's PeerID.
-        refused: Relays that did not do, by PeerID.
-        on_change: Called when the places are others.
-        look: Set to have it look for relays now.
+        refused: Unfit relays, by PeerID.
+        on_change: Called when the places have changed.
+        look: Set this event to look for relays now.
     """
 
     def __init__(
         self, link: P2pdClient, dialer: Dialer, own: str, trials: Trials, offers: Callable[[], Iterable[str]]
     ) -> None:
-        """`offers` tells the PeerIDs of peers that relay for others."""
+        """`offers` returns the PeerIDs of peers that relay for others."""
         self.held: dict[str, Held] = {}
         self.refused: LruDict[str, Unfit] = LruDict(MAX_CANDIDATES)
         self.on_change: Callable[[], None] = lambda: None
@@ -114,10 +114,10 @@ class RelayClient:
 
     @property
     def reason(self) -> str:
-        """The relays there are, or why there is none, in one line."""
+        """The relays in use, or why no relay is in use, in one line."""
         found = {relay: held.trial for relay, held in self.held.items()}
         found = found or {relay: unfit.reason for relay, unfit in self.refused.items()}
-        # The beginnings of PeerIDs are alike.
+        # Only the ends: PeerIDs begin alike.
         told = ", ".join(f"relay ..{relay[-8:]}: {how}" for relay, how in found.items())
         return told or "no peer that it has met relays for others (--relay)"
 
@@ -130,7 +130,7 @@ class RelayClient:
             await sleep_until(self.look, CHECK_SECONDS)
 
     def lose_all(self) -> None:
-        """p2pd is another one now: what it had reserved is gone, and what is being reserved."""
+        """Forget all places, because p2pd was restarted: its reservations are gone, also those under way."""
         self._era += 1
         if self.held:
             self.held.clear()
@@ -199,14 +199,14 @@ class RelayClient:
             raise RelayError(f"it says that it cuts connections after {limit.seconds} s")
         direct = [path for path in self._dialer.paths.get(relay, ()) if not is_relayed(path)]
         known = [text for text in self._dialer.addresses_of(relay) if not is_relayed(text)]
-        # What others are told is where it listens; the connection's other end is that too where it was dialled.
+        # Others are told where the relay listens. A dialled connection's other end is such an address too.
         there = (*known, *(f"{path}/p2p/{relay}" for path in direct))
         for address in well_formed(f"{text}/p2p-circuit/p2p/{self._own}" for text in there):
             return address
         raise RelayError("no address of it is known at which others can reach it")
 
     async def _reserve(self, relay: str) -> Any:
-        """Ask `relay` for a place; return what it allows one circuit."""
+        """Ask `relay` for a place; return its limit for one circuit."""
         try:
             async with asyncio.timeout(RESERVE_SECONDS):
                 stream = await self._link.open_stream(relay, HOP_PROTOCOL, RESERVE_SECONDS)
@@ -229,16 +229,16 @@ class _Transfer:
 
 
 class Trials:
-    """Conducts trials, one at a time, and receives what they send."""
+    """Conducts trials, one at a time, and receives their bytes."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` takes the other p2pd's key and socket for the while."""
+        """`folder` holds the second p2pd's key and socket during a trial."""
         self._folder = folder
         self._under_way: _Transfer | None = None
         self._lock = asyncio.Lock()
 
     async def conduct(self, address: Address) -> str:
-        """Send `TRIAL_BYTES` to this peer at a relayed address; tell how that went, or raise RelayError."""
+        """Send `TRIAL_BYTES` to this peer at a relayed address; return the result in words, or raise RelayError."""
         async with self._lock:
             try:
                 with tempfile.TemporaryDirectory(dir=self._folder, ignore_cleanup_errors=True) as folder:
@@ -249,7 +249,7 @@ class Trials:
                 self._under_way = None
 
     async def receive(self, peer: str, relayed: bool, stream: Stream) -> None:
-        """Take what the trial under way sends; anybody else's stream is closed."""
+        """Take the bytes of the trial under way; all other streams are closed."""
         transfer = self._under_way
         if transfer is None or peer != transfer.peer or not relayed:
             return
@@ -258,7 +258,7 @@ class Trials:
             while transfer.received < TRIAL_BYTES:
                 transfer.received += await stream.receive_some(chunk)
             await stream.send(b"\1")
-            # The side that tries closes it, and has read the answer then.
+            # The sending side closes the stream after it has read the answer.
             await stream.wait_readable()
 
     async def _conduct(self, address: Address, folder: Path) -> str:
@@ -286,7 +286,7 @@ class Trials:
 
 @contextlib.asynccontextmanager
 async def _attached(options: P2pdOptions) -> AsyncIterator[P2pdClient]:
-    """A p2pd of its own for the while; raises P2pdError or P2pdClientError."""
+    """Run a second p2pd within the context; raises P2pdError or P2pdClientError."""
     p2pd, link = await P2pd.start(options), P2pdClient(options.control)
     try:
         await link.attach({})

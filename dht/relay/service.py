@@ -1,7 +1,7 @@
 """The relay: reservations of peers that cannot be dialled, and circuits to them, counted and paced.
 
 Its messages are protobufs of libp2p's circuit relay, version 2 (libp2p specs, relay/circuit-v2.md). Nine fields need no
-generated code: their descriptors are made here. A field that was not set reads as 0, or as empty.
+generated code: this module makes their descriptors. A field that was not set reads as 0, or as empty.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from equipoise.dht.streams import Stream, StreamClosed, closed_on_failure, recei
 from equipoise.tasks import end
 
 MAX_RESERVATIONS = 128
-"""go-libp2p's own default."""
+"""Most reservations: go-libp2p's own default."""
 MAX_CIRCUITS = 64
-"""Most circuits in all; each holds four descriptors here and a chunk of memory."""
+"""Most circuits in all; each holds four descriptors and a chunk of memory."""
 MAX_CIRCUITS_PER_PEER = 16
 """Most circuits from or to one peer, go-libp2p's own default."""
 RESERVED_SECONDS = 3600.0
-"""go-libp2p's own default; ours renew every five minutes."""
+"""Life of a reservation: go-libp2p's own default. Equipoise's peers renew theirs every five minutes."""
 ANSWER_SECONDS = 5.0
 """Longest wait for each message of the opening."""
 IDLE_SECONDS = 120.0
-"""libp2p's multiplexer sends something every 30 s: a direction silent for so long leads nowhere."""
+"""Longest silence of a direction: libp2p's multiplexer sends bytes every 30 s, so the other end is dead by then."""
 CHUNK_BYTES = 64 * 1024
 """One read, paced as one: at the default rate a circuit waits 5 ms for each other circuit's."""
 
 HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
-"""Spoken to the relay, by a peer that wants to be relayed."""
+"""The protocol of a peer that asks a relay for a reservation or a circuit."""
 STOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/stop"
-"""Spoken by the relay, to the peer that a circuit is to lead to."""
+"""The protocol in which the relay asks the target of a circuit."""
 
 _log = logging.getLogger(__name__)
 
 
 class Kind(IntEnum):
-    """Of a message to a relay."""
+    """Kind of a message to a relay."""
 
     RESERVE = 0
     CONNECT = 1
@@ -58,7 +58,7 @@ class Kind(IntEnum):
 
 
 class StopKind(IntEnum):
-    """Of a message from a relay."""
+    """Kind of a message from a relay."""
 
     CONNECT = 0
     STATUS = 1
@@ -84,9 +84,9 @@ _FIELDS = {
     "Hop": "kind peer:Peer reservation:Reservation limit:Limit status",
     "Stop": "kind peer:Peer limit:Limit status",
 }
-"""Fields of each message, in the order of their numbers; those without a type are uint64. `expires` is in seconds since
-1970, by the relay's clock. A limit bounds how long one circuit lasts and what passes in each direction, 0 or no limit
-for no bound. `id` is a PeerID in binary that a circuit is to lead to, or comes from."""
+"""Fields of each message, in the order of their numbers; without a type they are uint64. `expires` is in seconds since
+1970, by the relay's clock. `Limit` bounds the seconds of one circuit and its bytes in each direction; 0 or no limit
+means no bound. `id` is the binary PeerID of a circuit's target or source."""
 
 
 def _protobufs() -> Any:
@@ -116,12 +116,12 @@ async def send(stream: Stream, message: Any) -> None:
 
 
 async def receive(stream: Stream, kind: Any) -> Any:
-    """Receive a `Hop` or a `Stop`; raises Malformed if it is none, StreamClosed if it ends or is too long."""
+    """Receive a `Hop` or a `Stop`; raises Malformed if it is neither, StreamClosed if it ends or is too long."""
     return decode(await receive_message(stream), kind)
 
 
 def decode(data: bytes, kind: Any) -> Any:
-    """Read a `Hop` or a `Stop`; raises Malformed if it is none."""
+    """Read a `Hop` or a `Stop`; raises Malformed if it is neither."""
     try:
         return kind.FromString(data)
     except DecodeError as error:
@@ -145,7 +145,7 @@ class RequestRefused(Exception):
 class RelayService:
     """Answers `HOP_PROTOCOL` in p2pd's place.
 
-    All circuits together carry `bandwidth` bytes a second, both directions; without a bandwidth it refuses everybody.
+    All circuits together carry `bandwidth` bytes a second, both directions; without a bandwidth it refuses all peers.
     """
 
     def __init__(self, link: P2pdClient, dialer: Dialer, bandwidth: float | None) -> None:
@@ -191,7 +191,7 @@ class RelayService:
         elif request.kind == Kind.CONNECT:
             target = base58.b58encode(request.peer.id[:64]).decode()
             self._check(peer, target)
-            # Counted before anything is waited for: a peer that asks many times at once gets no more.
+            # Counted before the first await, so that a peer that asks many times at once gets no more.
             with self._circuits.counting(peer, target):
                 await self._carry(peer, target, stream)
         else:
@@ -201,14 +201,14 @@ class RelayService:
         now = time.monotonic()
         self._reserved = {one: until for one, until in self._reserved.items() if until > now}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
-            # Peers that have gone made room without saying so.
+            # Peers that have gone do not cancel their reservations.
             here = await self._dialer.refresh()
             self._reserved = {one: until for one, until in self._reserved.items() if one in here}
         if peer not in self._reserved and len(self._reserved) >= MAX_RESERVATIONS:
             raise RequestRefused(Status.RESERVATION_REFUSED, f"{MAX_RESERVATIONS} are taken")
         self._reserved[peer] = now + RESERVED_SECONDS
         _log.info("relaying for %s", peer)
-        # Ours do not read the expiry, others compare it with clocks of their own: far enough for either.
+        # Equipoise's peers ignore the expiry; others compare it with their own clocks. So it is far in the future.
         expires = {"expires": 2**40}
         answer = Hop(kind=Kind.STATUS, reservation=expires, status=Status.OK)
         await send(stream, answer)
