@@ -12,11 +12,11 @@ class RoundSucceeded(NamedTuple):
     """A round ended in a mean.
 
     Attributes:
-        group: The group's state before it; None if nobody claims one.
-        states: The state that each claims to hold, by name.
-        digest: The outcome's.
-        weights: Of the contributors, by name.
-        members: Names of all who took part, in an order that all of them see.
+        group: The group's state before the round; None if no member claims one.
+        states: The state that each member claims to hold, by name.
+        digest: The outcome's digest.
+        weights: The contributors' weights, by name.
+        members: Names of all members, in an order that is the same at all of them.
         missing: Number of known peers that did not take part.
     """
 
@@ -29,31 +29,31 @@ class RoundSucceeded(NamedTuple):
 
 
 class RoundFailed(NamedTuple):
-    """A round failed here; if a group had `formed`, that may hold a mean without this peer."""
+    """A round failed here; if a group had `formed`, the others may hold a mean that this peer lacks."""
 
     reason: str
     formed: bool = False
 
 
 class ImageFetched(NamedTuple):
-    """An image of this state is there, checked, ready to be loaded."""
+    """An image of this state is here, checked, ready to load."""
 
     state: StateId
 
 
 class FetchFailed(NamedTuple):
-    """No image came, or none that fits."""
+    """No image came, or the image does not fit."""
 
     reason: str
 
 
 class MeanFetched(NamedTuple):
-    """A mean that was missed is there.
+    """A missed mean is here.
 
     Attributes:
-        before: The state that it leads on from.
-        digest: The outcome's.
-        counted: Whether this peer's contribution is in it.
+        before: The state to which the group applied the mean.
+        digest: The outcome's digest.
+        counted: Whether this peer's contribution is in the mean.
     """
 
     before: StateId
@@ -62,18 +62,18 @@ class MeanFetched(NamedTuple):
 
 
 class RecoveryFailed(NamedTuple):
-    """That mean is not to be had; unless all peers have `decided` so, some of them may still be in its round."""
+    """The mean could not be fetched; unless all peers have answered (`decided`), some may still be in its round."""
 
     reason: str
     decided: bool = True
 
 
 class OthersBegun(NamedTuple):
-    """Other peers train already, for longer than this peer knows of."""
+    """Other peers have begun to train before this peer."""
 
 
 class Overdue(NamedTuple):
-    """No peer has joined this peer's round for a while: the others may be further, or have ended."""
+    """No peer has joined this peer's round for a while: the others may be at a later state, or have ended."""
 
 
 class Deserted(NamedTuple):
@@ -81,7 +81,7 @@ class Deserted(NamedTuple):
 
 
 class Stopped(NamedTuple):
-    """The download has been stopped; means that were fetched and not applied are given up."""
+    """The download was stopped; the replica drops means that were fetched and not applied."""
 
 
 class Ending(NamedTuple):
@@ -95,19 +95,19 @@ class Due(NamedTuple):
 
 
 class SteppedAlone(NamedTuple):
-    """This peer applied what it had itself; `digest` is of that."""
+    """This peer applied its own mean, which has this digest."""
 
     digest: str
 
 
 class Checked(NamedTuple):
-    """The parameters have this digest now."""
+    """The parameters now have this digest."""
 
     digest: str
 
 
 class Interrupted(NamedTuple):
-    """An update, or a load, has raised half-way; the means that were held are given up."""
+    """An update, or a load, has raised half-way; the replica drops the held means."""
 
 
 Event = (
@@ -130,45 +130,45 @@ Event = (
 
 
 class Apply(NamedTuple):
-    """Apply the mean that leads on from this state: the last round's, or one that was held."""
+    """Apply the mean after this state: the held mean or, without one, the last round's."""
 
     before: StateId
 
 
 class Check(NamedTuple):
-    """Say what digest the parameters have (`Checked`)."""
+    """Compute the digest of the parameters; report `Checked`."""
 
 
 class Hold(NamedTuple):
-    """Keep the mean of the round that has just ended: it leads on from this state."""
+    """Keep the mean of the round that has just ended, as the mean after this state."""
 
     before: StateId
 
 
 class Keep(NamedTuple):
-    """Keep the mean that has just been fetched: it leads on from this state."""
+    """Keep the mean that has just been fetched, as the mean after this state."""
 
     before: StateId
 
 
 class DropGiven(NamedTuple):
-    """Forget what was given to the round that failed: it is in the mean."""
+    """Drop the contribution to the failed round: it is in the mean."""
 
 
 class Forget(NamedTuple):
-    """The mean that leads on from this state is no longer wanted."""
+    """Drop the mean after this state."""
 
     before: StateId
 
 
 class Fetch(NamedTuple):
-    """Get an image of this epoch or a later one."""
+    """Fetch an image of this epoch or a later one."""
 
     at_least: int
 
 
 class Recover(NamedTuple):
-    """Get the mean that the group applied to this state."""
+    """Fetch the mean that the group applied to this state."""
 
     after: StateId
 
@@ -182,7 +182,7 @@ class Meet(NamedTuple):
 
 
 class StepAlone(NamedTuple):
-    """Apply what this peer has accumulated itself."""
+    """Apply the mean of this peer's own accumulated gradients."""
 
 
 Action = Apply | Check | Hold | Keep | DropGiven | Forget | Fetch | Recover | Load | Meet | StepAlone

@@ -1,4 +1,4 @@
-"""One peer's part in a training whose state all peers hold alike: does what its `Replica` decides."""
+"""One peer's part in a training whose state all peers hold alike: it performs the actions of its `Replica`."""
 
 from __future__ import annotations
 
@@ -29,51 +29,51 @@ from equipoise.peer.training.safetensors_io import ImageError
 from equipoise.tasks import Driver
 
 CATCH_UP_SECONDS = 5.0
-"""Longest time that a step of the training loop waits to find the group's state; then the loop has its turn."""
+"""Longest time that a step of the training loop waits to find the group's state; then the loop goes on."""
 
 ATTEND_SECONDS = 60.0
-"""Longest time that a peer waits to attend a round, which begins when the others have made their batch. A group begins
-early for a member whose time is half over, so a peer that attends a slow swarm's round must have much of it."""
+"""Longest time that a peer waits to attend a round, which begins when the others have made their batch. A group closes
+early for a member whose time is half over, so a peer that attends a slow swarm's round needs much time."""
 
 POLL_SECONDS = 0.05
-"""Time between two looks for a snapshot, while a peer waits for a round."""
+"""Time between two looks at the download, while a peer waits for a round."""
 
 LOOK_AHEAD_SECONDS = 3.0
-"""Longest time that a step of the loop waits for the mean of a round that failed here. The peer needs it now, for the
-gradients that it gave to that round must not be given again. If it takes longer, the next round tells."""
+"""Longest time that a step of the loop waits for the mean of a round that failed here. The peer needs it now, because
+its gradients of that round must not count twice. If it takes longer, the next round tells."""
 
 STAY_AWAY_SECONDS = 2.0
-"""Longest time that a peer which fetches missed means attends no round. A round would bind it until its end, and the
-peer would give nothing to it. The mean of a round missed meanwhile is fetched as well."""
+"""Longest time that a peer which fetches missed means attends no round. A round would hold it until its end, without a
+contribution of the peer. The peer also fetches the mean of a round that it misses meanwhile."""
 
 OVERDUE_SECONDS = 2.0
-"""Least time without a round after which a peer that looks for the group's state asks for the last one that it knows
-of. The group may have ended before it came to a later state, and peers that end stay for some seconds only."""
+"""Least time without a round after which a peer that looks for the group's state asks for the group's last known state.
+The group may have ended before it reached a later state, and peers that end stay for some seconds only."""
 
 GONE_SECONDS = 0.25
-"""Longest time until a step that waits for a group notices that the last other peer has gone."""
+"""Longest time until a step that waits for a group notices that the last other peer has left."""
 
 WAIT_SECONDS = 60.0
-"""Longest wait for other peers to join. Sixteen processes that import torch on two cores take half of it."""
+"""Longest wait for other peers to join. Sixteen processes that import torch on two cores take half of that time."""
 
 LEAST_SECONDS = 0.1
 """Least time for the last look, question or exchange, when the time for all of them is over."""
 
 FINISH_SECONDS = 10.0
-"""Bounds how long a peer that ends stays for the others, in seconds: a stalled round, or the snapshot of a small model,
-fits in. The peer leaves at once where all others are as far."""
+"""Longest time, in seconds, that a peer that ends stays for the others: enough for a stalled round, or the snapshot of
+a small model. The peer leaves at once if all others are as far."""
 
 FETCH_SECONDS = 600.0
-"""Longest time for one snapshot: a gigabyte at 16 Mbit/s. A download resumes from other donors within that."""
+"""Longest time for one snapshot: a gigabyte at 16 Mbit/s. Within it, a download resumes from other donors."""
 
 RECOVER_SECONDS = 60.0
-"""Longest time for one mean, a tenth of a snapshot's. That nobody has it is known in a moment."""
+"""Longest time for one mean: a tenth of a snapshot's. If no peer has the mean, the peer knows that in a moment."""
 
 HELD_MEMORY = 0.25
-"""Largest share of the available memory for means that are kept while a snapshot comes, which takes as much again."""
+"""Largest share of the available memory for means kept while a snapshot comes; the snapshot takes as much again."""
 
 LEAST_HELD = 2
-"""Least number of means kept, whatever memory there is. A snapshot is always some rounds old, and needs them."""
+"""Fewest means kept, with any amount of memory: a snapshot is always some rounds old, and needs the means since."""
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Subject(NamedTuple):
         tensors: The tensors whose gradients, or differences, are exchanged, by name.
         buffers: The buffers that travel with them.
         model: The part of the state that holds both.
-        state: All of it.
+        state: The whole state.
         update: Takes the mean, fp32, by name, and applies the update that all peers apply alike.
     """
 
@@ -101,7 +101,7 @@ class Finished(NamedTuple):
 
     Attributes:
         in_step: Whether this peer ends with the group's last state, as far as it knows.
-        reason: Why, or why not, one line.
+        reason: Reason for that, one line.
     """
 
     in_step: bool
@@ -115,7 +115,7 @@ class Mean(NamedTuple):
     buffers: dict[str, torch.Tensor]
 
     def copy(self) -> Mean:
-        """A copy in the machine's memory: an accelerator has less of it."""
+        """A copy in the machine's main memory, of which there is more than of an accelerator's."""
         copies = ({name: one.detach().to("cpu", copy=True) for name, one in named.items()} for named in self)
         return Mean(*copies)
 
@@ -124,10 +124,10 @@ class Downloads:
     """At most one download, and the result of the last one.
 
     Attributes:
-        image: The snapshot that has just come, checked, until the next begins.
-        mean: The mean that has just come, until the next begins.
-        behind: How many peers are not as far as this one, when it was last asked what came next.
-        unheard: How many did not say then what they have.
+        image: The snapshot that has just come, checked, until the next download begins.
+        mean: The mean that has just come, until the next download begins.
+        behind: Number of peers that were not as far as this one, by the answers to its last question for a mean.
+        unheard: Number of peers that did not answer that question.
     """
 
     def __init__(self, run: Run, state: TrainingState) -> None:
@@ -142,7 +142,7 @@ class Downloads:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being fetched."""
+        """Whether a download goes on, or its end has not been taken by `ended`."""
         return self._going is not None or self._refused is not None
 
     @property
@@ -160,7 +160,7 @@ class Downloads:
     def recover(
         self, after: StateId, timeout: float = RECOVER_SECONDS, proved: bool = False, patient: bool = False
     ) -> None:
-        """Begin to fetch the mean that leads on from a state; see `Run.recover`."""
+        """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
         self._begin(lambda: self._run.recover(after, timeout, proved, patient), events.RecoveryFailed)
 
     def _begin(
@@ -176,19 +176,19 @@ class Downloads:
             self._refused = failed(str(error))
 
     def stop(self) -> None:
-        """Fetch nothing more, and let go of what has come."""
+        """Stop the download, and drop the last result."""
         going = self._going
         self._going = self._refused = self.image = self.mean = None
         if going is not None:
             going.cancel()
 
     def stop_snapshot(self) -> None:
-        """Fetch no snapshot any more; a mean may be on its way."""
+        """Stop the download of a snapshot; a mean's download goes on."""
         if self._going is not None and not self.recovering:
             self.stop()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for what is being fetched, at most so long; returns whether nothing is, or it has ended."""
+        """Wait for the download, at most `seconds`; returns whether it has ended, or none was going on."""
         return self._going is None or self._going.wait(seconds)
 
     def ended(self) -> events.Event | None:
@@ -200,7 +200,7 @@ class Downloads:
         try:
             found = going.result()
             return self._fetched(found) if isinstance(found, Fetched) else self._recovered(found)
-        except (ImageError, Refused) as error:  # Another donor, or another moment, may have a better one.
+        except (ImageError, Refused) as error:  # Another donor may have a better image, now or later.
             return self._failed(str(error))
 
     def _fetched(self, fetched: Fetched) -> events.Event:
@@ -221,11 +221,11 @@ class Downloads:
 
 
 class Member:
-    """Accumulates, meets, applies, fetches and offers.
+    """Accumulates gradients, takes part in rounds, applies means, fetches and offers snapshots.
 
     Attributes:
-        last: The last outcome; of an update made alone one that is not ok and says so.
-        outcomes: How many rounds have ended.
+        last: The last outcome; after an update made alone, an outcome that is not ok and says so.
+        outcomes: Number of rounds that have ended.
     """
 
     def __init__(
@@ -234,12 +234,12 @@ class Member:
         """Take part.
 
         Args:
-            run: Where.
-            subject: What is trained.
-            options: What this peer decides for itself.
-            target: Samples, of all peers together, that make an update. Without one the steps of the loop say when a
-                round is due, and this peer attends rounds also while it fetches means that it missed: that it has them
-                does not tell at which of its own steps the others are, the end of a round does.
+            run: The run.
+            subject: The model that is trained.
+            options: This peer's own options.
+            target: Samples, of all peers together, that make an update. Without a target, the loop's steps decide when
+                a round is due. Then this peer also attends rounds while it fetches missed means: only the end of a
+                round tells at which step the others are.
         """
         self.last: Outcome | None = None
         self.outcomes = 0
@@ -268,17 +268,17 @@ class Member:
 
     @property
     def id(self) -> StateId:
-        """Which state this peer holds."""
+        """Id of the state that this peer holds."""
         return self._replica.state
 
     @property
     def in_step(self) -> bool:
-        """Whether it is the group's, as far as this peer knows."""
+        """Whether that is the group's state, as far as this peer knows."""
         return self._replica.contributes
 
     @property
     def reason(self) -> str:
-        """The reason for this peer's present conduct, one line."""
+        """The reason for this peer's phase, and warnings, one line."""
         return "; ".join(filter(None, (self._replica.reason, self._why_alone, self._crowded)))
 
     @property
@@ -288,7 +288,7 @@ class Member:
 
     @property
     def round_done(self) -> bool:
-        """Whether no round goes on that would have to be waited for."""
+        """Whether `collect` would not have to wait: no round goes on, or it has ended."""
         return self._pending is None or self._pending.done()
 
     @property
@@ -297,7 +297,7 @@ class Member:
         return self._run.accumulated if self.in_step else (self._own.weight if self._own else 0.0)
 
     def accumulate(self, gradients: Gradients, weight: float) -> None:
-        """Add weight * gradient to what this peer has to give, or keeps until it is known to fit.
+        """Add weight * gradient to the next contribution. Unless in step, keep it here until the state is the group's.
 
         Raises:
             SchemaError: A gradient has a wrong shape, or holds NaN or Inf; nothing was added.
@@ -310,24 +310,24 @@ class Member:
         self._own.add(named_gradients(gradients), weight)
 
     def swarm_accumulated(self) -> float:
-        """Weight that all who will contribute have accumulated for the update; offers a snapshot if one is wanted."""
+        """Weight that all contributors have accumulated for the update; offers a snapshot if a newcomer wants one."""
         swarm = self.serve()
         return swarm if self.in_step else self.accumulated
 
     def serve(self) -> float:
-        """Offer a snapshot if one is wanted; returns the weight that the swarm has accumulated."""
+        """Offer a snapshot if a newcomer wants one; returns the weight that the swarm has accumulated."""
         progress = self._run.progress(self._target)
         self._offer(progress.wanted)
         return progress.swarm
 
     def drop(self) -> None:
-        """Forget what was accumulated."""
+        """Forget the accumulated gradients."""
         self._own = None
         self._run.take()
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others: collect the round that goes on, catch up with what they have that this peer
-        has not, and stay as long as some of them are not as far, who may have missed a mean.
+        """End together with the others: collect the open round, catch up with means that this peer missed, and stay
+        while others are not as far, because they may have missed a mean.
 
         Args:
             timeout: Seconds for all of that.
@@ -352,7 +352,7 @@ class Member:
         return self._has_all(deadline)
 
     def ended(self) -> Finished:
-        """Return the end of the training, and give up what `finish` was still waiting for."""
+        """Return the end of the training, and stop downloads that have not ended."""
         self._ends_at = None
         self._downloads.stop()
         self._hear(events.Stopped())
@@ -363,7 +363,7 @@ class Member:
         return Finished(self.in_step, "; ".join(notes))
 
     def _has_all(self, deadline: float) -> bool:
-        """Look for what came after this peer's state; returns whether there is no more to be had."""
+        """Look for means after this peer's state; returns whether no peer has more."""
         self._ends_at = deadline
         if self._pending is not None and self._pending.done():
             self.collect()
@@ -379,7 +379,7 @@ class Member:
         return isinstance(event, events.RecoveryFailed) and self._replica.phase is not machine.Phase.ASTRAY
 
     def find_group(self, seconds: float = CATCH_UP_SECONDS) -> None:
-        """For some seconds: find out whether this peer holds the group's state, and catch up where it does not."""
+        """For at most `seconds`: find out whether this peer holds the group's state, and catch up if it does not."""
         deadline = self._clock() + seconds
         while not self.in_step:
             company = self.has_company()
@@ -391,7 +391,7 @@ class Member:
             else:
                 self._attend_for(left)
             self._look_for_download()
-            # A round that has just ended may have put this peer in step, however long ago it was asked for.
+            # A round that began long ago may just have ended, and put this peer in step.
             overdue = self._clock() - self._began_at >= OVERDUE_SECONDS and not self.in_step
             if overdue and not isinstance(self._run.state, Exchanging):
                 self._hear(events.Overdue())
@@ -406,21 +406,21 @@ class Member:
         self._hear(events.Deserted())
 
     def meet(self, wait: bool = True) -> None:
-        """Make the update that is due: with the group, or alone, or not yet; `wait=False` only starts the round."""
+        """Make the due update, with the group or alone, if the replica says so; `wait=False` only starts the round."""
         before = self._pending
         self._hear(events.Due(self.has_company()))
         if wait and self._pending is not before:
             self.collect()
 
     def collect(self) -> None:
-        """Wait for the round that goes on, and do what follows from it; or until others turn out to be further."""
+        """Wait for the open round and handle its outcome; stop waiting if this peer gets to a later state meanwhile."""
         if self._pending is None or not self._comes(self._pending):
             return
         pending, self._pending = self._pending, None
         stopped, self._stopped = self._stopped, False
         outcome = pending.result()
         if stopped and not outcome.group:
-            return  # This peer itself had no more reason for it.
+            return  # This peer itself ended the search.
         self.last = outcome
         self.outcomes += 1
         was_in_step = self.in_step
@@ -428,7 +428,7 @@ class Member:
             return
         if outcome.ok:
             state = self._run.state
-            # Of the peers that are known so many were not in the group.
+            # The number of known peers that were not in the group.
             missing = max(state.peers + 1 - len(outcome.group), 0) if isinstance(state, Idle) else 0
             self._look_at_crowd(len(outcome.group), missing)
             event: events.Event = events.RoundSucceeded(
@@ -455,13 +455,13 @@ class Member:
             log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _is_past(self, outcome: Outcome) -> bool:
-        """Whether a round began from a state that a download has left behind. The next round tells more."""
+        """Whether a round began from a state before the one that a download has brought: its mean is of no more use."""
         of = outcome.state
         moved = self.in_step and self._claimed != self.id
         return outcome.ok and moved and of is not None and of.epoch < self.id.epoch
 
     def _comes(self, pending: PendingRound) -> bool:
-        """Wait for a round; returns whether it has ended. If not, what it was for has been made good meanwhile."""
+        """Wait for a round; returns whether it has ended. If not, a download has brought its mean meanwhile."""
         before, since = self.id, self._clock()
         while not pending.wait(GONE_SECONDS):
             state, now = self._run.state, self._clock()
@@ -478,27 +478,27 @@ class Member:
         return True
 
     def _stop_search(self) -> None:
-        """End the round that goes on, if no group has formed: there is no more reason for it."""
+        """End the search for a group if none has formed: this peer does not need the round any more."""
         if self._pending is not None and not self._stopped:
             self._stopped = True
             why = "this peer has caught up with the group" if self.in_step else "no other peer is left"
             self._pending.stop_search(why)
 
     def load(self, image: torch.Tensor) -> StateId:
-        """Become what an image holds, as from a checkpoint; the next round tells whether it is the group's.
+        """Take on the state of an image, as from a checkpoint; the next round tells whether it is the group's.
 
         Raises:
-            ImageError: It is damaged or does not fit; nothing has changed.
+            ImageError: The image is damaged or does not fit; nothing has changed.
         """
         read = self.read(image)
         read.load()
         return read.id
 
     def read(self, image: torch.Tensor) -> Image:
-        """Check all of an image; its `load` has this peer become what it holds.
+        """Check all of an image; its `load` makes this peer take on the state.
 
         Raises:
-            ImageError: It is damaged or does not fit.
+            ImageError: The image is damaged or does not fit.
         """
         read = self._subject.state.read(image)
 
@@ -518,7 +518,7 @@ class Member:
 
     @property
     def whole(self) -> bool:
-        """Whether what is in memory is what `id` says; not so where an update was interrupted."""
+        """Whether memory holds the state of `id`; False after an interrupted update."""
         return self._whole == self.id
 
     def image(self) -> torch.Tensor:
@@ -528,7 +528,7 @@ class Member:
     def has_company(self) -> bool:
         """Whether any other peer of the run is known."""
         standing = self._run.state
-        # What is said of every lone peer, the replica says.
+        # The replica's reason covers the default reason of `NoPeers`.
         self._why_alone = standing.reason if isinstance(standing, NoPeers) and standing != NoPeers() else ""
         return not isinstance(standing, NoPeers)
 
@@ -554,7 +554,7 @@ class Member:
             self.collect()
 
     def _attend(self) -> None:
-        """Take part in a round with nothing, to learn which state the group holds, or what its mean is."""
+        """Take part in a round without a contribution, to learn the group's state, or its mean."""
         self._run.take()
         others_give = self._others_give()
         if others_give:
@@ -585,7 +585,7 @@ class Member:
         self._began_at = self._clock()
 
     def _move_accumulated(self) -> None:
-        """Into the run what fits the group's state; out of it what does not."""
+        """In step, move the accumulated gradients into the run; otherwise drop those in the run: they do not fit."""
         if not self.in_step:
             self._run.take()
             return
@@ -595,7 +595,7 @@ class Member:
 
     @property
     def _driver(self) -> Driver[events.Event, events.Action]:
-        """Made for each event: a driver that stays would keep this member, and its tensors, from being freed."""
+        """A new driver for each event: a driver that stays would keep this member and its tensors from being freed."""
         return Driver(self._replica, self._perform, clock=self._clock)
 
     def _perform(self, action: events.Action) -> None:
@@ -628,7 +628,7 @@ class Member:
                 self._step_alone()
 
     def _hear(self, event: events.Event) -> None:
-        """Tell the replica, and do what follows."""
+        """Tell the replica an event, and perform its actions."""
         self._driver.tell(event)
         self._whole = self.id
         if self.in_step:
@@ -641,7 +641,7 @@ class Member:
     def _meet(self) -> None:
         if self.in_step and self._pending is None:
             if not self._run.accumulated:
-                # Just come into step it misses no mean for that; beside a single giver it has to weigh something.
+                # This peer has just come into step. Beside a single contributor it needs a weight above 0.
                 self._run.accumulate(dict.fromkeys(self._subject.tensors), machine.ATTENDANCE)
             self._start(self._options.timeout)
             self._gave = True
@@ -650,7 +650,7 @@ class Member:
         return Mean(self._run.mean, dict(self._subject.buffers))
 
     def _apply(self, mean: Mean) -> None:
-        self._own = None  # Gradients of what it held before.
+        self._own = None  # These gradients are of the state before.
         with self._changing():
             with torch.no_grad():
                 for name, buffer in self._subject.buffers.items():
@@ -675,7 +675,7 @@ class Member:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Guard a change in memory: until it is done, and after an error, the peer claims no state."""
+        """Guard a change in memory: during it `whole` is False, and an error interrupts the replica."""
         self._whole = None
         try:
             yield
@@ -685,17 +685,17 @@ class Member:
             raise
 
     def _offer(self, wanted: int | None) -> None:
-        """Serve the state that is wanted: in memory as an image, which is dropped at once, and as the daemon's copy."""
+        """Offer the wanted state; in memory there are, for a moment, the image here and the daemon's copy."""
         if wanted is None or self._offered >= wanted or self.id.epoch < wanted or self._replica.claim is None:
             return
         self._offered = self.id.epoch
         try:
             self._run.offer(self.id, self.image().numpy().data)
-        except (ImageError, Refused) as error:  # Others may have the memory for it.
+        except (ImageError, Refused) as error:  # Other donors may have the memory for it.
             log.warning("run %s: no snapshot is offered: %s", self._run.name, error)
 
     def _recover(self, after: StateId) -> None:
-        """Begin to fetch a mean; one in step waits for it, and does what follows."""
+        """Begin to fetch a mean; unless astray or at its end, this peer waits for it and handles it."""
         if self._stays_away_until is None:
             self._stays_away_until = self._clock() + STAY_AWAY_SECONDS
         astray = self._replica.phase is machine.Phase.ASTRAY
@@ -719,11 +719,11 @@ class Member:
             return
         self._hear(event)
         if self.in_step:
-            self._own = None  # Gradients of what it held before.
+            self._own = None  # These gradients are of the state before.
 
 
 def wait_for(runs: Sequence[Run], peers: int) -> None:
-    """Wait until so many other peers have joined each run on equal terms; a peer that is late is met later."""
+    """Wait until `peers` others have joined each run on equal terms, at most `WAIT_SECONDS`; late peers come later."""
     deadline = time.monotonic() + WAIT_SECONDS
     for run in runs if peers else ():
         if not run.wait_for(peers, max(deadline - time.monotonic(), LEAST_SECONDS)):
@@ -731,7 +731,7 @@ def wait_for(runs: Sequence[Run], peers: int) -> None:
 
 
 def affordable(size: int, available: int) -> int:
-    """Return how many means of `size` bytes to keep at most, given the available bytes of memory."""
+    """Return the most means of `size` bytes to keep, given the available bytes of memory."""
     return max(min(int(available * HELD_MEMORY) // max(size, 1), HELD_MEANS), LEAST_HELD)
 
 

@@ -1,7 +1,7 @@
 """`SwarmOptimizer`: any torch optimizer, stepped by the whole swarm at once.
 
-In the spirit of torchft's OptimizerWrapper: the loop stays what it is. `step` adds this micro-batch's gradients to
-what this peer will contribute. When the swarm has the target batch, one round averages them, and all peers step alike.
+As with torchft's OptimizerWrapper, the loop stays as it is. `step` adds this micro-batch's gradients to this peer's
+next contribution. When the swarm has the target batch, one round averages them, and all peers step alike.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from equipoise.peer.training.member import FINISH_SECONDS, Finished, Member, Sub
 from equipoise.peer.training.options import Options, number
 
 CLIP_BITS = 20
-"""Bits kept of the factor that clips. Peers with other hardware, or another number of threads, add a norm up in
-another order and get another last bit; so rounded, they clip alike, at a millionth of the factor."""
+"""Bits kept of the clip factor. Peers with other hardware, or another number of threads, sum a norm in another order
+and get another last bit. With this rounding, they clip alike; it changes the factor by a millionth."""
 
 MAX_VALUE_CHARS = 200
-"""A term may have 256; of longer descriptions of hyperparameters a digest is compared."""
+"""Longest description of hyperparameters as a term (a term may have 256); of a longer one, peers compare a digest."""
 
 
 class SwarmOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose steps are the swarm's; made by `Run.optimizer`.
 
     `param_groups`, `state`, `zero_grad` and `state_dict` are the wrapped optimizer's, so that schedulers, GradScaler
-    and frameworks take it for one. All peers of the run must fit into one group: those of different groups would take
-    different steps, and all but the largest of them resynchronise.
+    and frameworks take it for one. All peers of the run must fit into one group: otherwise the groups would take
+    different steps, and all but the largest group would resynchronise.
 
-    A parameter whose averaged gradient is exactly zero is skipped, weight decay and moments included, as torch skips
-    one whose `.grad` is None: after an average nobody can tell them apart. LoRA's A is skipped as long as B is zero.
+    A parameter whose averaged gradient is exactly zero is skipped, weight decay and moments included, as torch skips a
+    parameter whose `.grad` is None: an average does not tell the two cases apart. LoRA's A is skipped while B is zero.
 
-    The wrapped optimizer's gradients are overwritten by the next mean: one that keeps some of them keeps copies.
+    The next mean overwrites the wrapped optimizer's gradients: an optimizer that keeps some of them must keep copies.
 
     Attributes:
         inner: The optimizer that makes the steps.
         batch_size: Samples in the next call of `step`.
-        dropped: Calls of `step` whose gradients were not finite, and so were not added.
-        skipped: Epochs without a step, since the averaged gradient was not finite.
+        dropped: Number of calls of `step` whose gradients were not finite, and so were not added.
+        skipped: Number of epochs without a step, because the averaged gradient was not finite.
         scheduler: The scheduler that `Options.scheduler` made.
     """
 
@@ -123,7 +123,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's; peers that load something else than this one are then no longer in step."""
+        """As the wrapped optimizer's. All peers must load the same, or they are no longer in step."""
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -145,12 +145,12 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def id(self) -> StateId:
-        """Which state this peer holds: equal on all peers that are in step."""
+        """Id of the state that this peer holds: equal on all peers that are in step."""
         return self.member.id
 
     @property
     def last(self) -> Outcome | None:
-        """The last round's outcome; where the last update was made alone, one that is not ok and says why."""
+        """The last round's outcome; if the last update was made alone, an outcome that is not ok and says why."""
         return self.member.last
 
     @property
@@ -160,7 +160,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
 
     @property
     def reason(self) -> str:
-        """The reason, and this peer's way back into step if it is not, one line."""
+        """The reason for `in_step`, and this peer's way back into step if it is not, one line."""
         return self.member.reason
 
     def image(self) -> torch.Tensor:
@@ -168,19 +168,19 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self.member.image()
 
     def load(self, image: torch.Tensor) -> StateId:
-        """Take on the state that an image holds: all of it, or, with an ImageError, nothing."""
+        """Take on the state of an image: all of it or, with an ImageError, nothing."""
         return self.member.load(image)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Add this micro-batch's gradients; with them, if the swarm then has its target, make the step.
+        """Add this micro-batch's gradients; if the swarm then has its target batch, make the step.
 
-        A round that failed keeps what was accumulated, and is tried again in the next call.
+        After a failed round, the accumulated gradients are kept, and the next call tries again.
 
         Args:
             closure: Called once, first, as by most torch optimizers: computes the gradients, and returns the loss.
 
         Returns:
-            What the closure returned.
+            The closure's result.
         """
         loss = None
         if closure is not None:
@@ -194,7 +194,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.dropped += 1
         before = self.id
         self.member.find_group()
-        # Where the update that this step was to bring has come by a download, there is nothing to meet for.
+        # If this step's update has come by a download, no round is needed.
         if self.id == before and self._may_collect():
             self.member.collect()
             if self._is_due():
@@ -204,8 +204,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return loss
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others, after the last step: apply what an open round comes to, catch up, and stay as
-        long as some are not as far. Leaving the run does it, if it was not done before and nothing was raised.
+        """End together with the others, after the last step: apply the mean of an open round, catch up, and stay while
+        others are not as far. Leaving the run calls this, unless it was called before or an error was raised.
 
         Args:
             timeout: Seconds for all of that.
@@ -222,7 +222,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.finish()
 
     def _may_collect(self) -> bool:
-        """Return whether to wait for a round, if one goes on: one that is only attended must not block the loop."""
+        """Return whether to wait for the open round, if any: a round that is only attended must not block the loop."""
         enough = self.member.in_step and self.member.accumulated >= self._given
         return enough or self.member.round_done
 
@@ -241,8 +241,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         return self._pace.reached(local, swarm)
 
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """The step that all peers make alike, of the mean in fp32."""
-        # In double precision a norm is 0 only where all values are, and finite only where all are.
+        """Make the step from the mean in fp32, alike on all peers."""
+        # In double precision, a norm is 0 only if all values are 0, and finite only if all values are.
         norms = {name: float(vector_norm(one, dtype=torch.float64)) for name, one in mean.items()}
         norm = math.hypot(*norms.values())
         if math.isfinite(norm):
@@ -256,8 +256,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
             self.scheduler.step()
 
     def _hand_over(self, mean: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Make the mean the parameters' `.grad`, its very memory where nothing has to be changed: a copy takes as long
-        as all else here. None where it is zero, most likely since nobody had a gradient: the optimizer skips those."""
+        """Make the mean the parameters' `.grad`, without a copy if possible: a copy takes as long as all else here. A
+        mean of zeros becomes None, so that the optimizer skips the parameter: most likely no peer had a gradient."""
         for name, parameter in self._parameters.items():
             if name not in mean:
                 parameter.grad = None
@@ -274,7 +274,7 @@ def terms_of(
     parameters: Mapping[str, torch.Tensor],
     frozen: Mapping[str, torch.Tensor],
 ) -> dict[str, str]:
-    """The terms of the run, which all peers must have alike."""
+    """The terms of the run, which must be alike on all peers."""
     terms = {
         "optimizer": type(inner).__name__,
         "hyperparameters": hyperparameters(inner),
@@ -291,7 +291,7 @@ def terms_of(
 
 
 def hyperparameters(inner: torch.optim.Optimizer) -> str:
-    """The hyperparameters of all groups, as text, or its digest where that is long."""
+    """The hyperparameters of all groups, as text, or as a digest if the text is long."""
     left_out = ("params", "initial_lr")
     groups = [sorted(group.items()) for group in inner.param_groups]
     told = [[f"{key}={value}" for key, value in group if key not in left_out] for group in groups]
@@ -299,14 +299,14 @@ def hyperparameters(inner: torch.optim.Optimizer) -> str:
 
 
 def _grouped(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> str:
-    """Which parameters are in which group: those without weight decay, say."""
+    """The parameters of each parameter group, such as the group without weight decay."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     groups = [[names.get(id(one), "") for one in group["params"]] for group in inner.param_groups]
     return f"{len(groups)}: {blake3(repr(groups).encode()).hexdigest()[:16]}"
 
 
 def _schedule(scheduler: torch.optim.lr_scheduler.LRScheduler) -> str:
-    """The scheduler and its settings, but for how far it is; functions are not compared."""
+    """The scheduler and its settings without its progress; functions are not compared."""
     settings = [
         f"{key}={json.dumps(value, default=lambda one: type(one).__name__)}"
         for key, value in sorted(scheduler.state_dict().items())
@@ -344,7 +344,7 @@ def _check_inner(run: Run, inner: torch.optim.Optimizer) -> dict[str, torch.Tens
 
 
 def _clip_factor(norm: float, clip: float | None) -> float:
-    """As torch's clip_grad_norm_: min(1, clip / (norm + 1e-6)), in so few bits that it is the same on all peers."""
+    """As torch's clip_grad_norm_: min(1, clip / (norm + 1e-6)), rounded to `CLIP_BITS` so that all peers agree."""
     if clip is None or norm <= clip:
         return 1.0
     mantissa, exponent = math.frexp(clip / (norm + 1e-6))

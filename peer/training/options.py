@@ -33,7 +33,7 @@ class _CommonKeywords(TypedDict, total=False):
 
 
 class OptionKeywords(_CommonKeywords, total=False):
-    """The keywords of `Run.optimizer`; `Options` says what each means."""
+    """The keywords of `Run.optimizer`; `Options` documents them."""
 
     target_batch_size: Required[float]
     batch_size: float
@@ -45,7 +45,7 @@ class OptionKeywords(_CommonKeywords, total=False):
 
 
 class LocalKeywords(_CommonKeywords, total=False):
-    """The keywords of `DiLoCo` and `LocalSGD` beside `every`; `LocalOptions` says what each means."""
+    """The keywords of `DiLoCo` and `LocalSGD` beside `every`; `LocalOptions` documents them."""
 
     fragments: int
     delay: int
@@ -58,13 +58,13 @@ class CommonOptions:
     """Options of steps and of local steps.
 
     Attributes:
-        wait_for: Other peers to wait for before the first step, for `WAIT_SECONDS` at most: a short loop would be over.
-        alone: Behaviour where nobody else is known: `train` on with the own gradients or differences, or `wait`.
-            `step` then returns all the same and adds gradients up, but makes no update; `epoch` stands, `reason` tells.
-        patience: Seconds without company before it trains alone.
+        wait_for: Other peers to wait for before the first step, at most `WAIT_SECONDS`: a short loop would be over.
+        alone: Behaviour while no other peer is known: `train` on with this peer's own gradients or differences, or
+            `wait`. With `wait`, `step` still returns and adds gradients up, but makes no update; `reason` says so.
+        patience: Seconds without company before this peer trains alone.
         timeout: Seconds for one round.
-        trust: Source of the group's state. `known`: the word of peers that this one has trained with, against any
-            number of strangers, while one of them is there. `heads`: that of all, where the members are known.
+        trust: The peers whose claims decide the group's state. `known`: peers that this peer has trained with, against
+            any number of strangers, while one of them is there. `heads`: all peers, for swarms of known members.
         clock: Seconds on a steady clock.
     """
 
@@ -85,19 +85,19 @@ class CommonOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Options(CommonOptions):
-    """Options of a swarm's steps. Those that all peers must have alike become terms of the run.
+    """Options of a swarm's steps. Options that all peers must have alike become terms of the run.
 
     Attributes:
         target_batch_size: Samples, of all peers together, that make an update.
-        batch_size: Samples in one call of `step`; `SwarmOptimizer.batch_size` can be set before any of them.
-        clip: Largest norm, over all parameters, of the averaged gradient; larger ones are scaled down. None: any.
-        scheduler: Makes a learning-rate scheduler of the optimizer; it is stepped once an epoch, and part of the state.
-        buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged as well; if
-            not, each peer has its own, and neither newcomers nor checkpoints get them. They travel in fp32. Counters
-            stay each peer's own. A peer whose statistics hold NaN or Inf only takes from that round.
-        extra: By name, what else newcomers get: anything with `state_dict` and `load_state_dict`, alike on all peers.
-        delay: Whether the loop goes on while a round does; its mean is applied when it is there, at the latest when
-            this peer has as much again as it gave. Gradients are then up to one step old.
+        batch_size: Samples in one call of `step`; `SwarmOptimizer.batch_size` can be set before each call.
+        clip: Largest norm, over all parameters, of the averaged gradient; a larger one is scaled down. None: no limit.
+        scheduler: Makes a learning-rate scheduler of the optimizer; it steps once an epoch, and is part of the state.
+        buffers: Whether BatchNorm's statistics and other persistent floating-point buffers are averaged too, in fp32.
+            If not, each peer has its own, and neither newcomers nor checkpoints get them. Counters always stay each
+            peer's own. A peer whose statistics hold NaN or Inf only observes that round.
+        extra: Further state for newcomers, by name: objects with `state_dict` and `load_state_dict`, alike everywhere.
+        delay: Whether the loop goes on during a round. The peer applies the mean when it comes, at the latest when the
+            peer has accumulated as much again as it contributed. Gradients are then up to one step old.
     """
 
     target_batch_size: float
@@ -118,15 +118,15 @@ class Options(CommonOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions(CommonOptions):
-    """Options of local steps. Those that all peers must have alike become terms of the run.
+    """Options of local steps. Options that all peers must have alike become terms of the run.
 
     Attributes:
         every: Inner steps, H, between two exchanges of the same parameters.
-        fragments: Parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly (Streaming
-            DiLoCo, 2501.18512, section 2.1).
-        delay: Inner steps, tau, below H / P, that the loop makes while an exchange goes on (section 2.2).
+        fragments: Number of parts, P, that are exchanged in turn, each every H steps, so that the link is used evenly
+            (Streaming DiLoCo, 2501.18512, section 2.1).
+        delay: Inner steps, tau, below H / P, that the loop makes during an exchange (section 2.2).
         merge: Share, alpha, of those steps that a peer keeps: own <- agreed + alpha (own - agreed); equation 4.
-        weight: Of this peer in the mean.
+        weight: Weight of this peer in the mean.
     """
 
     every: int
@@ -152,10 +152,10 @@ class GossipOptions:
     """Options of an exchange in pairs.
 
     Attributes:
-        every: Steps from the beginning of one exchange to that of the next, if that has ended by then.
-        weight: Of this peer in the mean of a pair.
+        every: Steps from the start of one exchange to the start of the next, if the first has ended by then.
+        weight: Weight of this peer in the mean of a pair.
         timeout: Seconds for one exchange, the search for a partner included. The loop does not wait for it.
-        wait_for: Other peers to wait for before the loop begins, for a minute at most.
+        wait_for: Other peers to wait for before the loop begins, at most a minute.
     """
 
     every: int
@@ -179,7 +179,7 @@ class GossipKeywords(TypedDict, total=False):
 
 
 def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[str, ...] = ()) -> Kind:
-    """Options of one kind from the keywords of a call, which takes `others` too: one of those may be meant.
+    """Options of one kind from the keywords of a call; `others` are the call's further keywords, to suggest from.
 
     Raises:
         TypeError: A keyword is unknown, or a required one is missing; names it, and the closest known one.
@@ -195,7 +195,7 @@ def from_keywords(kind: type[Kind], keywords: Mapping[str, Any], others: tuple[s
 
 
 def number(value: float) -> str:
-    """A number as a term: whole if it is, and otherwise with every digit that tells it from the next."""
+    """A number as a term: without a fraction if it is whole, else with all digits that set it apart from the next."""
     return f"{value:.0f}" if float(value).is_integer() else repr(float(value))
 
 

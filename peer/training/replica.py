@@ -1,27 +1,27 @@
-"""The standing of this peer towards its group's state, and its way back to that; reads no clock and no tensor.
+"""Compares this peer's state with its group's, and leads the peer back to the group; reads no clock and no tensor.
 
 All peers apply the same means in the same order to the same state, so they stay alike without sending parameters.
-Each says in every round which state it holds (`StateId`); the most common, among the peers that this one has trained
-with, or else among all, is the group's (`group_state`). From that a peer knows where it stands:
+In every round, each peer claims the state that it holds (`StateId`). The group's state is the most common claim among
+the peers that this peer has trained with, or else among all (`group_state`). A peer is in one of three phases:
 
-- *meeting*: it does not know yet: it has just started, or has trained alone. It attends a round to find out.
-- *in step*: its state is the group's: it contributes, and applies each mean.
-- *astray*: it is not. It attends with nothing, keeps the means it receives, each with the state that it belongs to, and
-  meanwhile gets the few means that it missed, which all daemons keep for a while, or else fetches a snapshot. When that
-  is there, it applies the means that were kept since: in step, and nobody waited.
+- *meeting*: it does not know the group's state yet. It has just started, or has trained alone, and attends a round.
+- *in step*: its state is the group's. It contributes, and applies each mean.
+- *astray*: its state is another. It attends without a contribution, and keeps each mean that it receives, with the
+  state to which the mean belongs. Meanwhile it fetches the few means that it missed, which all daemons keep for a
+  while, or else a snapshot. Then it applies the kept means and is in step; no peer had to wait for it.
 
-A round that failed here may have ended in a mean elsewhere, with this peer's contribution, which must not be given
-again. So a peer in step asks for that mean at once.
+A round that failed here may have succeeded elsewhere, with this peer's contribution, which must not count twice. So a
+peer in step asks for that mean at once.
 
-Identities are free, so heads alone prove nothing. A peer that has trained with others, by rounds in which they held one
-state, does not leave that state for one that only strangers hold, whatever their number or epoch. It believes those
-that it has trained with (`Known`), so a peer that was cut off, or has trained alone meanwhile, comes back to them. It
-follows strangers only where none of those is left: a survivor of one island joins another, two islands of several
-peers keep their states.
+Identities are free, so a number of claims alone proves nothing. A peer that has trained with others, in rounds in which
+they held one state, does not leave that state for a state of strangers, whatever their number or epoch. It believes the
+peers that it has trained with (`Known`), so a peer that was cut off, or has trained alone meanwhile, comes back to
+them. It follows strangers only if none of the known peers is left: a survivor of one island joins another, but two
+islands of several peers keep their states.
 
-An id's lineage is a running digest: of the first parameters, and of everything applied since. Every `CHECK_EVERY`
-epochs it takes in the parameters as they really are, so that hardware that computes otherwise is found out. That link
-of the chain can be computed only by who holds the parameters, so it is not compared before the snapshot is there.
+The lineage of an id is a running digest of the first parameters and of everything applied since. Every `CHECK_EVERY`
+epochs it includes the parameters themselves, which reveals hardware that computes differently. Only a peer that holds
+the parameters can compute that link of the chain, so it is not compared before the snapshot is there.
 """
 
 from __future__ import annotations
@@ -39,57 +39,57 @@ from equipoise.peer.training import events, lineage
 from equipoise.peer.training.events import Action, Event
 
 HELD_MEANS = 32
-"""Most means kept while a snapshot comes, where memory allows, each as large as the parameters in fp32. A snapshot
-with Adam's two moments is twelve bytes a value where a round in int8 is about two, so on a link that bounds both it
-takes six rounds, and more if shared."""
+"""Most means kept while a snapshot comes, if memory allows, each as large as the parameters in fp32. A snapshot with
+Adam's two moments has twelve bytes a value, a round in int8 about two. So on a link that bounds both, a snapshot takes
+six rounds, and more if the link is shared."""
 
 NOTICE_SECONDS = 1.0
-"""Time for donors to hear that a snapshot is wanted: all offer the same if it is of an epoch that comes later."""
+"""Time for donors to hear the wish for a snapshot: if its epoch is still ahead of all donors, all offer the same."""
 
 MAX_LEAD = HELD_MEANS // 2
-"""Most epochs to ask ahead, half of the means kept: those from there on must be held when the download ends."""
+"""Most epochs to ask ahead: half of the means kept, because the means from there on must last until the image comes."""
 
 ATTENDANCE = ATTENDANCE_LIMIT
-"""Weight of a peer that has nothing to give, in a round that would lack its second contributor without it. Beside any
-number of samples the weight is nothing in fp32, and what the peer adds are zeros."""
+"""Weight of a peer without a contribution in a round that would otherwise lack its second contributor. Beside any
+number of samples the weight vanishes in fp32, and the peer adds zeros."""
 
 MEETING_WEIGHT = 1e-3
-"""Bounds the weight with which peers have nothing to give, also that of many attending peers together. A round of only
-such contributors introduces them to each other, and changes nothing."""
+"""Most weight of peers that only attend, also of many such peers together. A round of only such contributors introduces
+them to each other, and changes nothing."""
 
 MAX_INTRODUCTIONS = 3
-"""Rounds of newcomers among themselves, while others are known, before they believe that they are the beginning."""
+"""Most rounds of newcomers among themselves, while other peers are known, before they conclude that no group exists."""
 
 FAILED_ROUNDS = 3
-"""Rounds that fail in a row, though others are known, before one that may train alone does; one alone is weather."""
+"""Failed rounds in a row, while others are known, after which a peer trains alone if it may; one failure is normal."""
 
 FIRST_SNAPSHOT = 2
-"""Epoch whose snapshot a newcomer wants that finds others at work: the peers that begin with it are in step by then."""
+"""Epoch of the snapshot that a newcomer wants if others train already: peers that start with it are in step by then."""
 
 LOOKS_BACK = 3
-"""Most questions for the mean after one state by a peer whose group has left; each may cost it seconds of training."""
+"""Most questions of a peer whose group has left for the mean after one state; each may cost seconds of training."""
 
 FETCH_PAUSE = 0.5
-"""Seconds from a download that failed to the next; the pause doubles after each in a row: a peer that no image fits
-would have all donors send theirs whole after every round, for ever."""
+"""Seconds from a failed download to the next. The pause doubles after each failure in a row: otherwise a peer that no
+image fits would make all donors send whole images after every round, for ever."""
 
 MAX_FETCH_PAUSE = 600.0
-"""Longest pause: the fault may have been put right by then."""
+"""Longest pause: the fault may have been repaired by then."""
 
 Alone = Literal["train", "wait"]
 
 Trust = Literal["known", "heads"]
-"""The peers whose claims make the group's state: those that this peer has trained with, or all, each counting alike."""
+"""The peers whose claims decide the group's state: peers that this peer has trained with, or all with equal votes."""
 
 MAX_KNOWN = 256
-"""Peers remembered as those that this one has trained with: four groups of the largest size. The least recent go."""
+"""Most peers remembered that this peer has trained with: four of the largest groups. The least recent are forgotten."""
 
 ROUNDS_APART = 3
-"""Least rounds without a known peer before strangers are followed: one round that they were late for is not enough."""
+"""Fewest rounds without a known peer before this peer follows strangers: the known peers may be late for one round."""
 
 
 class Phase(Enum):
-    """Standing of a peer; see the top of this file."""
+    """Phase of a peer; see the top of this file."""
 
     MEETING = "meeting"
     IN_STEP = "in step"
@@ -99,8 +99,8 @@ class Phase(Enum):
 class Known:
     """The peers that one peer, `name`, has trained with.
 
-    After `patience` seconds, and `ROUNDS_APART` rounds that nobody missed, without any of them, it follows strangers.
-    With the trust `heads` it takes the word of all, whether it has trained with them or not.
+    It follows strangers after `patience` seconds, and `ROUNDS_APART` rounds that nobody missed, without a known peer.
+    With the trust `heads` it counts the claims of all peers, known or not.
     """
 
     def __init__(self, name: str, trust: Trust, patience: float, now: float) -> None:
@@ -112,18 +112,18 @@ class Known:
         self._apart = 0
 
     def add(self, names: Iterable[str]) -> None:
-        """Remember peers that gave to a mean, and held the state to which it was applied."""
+        """Remember peers that contributed to a mean, and held the state to which it was applied."""
         for name in names:
             if name != self._name:
                 self._names[name] = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """PeerIDs of the only peers whose snapshots are taken, while one of them is there; empty if all peers' are."""
+        """PeerIDs of the only peers to take snapshots from, while one of them is there; empty for all peers."""
         return () if self._trust == "heads" else tuple(self._names)
 
     def group(self, round: events.RoundSucceeded, now: float) -> StateId | None:
-        """The state that this peer takes for the group's after a round; None if no peer that it believes claims one."""
+        """The group's state after a round, by the peers that this peer believes; None if none of them claims one."""
         if self._trust == "heads" or not self._names:
             return round.group
         believed = {self._name, *self._names}
@@ -139,13 +139,13 @@ class Known:
 
 
 class Replica:
-    """One peer's copy of the state that all hold alike.
+    """One peer's copy of the state that all peers of a group hold alike.
 
     Attributes:
-        state: Id of the state that it holds.
-        phase: Its standing.
-        reason: Why, one line.
-        deadline: Never: events alone move it.
+        state: Id of the state that this peer holds.
+        phase: This peer's phase.
+        reason: Reason for the phase, one line.
+        deadline: Infinity: the replica needs no time events.
     """
 
     deadline = math.inf
@@ -160,8 +160,8 @@ class Replica:
         held: int = HELD_MEANS,
         trust: Trust = "known",
     ) -> None:
-        """This peer, `name`, starts with `state`. After `patience` seconds without company it trains alone, if `alone`
-        says so. It has memory for `held` means, at least 2. `trust` says whose word for the group's state it takes."""
+        """This peer, `name`, starts with `state`. With `alone="train"` it trains alone after `patience` seconds without
+        company. It has memory for `held` means, at least 2. `trust`: the peers whose claims count."""
         self._most_held = min(held, HELD_MEANS)
         self._name = name
         self.state = state
@@ -190,15 +190,15 @@ class Replica:
 
     @property
     def claim(self) -> StateId | None:
-        """The state to claim in a round: none while astray, so that peers that know better are not outvoted."""
+        """The state to claim in a round; None while astray, so that this peer does not outvote the group."""
         return None if self.phase is Phase.ASTRAY else self.state
 
     def attendance(self, others_give: bool = False) -> float:
-        """The weight with which to take part where there is nothing to give: none, if the others are a group without.
+        """The weight of this peer in a round that it only attends; 0 if the others are a group without it.
 
-        Beside a single peer that gives, one peer that does not makes the second contributor; were it all of them, they
-        would be groups by themselves, or each with the first peer that comes to a round of several. `others_give` says
-        that several others are known, and some have accumulated something: they have begun.
+        Beside a single peer that contributes, one attending peer acts as the second contributor. If all attending peers
+        did, they would form groups by themselves, or each with the first contributor of a larger round. `others_give`
+        says that several others are known, and some of them have accumulated gradients.
         """
         if self.phase is Phase.ASTRAY:
             return ATTENDANCE if self._stands_in else 0.0
@@ -206,21 +206,21 @@ class Replica:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """The peers that it has trained with, whose word it takes before that of others."""
+        """The peers that this peer has trained with, and believes before all others."""
         return self._known.names
 
     @property
     def contributes(self) -> bool:
-        """True if its gradients are of the parameters that the group holds."""
+        """True if this peer's gradients are of the group's parameters."""
         return self.phase is Phase.IN_STEP
 
     @property
     def gives_up(self) -> bool:
-        """True if it trains alone when its next update is due, though others are known."""
+        """True if this peer trains alone when its next update is due, though others are known."""
         return self._alone == "train" and self._failures >= FAILED_ROUNDS
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Take note of what happened, in seconds of any steady clock; returns what to do, in order."""
+        """Take an event, at `now` seconds of any steady clock; return the actions, in order."""
         match event:
             case events.RoundSucceeded():
                 return self._round_succeeded(event, now)
@@ -257,11 +257,11 @@ class Replica:
 
     def _round_failed(self, reason: str, formed: bool, now: float) -> list[Action]:
         self._failures += 1
-        self._stands_in = True  # Perhaps nobody did.
+        self._stands_in = True  # The round may have lacked its second contributor.
         if self.phase is Phase.ASTRAY:
             return self._return(now)
         self.reason = f"the last round failed: {reason}"
-        # For others it may not have; then what was given to it counts, and must not be given again.
+        # It may have succeeded for others. Then this peer's contribution counts, and must not be given again.
         return self._look_ahead() if formed and self.phase is Phase.IN_STEP else []
 
     def _fetch_failed(self, reason: str, now: float) -> list[Action]:
@@ -272,11 +272,11 @@ class Replica:
         return []
 
     def _become(self, epoch: int, what: str) -> None:
-        """Hold another state, by what happened to this one."""
+        """Move to the state of `epoch` whose lineage follows from this one by `what`."""
         self.state = StateId(epoch, lineage.follow(self.state.lineage, what))
 
     def _interrupted(self) -> list[Action]:
-        """Take an id of its own, since nobody else holds its state; the epoch before, so that it outvotes no equal."""
+        """Take an id of its own, as no other peer holds its state; with the epoch before, to outvote no equal peer."""
         self._become(max(self.state.epoch - 1, 0), f"interrupted at {self._name}")
         self._replaying = False
         return self._give_up_astray("an update was interrupted: what it holds is nobody else's")
@@ -288,14 +288,14 @@ class Replica:
             return self._nobody_knows(now)
         self._group = group
         givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
-        # Also peers that had nothing to give yet: they will have next time, and need a second contributor then.
+        # Peers without a contribution count too: they will contribute next time, and then need a second contributor.
         lasting = {name for name in event.members if event.states.get(name) == group}
         idle = [name for name in event.members if name not in lasting]
         self._stands_in = len(lasting) < 2 and idle[:1] == [self._name]
         self._group_at = now
         introduced = not givers
         beginning = introduced and group == self.state and self.state.epoch == 0
-        # Newcomers met only each other, while there may be a group that has long begun.
+        # Newcomers have met only each other, though an older group may exist.
         if beginning and event.missing > 0 and self._introductions < MAX_INTRODUCTIONS:
             self._introductions += 1
             self.reason = f"it has met some that begin as it does; {event.missing} others may know more"
@@ -325,7 +325,7 @@ class Replica:
         return actions
 
     def _nobody_knows(self, now: float) -> list[Action]:
-        """All in the group were astray. If that lasts, its holders have gone, and each peer claims its own again."""
+        """No member claimed a state. If that lasts, all its holders have left, and each peer claims its own again."""
         if self.phase is not Phase.ASTRAY or now - self._group_at < self._patience:
             return []
         return self._give_up_astray("nobody is left who holds the group's state")
@@ -356,13 +356,13 @@ class Replica:
             actions.append(events.Forget(self._links.popleft().before))
         lone = not self._links
         actions += self._replay(now)
-        # What the group did since it has not been told.
+        # This peer does not know which means the group has applied since.
         return [*actions, *self._look_ahead(lineage.MAX_MISSED)] if lone else actions
 
     # ---- means that were missed ----
 
     def _return(self, now: float) -> list[Action]:
-        """Back to the group: by the means that were missed or, if those cannot be had, by a snapshot."""
+        """Return to the group: by the missed means or, if no peer has them, by a snapshot."""
         if self._fetching or self._missed.asked is not None:
             return []
         after = self._missed.next(self.state, self._target, self._most_held - len(self._links) + 1)
@@ -372,11 +372,11 @@ class Replica:
 
     @property
     def _target(self) -> StateId | None:
-        """The state from where on the means are here."""
+        """The state from which on this peer has the means; else the group's."""
         return self._links[0].before if self._links else self._group
 
     def _look_ahead(self, most: int = 1) -> list[Action]:
-        """Ask whether the group has applied a mean to this peer's state, and so on, for so many at most."""
+        """Ask for the mean that the group may have applied to this state, and then for the next, up to `most`."""
         self._looks_ahead = most
         return [events.Recover(self.state)] if most and self._missed.ask(self.state) else []
 
@@ -408,7 +408,7 @@ class Replica:
         if decided and self._looked_back[0] == self.state:
             self._looked_back = (self.state, LOOKS_BACK)
         meets, self._meets = self._meets, False
-        # Asked once more before it gives anything again, and then no more: the next round tells.
+        # This peer asks once more before its next contribution, then not again: the next round tells.
         self._unsure = not decided and not meets and self._failures > 0
         return [events.Meet()] if meets else []
 
@@ -417,12 +417,12 @@ class Replica:
         return [*_forget(self._missed.clear(reason)), *self._return(now)]
 
     def _others_begun(self, now: float) -> list[Action]:
-        """The first round may be long in coming, and will most likely only tell that it needs a snapshot."""
+        """Fetch a snapshot at once: the first round may come late, and would most likely only show the need for it."""
         begins = self.phase is Phase.MEETING and self.state.epoch == 0
         return self._fetch(FIRST_SNAPSHOT, now) if begins else []
 
     def _overdue(self, now: float) -> list[Action]:
-        """No round comes: an update may have been missed, or the snapshot that is waited for may never be taken."""
+        """No round comes: this peer may have missed an update, or no donor may ever take the awaited snapshot."""
         if self.phase is Phase.IN_STEP:
             return self._look_ahead()
         return self._return(now) if self.phase is Phase.ASTRAY and self._asks_for_less() else []
@@ -436,7 +436,7 @@ class Replica:
         return self._return(now)
 
     def _asks_for_less(self) -> bool:
-        """Ask for the group's last known state in place of one of an epoch to come; returns whether that is less."""
+        """Ask for the group's last known epoch in place of a later one; returns whether that lowers the wish."""
         last = self._links[-1].after if self._links else self._group
         less = last is not None and self._wanted > last.epoch
         if last is not None and less:
@@ -444,7 +444,7 @@ class Replica:
         return less
 
     def _deserted(self, now: float) -> list[Action]:
-        """Ask what the others have left behind, before anything else is done without them."""
+        """Ask for means that the others have left behind, before this peer goes on without them."""
         state, looks = self._looked_back
         looks = looks if state == self.state else 0
         if self.phase is Phase.MEETING or looks >= LOOKS_BACK:
@@ -455,7 +455,7 @@ class Replica:
     # ---- what is held ----
 
     def _replay(self, now: float) -> list[Action]:
-        """Apply what is held, one after another, as far as the next look at the parameters."""
+        """Apply the held means one after another, up to the next check of the parameters."""
         actions: list[Action] = []
         self._replaying = True
         while self._links and self._links[0].before == self.state:
@@ -472,7 +472,7 @@ class Replica:
             self.reason = f"astray: it came to {came}, the group to {group}"
             return [*actions, *self._return(now)]
         if self.phase is not Phase.IN_STEP:
-            # The next round tells whether it is the group's; most likely it is.
+            # The next round tells whether this is the group's state; most likely it is.
             self.phase, told = Phase.IN_STEP, lineage.told(self.state)
             self.reason = f"it caught up with the group at {told}"
         return actions
@@ -522,7 +522,7 @@ class Replica:
         return [events.Fetch(at_least)]
 
     def _ahead(self, group: StateId, now: float) -> int:
-        """The epoch to ask for: one that all donors will have heard of before they reach it."""
+        """The epoch to ask for: so far ahead that all donors hear of the wish before they reach it."""
         interval = max(now - self._last_round, NOTICE_SECONDS / MAX_LEAD)
         return group.epoch + min(max(math.ceil(NOTICE_SECONDS / interval), 1), self._most_held // 2)
 
