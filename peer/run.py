@@ -42,19 +42,19 @@ LOOK_SECONDS = 0.05
 """Seconds between two looks at the number of peers."""
 
 SHORTEST_TIMEOUT = 0.001
-"""Least timeout of a round, where preparing its contribution took all of the caller's timeout."""
+"""Least timeout of a round, if preparing its contribution took all of the caller's timeout."""
 
 AGREE_SECONDS = 20.0
-"""Time for the daemon to look for peers, and to ask those that have agreed on something else for their terms."""
+"""Longest time for the daemon to look for peers, and to ask the peers that agreed on other terms for theirs."""
 
 OFFER_SECONDS = 60.0
-"""Time to digest an image, after the one before; a gigabyte takes a second on a busy machine."""
+"""Longest time to digest an image, after the image before; a gigabyte takes a second on a busy machine."""
 
 LEAVE_SECONDS = 10.0
-"""Time to leave: the daemon first finishes or fails an open round, which it bounds itself by less."""
+"""Longest time to leave: the daemon first finishes or fails an open round, and has a shorter limit for that."""
 
 SETTLE_SECONDS = 1.0
-"""Time for the outcome of that round, which the daemon sends right after."""
+"""Longest wait for the outcome of that round, which the daemon sends right after."""
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +68,14 @@ class Run:
         name: The run's name.
         mean: The mean of the last ok `step`, by name, fp32, on the tensors' devices. Empty before the first one.
         options: The strategy, rule, codec and sizes that its peers share.
-        request: The request that joined it, for a daemon that takes the place of a lost one.
-        left: Whether it was left.
-        terms: The terms that `agree` was given.
-        agreed: The request of `agree`, for a daemon that takes the place of a lost one.
-        trained_by: Name of the optimizer or loop that steps it; only one can.
+        request: The request that joined the run, kept for a daemon that replaces a lost one.
+        left: Whether the script has left the run.
+        terms: The terms given to `agree`.
+        agreed: The request of `agree`, kept for a daemon that replaces a lost one.
+        trained_by: Name of the optimizer or loop that steps the run; only one can.
         pending: The round that was started with `wait=False` and whose `result` has not been called yet.
         rounds_ok: Number of rounds that were ok.
-        rounds_failed: Number of rounds that were not.
+        rounds_failed: Number of rounds that failed.
     """
 
     def __init__(
@@ -115,20 +115,20 @@ class Run:
         self.agreed: messages.AgreeRun | None = None
 
     def agree(self, terms: Mapping[str, str], buffers: bool = False) -> None:
-        """Have `step` meet only peers that give the same; before the first `accumulate` and `step`.
+        """Let `step` meet only peers that give the same terms; call it before the first `accumulate` and `step`.
 
-        This peer is refused where more live peers of the run have other terms than have the same; of one against one,
-        the later. A later peer's mistake turns nobody away: `state`, `status` and `peers` name the difference.
+        This peer is refused if more live peers of the run have other terms than the same terms. Of two single peers,
+        the later is refused. So a later mistake turns no peer away: `state`, `status` and `peers` name the difference.
 
         Args:
-            terms: Must be alike beside tensors and options, as {"target batch size": "4096"}: at most 32, of up to 64
-                and 256 characters of printable ASCII. Nothing acts on them.
-            buffers: Whether the module's persistent floating-point buffers, as the statistics of BatchNorm, travel
-                behind the gradients, in fp32 whatever the codec. They travel as they are when `step` is called, and are
-                overwritten by their weighted mean when its outcome is collected. Integer ones, as counters, never do.
+            terms: Further values that must be alike, as {"target batch size": "4096"}: at most 32, of up to 64 and 256
+                characters of printable ASCII. They have no other effect.
+            buffers: Whether the module's persistent floating-point buffers, such as BatchNorm's statistics, travel
+                behind the gradients, in fp32 with any codec. `step` sends their values at its call; collecting its
+                outcome overwrites them by their weighted mean. Integer buffers, such as counters, never travel.
 
         Raises:
-            Refused: The peers of the run have other terms, which it names. Or the run has accumulated or stepped.
+            Refused: The peers of the run have other terms; the error names them. Or the run has accumulated or stepped.
             SpecError: A term is too long or not printable.
             SchemaError: The run was not joined with a module, so it has no buffers.
             DaemonLost: The daemon has gone.
@@ -156,7 +156,7 @@ class Run:
         """Replace the tensors, in place, by the weighted mean of the group's tensors.
 
         Args:
-            weight: A finite number >= 0, usually the number of samples. 0 observes: it receives and adds nothing.
+            weight: A finite number >= 0, usually the number of samples. With 0 the peer observes: it only receives.
             timeout: Seconds after which the round has ended one way or the other.
             wait: Whether to wait for the outcome. If not, the tensors are written by `PendingRound.result`.
 
@@ -223,17 +223,17 @@ class Run:
     def step(
         self, timeout: float = 30.0, wait: bool = True, state: StateId | None = None
     ) -> Outcome | PendingRound:
-        """Exchange the accumulated gradients for the mean of all that the group has accumulated.
+        """Exchange the accumulated gradients for the mean of all gradients that the group has accumulated.
 
-        If ok, `mean` holds it, and where the run was joined with a module that nothing of ours trains, so does the
-        `.grad` of its parameters, in their dtype; sparse for the weight of an `nn.Embedding(sparse=True)` that nothing
-        else uses. The contribution is dropped only if it counted. A peer that has accumulated nothing observes.
-        Gradients that are accumulated while a step with `wait=False` goes on belong to the next.
+        If ok, `mean` holds it. If the run was joined with a module, and no `optimizer` or loop of ours trains it, the
+        `.grad` of its parameters holds it too, in their dtype; sparse for the weight of an `nn.Embedding(sparse=True)`
+        that nothing else uses. The contribution is dropped only if it counted. A peer that has accumulated nothing
+        observes. Gradients accumulated while a step with `wait=False` goes on belong to the next step.
 
         Args:
             timeout: Seconds after which the round has ended one way or the other.
             wait: Whether to wait for the outcome. If not, `mean` is written by `PendingRound.result`.
-            state: The state of the run that this peer holds; the outcome has those of all members that gave one.
+            state: The state of the run that this peer holds; the outcome has the states of all members that gave one.
 
         Raises:
             ValueError: The timeout is out of range.
@@ -270,14 +270,14 @@ class Run:
 
     @property
     def accumulated(self) -> float:
-        """Weight accumulated towards the next step and not part of a round that is going on."""
+        """Weight accumulated towards the next step, without the contribution to an open round."""
         return self._accumulated.weight if self._accumulated else 0.0
 
     @property
     def state(self) -> RunState:
-        """Standing of the next round: `NoPeers`, `Gathering`, `Exchanging` or `Idle`; never waits for peers or rounds.
+        """State of the next round: `NoPeers`, `Gathering`, `Exchanging` or `Idle`; never waits for peers or rounds.
 
-        Where the daemon has gone it is `NoPeers`, with that as its reason.
+        If the daemon has gone, it is `NoPeers` with that reason.
         """
         asked = self._asked or self._link.start(messages.AskState(self.name))
         if not concurrent.futures.wait([asked], STATE_SECONDS).done:
@@ -291,7 +291,7 @@ class Run:
         return self._state
 
     def wait_for(self, peers: int, timeout: float = 60.0) -> bool:
-        """Wait until so many other peers of this run are known, `timeout` seconds at most; returns whether they are.
+        """Wait until `peers` others of this run are known, at most `timeout` seconds; returns whether they are.
 
         Only peers with equal terms count, so a run that is stepped agrees on its terms first, as `optimizer` does.
 
@@ -306,14 +306,14 @@ class Run:
         return True
 
     def progress(self, target: float | None = None) -> Progress:
-        """Weight accumulated towards the next step, here and in the swarm; only here, where the daemon has gone.
+        """Weight accumulated towards the next step, here and in the swarm; only here if the daemon has gone.
 
         Another peer's claim counts if that peer answers, and up to twice its last contribution.
 
         Args:
-            target: Weight that all peers together are to accumulate, if any. The claim of a peer that has not
-                contributed yet counts up to its fair share of the target. A round that falls short of it names in
-                `Outcome.events` the peers that gave less than was counted on.
+            target: Weight that all peers together must accumulate, if any. The claim of a peer that has not contributed
+                yet counts up to its fair share of the target. If a round falls short of the target, `Outcome.events`
+                names the peers that contributed less than their claims.
         """
         local = self.accumulated
         try:
@@ -323,17 +323,17 @@ class Run:
         return Progress(local, max(answer.swarm - answer.local, 0.0) + local, answer.wanted)
 
     def offer(self, state: StateId, image: bytes | bytearray | memoryview) -> None:
-        """Have the daemon serve a snapshot to newcomers, in place of the one before; costs one copy here.
+        """Let the daemon serve a snapshot to newcomers, in place of the last one; costs one copy here.
 
-        Where the daemon has gone there is nobody to serve, and nothing happens.
+        If the daemon has gone, nothing happens.
 
         Args:
-            state: The state that the snapshot is of.
-            image: Its bytes; all peers that hold that state must make the same.
+            state: The state of the snapshot.
+            image: The snapshot's bytes; all peers that hold the state must make the same bytes.
 
         Raises:
-            ValueError: It is empty, or larger than can be served.
-            Refused: There is not enough memory for it.
+            ValueError: The image is empty, or larger than can be served.
+            Refused: The machine has not enough memory.
         """
         shared = shared_copy(memoryview(image).cast("B"))
         with contextlib.closing(shared), contextlib.suppress(DaemonLost):
@@ -342,17 +342,17 @@ class Run:
     def fetch(
         self, at_least: int, limit: int, timeout: float = 60.0, among: tuple[str, ...] = ()
     ) -> PendingFetch:
-        """Download a snapshot of the run's state from all peers that have the same, verified; one at a time.
+        """Download a snapshot of the run's state from all peers that offer the same one, verified; one at a time.
 
         Args:
             at_least: The first epoch that is of use.
-            limit: Most bytes that the image may have.
-            timeout: Seconds after which it has ended one way or the other.
+            limit: Most bytes of the image.
+            timeout: Seconds after which the download has ended, with or without success.
             among: PeerIDs, at most 256, of the only peers to take it from, while any of them is there.
 
         Raises:
             ValueError: The timeout is out of range.
-            Refused: The limit is more than there can be; a download is going on (when its result is asked for).
+            Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
         request = messages.FetchState(self.name, at_least, limit, timeout, among)
         return PendingFetch(self._link, request, limit)
@@ -360,28 +360,28 @@ class Run:
     def recover(
         self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
     ) -> PendingMean:
-        """Get from other peers the mean that the group applied to a state, where this peer missed it.
+        """Fetch from other peers the mean that the group applied to a state, if this peer missed it.
 
         Daemons keep the last few means of a run whose `step` is given states, with the signed votes of the round's
-        majority, which prove them. One download at a time, of this or by `fetch`.
+        majority, which prove them. One download at a time, by this call or by `fetch`.
 
         Args:
             after: The state.
-            timeout: Seconds after which it has ended one way or the other; if nobody has it, that is known soon.
-            proved: Whether the caller will check the state that it leads to; if not, most of the peers from which this
-                peer knows its state, by its last round or snapshot, must have voted for the mean.
-            patient: Whether to wait for peers that are not as far, where nobody has it.
+            timeout: Seconds after which the download has ended; if no peer has the mean, it ends soon.
+            proved: Whether the caller will check the state after the mean. If not, most of the peers that vouch for
+                this peer's state, by its last round or snapshot, must have voted for the mean.
+            patient: Whether to wait for peers that are not as far, if no peer has the mean.
 
         Raises:
             ValueError: The timeout is out of range.
-            Refused: So much memory cannot be set aside.
+            Refused: The machine has not enough memory.
         """
         size = VALUE_BYTES * self._binding.stepping.size
         request = messages.FetchMean(self.name, after, size, timeout, proved, patient)
         return PendingMean(self._link, request, size, self._binding.named)
 
     def take(self) -> Accumulator | None:
-        """Take back the accumulated gradients that are not part of a round that is going on; None without any."""
+        """Take back the accumulated gradients that are not part of an open round; None without any."""
         with self._lock:
             taken, self._accumulated = self._accumulated, None
             self._report()
@@ -408,16 +408,16 @@ class Run:
 
         Args:
             inner: The optimizer.
-            checkpoints: When to write checkpoints, and whether to start from one; None: no, and no.
+            checkpoints: When to write checkpoints, and whether to start from one; None: neither.
             **options: Fields of `equipoise.peer.training.Options`; `target_batch_size` is required.
 
         Raises:
             TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
-            CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
-            Refused: Its parameters are not the optimizer's.
+            CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
+            Refused: The run's parameters are not the optimizer's.
         """
-        # A script that only averages need not load it.
+        # Imported here, because a script that only averages does not need it.
         from equipoise.peer.training.checkpoint import keep_checkpoints
         from equipoise.peer.training.optimizer import SwarmOptimizer
         from equipoise.peer.training.options import Options, from_keywords
@@ -425,11 +425,11 @@ class Run:
         optimizer = SwarmOptimizer(self, inner, from_keywords(Options, options, ("checkpoints",)))
         if checkpoints is not None:
             optimizer.register_step_post_hook(keep_checkpoints(optimizer.member, self, checkpoints))
-        self.before_leaving(optimizer.leave)  # After the keeper, whose last checkpoint is of the final state.
+        self.before_leaving(optimizer.leave)  # Runs before the keeper, which records the final state.
         return optimizer
 
     def tell(self, topic: messages.Topic, line: str) -> None:
-        """Have the daemon's `status` show a line on `training` or `checkpoints`, in place of the last one on that."""
+        """Let the daemon's `status` show a line on `training` or `checkpoints`, in place of the topic's last line."""
         with self._lock:
             self._told[topic] = line
             self._link.start(messages.TellStatus(self.name, topic, line))
@@ -441,11 +441,11 @@ class Run:
 
     @property
     def home(self) -> str:
-        """The daemon's home; empty where that is a temporary one."""
+        """The daemon's home; empty if that is a temporary one."""
         return self._link.welcome.home
 
     def branch(self, name: str, tensors: Tensors, strategy: str | None = None) -> Run:
-        """Join a run that is a part of this one, with its options but for the name, the tensors and the strategy.
+        """Join a run that is a part of this one, with another name, tensors and perhaps strategy, else its options.
 
         Raises:
             SchemaError: One of the tensors cannot be averaged; names it.
@@ -465,29 +465,29 @@ class Run:
             raise Refused(f"run {self.name!r} is stepped by {self.trained_by} already", hint)
 
     def before_leaving(self, finish: Callable[[], None]) -> None:
-        """Have `leave` call `finish` first."""
+        """Let `leave` call `finish` first."""
         self._finishing.append(finish)
 
     def leave(self) -> None:
-        """Stop taking part; idempotent. A round that is going on is finished or fails."""
+        """Stop taking part; idempotent. An open round is finished or fails."""
         if self.left:
             return
         try:
-            with contextlib.ExitStack() as finishing:  # One that raises must not cost the others theirs.
+            with contextlib.ExitStack() as finishing:  # If one `finish` raises, the others still run.
                 while self._finishing:
                     finishing.callback(self._finishing.pop(0))
         finally:
             self._tell_if_none_was_ok()
             with self._lock:
                 self.left, link = True, self._link
-            # It may have been left before, or the daemon has gone: it has ended.
+            # An error means that the run was left before, or that the daemon has gone: either way it has ended.
             with contextlib.suppress(EquipoiseError):
                 link.ask(messages.LeaveRun(self.name), LEAVE_SECONDS)
             if self.pending is not None:
                 self.pending.wait(SETTLE_SECONDS)
 
     def renew(self, link: Link, region: Region) -> None:
-        """Go on through a new daemon, which has mapped new memory: the lost daemon may still write into its own."""
+        """Go on through a new daemon, with new shared memory: the lost daemon may still write into the old one."""
         with self._lock:
             if self.left:
                 link.start(messages.LeaveRun(self.name))
@@ -562,7 +562,7 @@ class Run:
             if weight > 0:
                 self._binding.averaged.flatten(tensors, region.contribution)
             else:
-                region.contribution.zero_()  # An observer may hold NaN: receiving the mean is its way out.
+                region.contribution.zero_()  # An observer's tensors may hold NaN: the mean will replace it.
             settle = partial(self._averaged, tensors=tensors, region=region, moves=moves)
             return self._start(AVERAGE, weight, deadline, settle)
 
@@ -572,7 +572,7 @@ class Run:
         with self._lock:
             self._collected(outcome)
             if outcome is not None and outcome.ok:
-                # They may have been reshaped; half of them must not be written.
+                # The tensors may have been reshaped; a partial write must not happen.
                 self._binding.schema.check(tensors)
                 if moves:
                     self._binding.averaged.shift(region.contribution, region.result, tensors)
@@ -593,7 +593,7 @@ class Run:
             self._report()
 
     def _report(self) -> None:
-        """Have the daemon publish how much is accumulated; under the lock, so that the last report is the latest."""
+        """Let the daemon publish the accumulated weight; under the lock, so that the last report is the latest."""
         self._link.start(messages.ReportAccumulated(self.name, self.accumulated))
 
     def _drop(self) -> None:
@@ -603,7 +603,7 @@ class Run:
             self._spare.clear()
 
     def _keep(self) -> None:
-        """Take back the contribution, and merge the gradients that were accumulated since."""
+        """Take back the contribution, and merge the gradients accumulated since."""
         contributed, self._contributed = self._contributed, None
         if contributed is not None and self._accumulated is not None:
             contributed.merge(self._accumulated)

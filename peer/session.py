@@ -1,7 +1,7 @@
 """The daemon's work for its clients: a session is one client's part in one run.
 
-It has shared memory and a run driver for each purpose. Each purpose is a run of the swarm, with its own schema, and is
-joined when it is first used. A script that steps agrees on terms after its join; any other is announced as averaging.
+It has shared memory, and joins a run of the swarm, with its own schema and run driver, for each purpose at first use. A
+script that steps agrees on terms after its join; a script that does not is announced as averaging.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ if TYPE_CHECKING:
     from equipoise.dht.swarm import Swarm
 
 MAX_RUNS = MAX_RUNS_PER_PEER // len(PURPOSES)
-"""Most runs of one daemon. The others keep so many records of one peer, and each purpose of a run has its own."""
+"""Most runs of one daemon: others keep `MAX_RUNS_PER_PEER` records of it, and each purpose of a run has its own."""
 
 ANNOUNCE_SECONDS = 0.5
-"""Time for a script to agree on terms, before the run that it has joined is announced to those that average."""
+"""Longest time for a script to agree on terms; after that, its run is announced to the peers that average."""
 
 OVERTIME = 0.5
 """Seconds that a round may exceed its timeout before the session gives it up: half of the caller's grace."""
 
 REPORT_SECONDS = 0.02
-"""Least time between two reports, each a signed record to other peers; a script may accumulate 1,000 times a second."""
+"""Least time between two reports, each a signed record to other peers: a script may accumulate 1,000 times a second."""
 
 SEARCH_SECONDS = 5.0
 """Longest search of the directory. It takes some milliseconds; peers that it does not find in time are met later."""
 
 COMPARE_SECONDS = 5.0
-"""Time for two questions to the peers of another spec, each of which may stay unanswered for 2 s."""
+"""Longest time for two questions to the peers of another spec; each may stay unanswered for 2 s."""
 
 LEAVE_SECONDS = 5.0
-"""Time to finish or fail an open round; the driver's own bound on a stalled peer is 2 s."""
+"""Longest time to finish or fail an open round; the driver's own bound on a stalled peer is 2 s."""
 
 SPREAD_EXCHANGES = 20
-"""Number of the last exchanges over which the spread is the mean: it is to be the present one."""
+"""Number of last exchanges over which the spread is averaged: few, so that it shows the present spread."""
 
 JUST_JOINED = "it has just been joined"
 
@@ -100,11 +100,11 @@ class Session:
         self._announcing = asyncio.create_task(self._announce())
 
     async def agree(self, terms: Terms, buffers: Schema) -> None:
-        """Have `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
+        """Let `step` meet only peers of the same terms, and carry `buffers` behind the gradients.
 
         Raises:
-            Refused: The peers of the run have other terms. Or the run has stepped on others, or has no gradients.
-            ValueError: A term is too long or not printable, or a buffer is named as a gradient is.
+            Refused: The peers of the run have other terms. Or the run has stepped on other terms, or has no gradients.
+            ValueError: A term is too long or not printable, or a buffer has the name of a gradient.
         """
         if self._joined is None:
             raise _nothing_to(STEP, self.name)
@@ -119,7 +119,7 @@ class Session:
             self._announcing.cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SEARCH_SECONDS):
-                # Before joining it: of a run that it is in, a peer is told what it knows already.
+                # Before joining: for a run that this peer is in, the directory returns what it knows already.
                 await self._swarm.directory.peers(agreed.name)
         run_driver = await self._use(STEP)
         objection = await run_driver.objection(COMPARE_SECONDS)
@@ -130,7 +130,7 @@ class Session:
     async def start_round(
         self, purpose: str, weight: float, timeout: float, state: StateId | None = None
     ) -> Outcome:
-        """Exchange the contribution in the shared memory; the outcome is there by `timeout` and `OVERTIME`.
+        """Exchange the contribution in the shared memory; the outcome comes within `timeout` plus `OVERTIME`.
 
         Raises:
             Refused: A round is going on.
@@ -144,19 +144,19 @@ class Session:
             outcome = await self._within(self._round, timeout)
         finally:
             self._round = None
-        if not outcome.started:  # It ended before a run driver was asked, or after it was given up.
+        if not outcome.started:  # The round ended before a run driver was asked, or the session gave it up.
             outcome = msgspec.structs.replace(outcome, started=started)
         how = f"{len(outcome.contributors)} of {len(outcome.group)} contributed" if outcome.ok else "failed"
         took = outcome.seconds.get("total", 0.0)
         log.info("run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, took)
         if purpose == STEP and outcome.counted(self._swarm.peer):
-            # Until the client reports the rest, the others must not count any towards the next round.
+            # Until the client's next report, the others must not count this peer's weight towards the next round.
             self._accumulated = 0.0
             self._run_drivers[STEP].report_accumulated(0.0)
         return outcome
 
     def stop_round(self, why: str) -> None:
-        """End the search for a group, if one goes on; a round that has begun goes on."""
+        """End an open search for a group; a round that has begun goes on."""
         self._stopped = why[:MAX_TEXT] or "stopped"
         for run_driver in self._run_drivers.values():
             run_driver.stop_search(self._stopped)
@@ -169,7 +169,7 @@ class Session:
             self._report(run_driver, None)
 
     def tell(self, topic: str, line: str) -> None:
-        """Have `status` show a line of the client."""
+        """Let `status` show a line of the client."""
         self._told[topic] = line[:MAX_TEXT]
 
     def _report(self, run_driver: RunDriver, before: float | None) -> None:
@@ -182,11 +182,11 @@ class Session:
 
     @property
     def leaving(self) -> bool:
-        """True once the run is being left."""
+        """True once `leave` was called."""
         return self._leaving is not None
 
     async def peers(self) -> list[PeerRow]:
-        """All known peers of the purposes that are used."""
+        """All known peers of the purposes in use."""
         rows = []
         for purpose, run_driver in list(self._run_drivers.items()):
             spec = self._specs[purpose]
@@ -195,11 +195,11 @@ class Session:
         return rows
 
     async def state(self) -> RunState:
-        """Standing of the next round of the purpose used last."""
+        """State of the next round of the purpose used last."""
         return (await self._run_driver(self._purpose)).state
 
     async def progress(self, target: float | None) -> Progress:
-        """Weight accumulated towards the next step: by this peer, and by all, as far as the others' word counts."""
+        """Weight accumulated towards the next step: by this peer, and by all, as far as the others' claims count."""
         others = await (await self._use(STEP)).others_accumulated(target)
         return Progress(self._accumulated, self._accumulated + others, (await self.transfer()).wanted)
 
@@ -227,7 +227,7 @@ class Session:
         return await transfer.fetch(request.at_least, image.capacity, request.timeout, room, among)
 
     async def fetch_mean(self, request: FetchMean, memory: SharedMemory) -> MeanOutcome:
-        """Get a mean that was missed into the client's memory, which has just its size.
+        """Fetch a missed mean into the client's memory, which must have exactly the mean's size.
 
         Raises:
             Refused: The memory has another size.
@@ -294,7 +294,7 @@ class Session:
         )
 
     async def leave(self, reason: str) -> None:
-        """Leave, finish or fail an open round, and let go of the memory; all callers wait for the same end."""
+        """Leave, finish or fail an open round, and release the memory; all callers wait for the same end."""
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(reason))
         await asyncio.shield(self._leaving)
@@ -341,7 +341,7 @@ class Session:
         transfer = run_driver.transfer
         if state is not None:
             transfer.reach(state.epoch)
-        if self._stopped:  # Before the search began.
+        if self._stopped:  # `stop_round` was called before the search began.
             return self._failed(self._stopped)
         contribution, result = region.contribution[:values], region.result[:values]
         outcome = await run_driver.average(contribution, result, weight, timeout, state)
@@ -403,7 +403,7 @@ class Service:
         return [self._sessions[name] for name in sorted(self._sessions)]
 
     async def join(self, request: JoinRun, fd: int, client: str) -> Session:
-        """Take part in a run for a client whose vectors lie in the memory behind `fd`, which is taken over.
+        """Take part in a run for a client whose vectors lie in the memory behind `fd`; takes over `fd`.
 
         Raises:
             ValueError: An option, the schema or the memory is not valid, or the run has a client already.
@@ -426,7 +426,7 @@ class Service:
     async def _make_room(self, name: str) -> None:
         other = self._sessions.get(name)
         if other is not None and other.leaving:
-            await self.leave(other, "its client has gone")  # A successor should not have to know that.
+            await self.leave(other, "its client has gone")  # The new client need not notice.
             other = self._sessions.get(name)
         if other is not None:
             hint = "leave it there, use another name, or start another daemon with another --home"
@@ -437,7 +437,7 @@ class Service:
 
 
 def _exchanges(run_driver: RunDriver) -> Exchanges:
-    """The outcomes of the exchanges of a gossip run, in figures."""
+    """The exchanges of a gossip run, in figures."""
     outcomes = list(run_driver.history)
     apart = [one.apart for one in outcomes[-SPREAD_EXCHANGES:] if one.apart is not None]
     return Exchanges(

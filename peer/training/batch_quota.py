@@ -1,10 +1,10 @@
-"""This peer's share of the target batch: it makes so much before it goes to meet the others.
+"""This peer's share of the target batch, which it accumulates before it meets the others.
 
-The others' accumulated weight is known a moment late. Peers as fast as each other, each with its last micro-batch done,
-would therefore all find that the swarm has not reached its target yet, and all make another. So each makes its share:
-the micro-batches of the target are dealt out in proportion to the last contributions. A peer that then had to wait for
-the others makes as many more as fit into the wait, and the others' shares shrink by that. A peer that has only observed
-meets at once: the others' shares leave no time for one of its own.
+A peer learns the others' accumulated weight a moment late. So equally fast peers, each with its last micro-batch done,
+would all find the swarm below its target, and all make another micro-batch. Therefore each peer makes a share: the
+micro-batches of the target are dealt out in proportion to the last contributions. A peer that had to wait for the
+others makes as many more as fit into the wait, and the others' shares shrink by that. A peer that has only observed
+meets at once: the others do not wait for a share of its own.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from equipoise.averaging.outcome import Outcome
 
 SLACK = 1 - 1e-6
-"""Weights are sums of floats."""
+"""Share of a target that counts as all of it, because weights are sums of floats."""
 
 FORMING_SECONDS = 0.5
-"""Time to form a group on a busy machine though nobody is late: that is no time to make more."""
+"""Time to form a group on a busy machine, even if no peer is late: it does not count as a wait."""
 
 NOTABLE = 0.5
 """Least wait, in micro-batches' time, of a peer that makes more: the others waited for peers that waited less."""
 
 MARGIN = 0.75
-"""Part of a micro-batch's time to leave over, rounded: the others would wait for a peer that fills all of its wait."""
+"""Part of a micro-batch's time to leave unused: the others would wait for a peer that fills all of its wait."""
 
 
 class Pace:
@@ -37,12 +37,12 @@ class Pace:
         self._batch_seconds = 0.0
 
     def computed(self, now: float) -> None:
-        """A micro-batch is done; it took the time since `returned`."""
+        """Note that a micro-batch is done; it took the time since `returned`."""
         if self._returned is not None:
             self._batch_seconds = now - self._returned
 
     def returned(self, now: float) -> None:
-        """The loop has its turn again."""
+        """Note that the loop goes on."""
         self._returned = now
 
     def reached(self, local: float, swarm: float) -> bool:
@@ -50,8 +50,8 @@ class Pace:
         return swarm >= self._target * SLACK or local >= self._quota * SLACK
 
     def averaged(self, outcome: Outcome, peer: str, batch: float) -> None:
-        """A round of `peer`, this one, succeeded; its next micro-batch has the weight `batch`."""
-        if peer not in outcome.contributors:  # The others do not know its pace, and will not wait.
+        """Note that a round of this peer, `peer`, succeeded; its next micro-batch has the weight `batch`."""
+        if peer not in outcome.contributors:  # The others do not know this peer's pace, and will not wait.
             self._quota = 0.0
             return
         units = deal(math.ceil(self._target / batch), outcome.contributors).get(peer, 0)
@@ -63,7 +63,7 @@ class Pace:
         self._quota = min(units * batch, self._target)
 
     def alone(self) -> None:
-        """Nobody else makes a share."""
+        """Note that no other peer makes a share."""
         self._quota = self._target
 
 

@@ -1,9 +1,9 @@
 """The checkpoints of one run: a copy at a step's boundary, a thread that writes it, and the directory that keeps them.
 
-Each checkpoint is a directory of an image and a manifest, which is whole or not there. The image is the replicated
-state as safetensors. The manifest, JSON, says whose state it is and which digest the image must have. Both are written
-beside their place, flushed, and renamed into it, so that a crash at any moment leaves the earlier checkpoints. A
-checkpoint that is read back is untrusted: somebody may have copied, truncated or edited it.
+Each checkpoint is a directory of an image and a manifest, which is whole or absent. The image is the replicated state
+as safetensors. The manifest, JSON, names the training and the image's digest. Both files are written to a directory
+beside the final place and flushed; the directory is then renamed, so that a crash at any moment leaves the earlier
+checkpoints. A checkpoint is untrusted when it is read: it may have been copied, truncated or edited.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from equipoise.peer.training.image import Image
 from equipoise.peer.training.member import Member
 
 FORMAT = 1
-"""Raised when a manifest or an image changes so that an older reader would misread it."""
+"""Version of the format; it grows when an older reader would misread a manifest or an image."""
 
 MANIFEST_FILE = "manifest.json"
 IMAGE_FILE = "state.safetensors"
 
 PARTIAL = ".partial-"
-"""Begins the name of a directory that is being written or removed."""
+"""Prefix of the name of a directory that is being written or removed."""
 
 MAX_MANIFEST_BYTES = 64 * 1024
-"""Longest manifest that is read: one with all terms of a run at their longest takes 12 kB."""
+"""Longest manifest that is read: a manifest with all terms of a run at their longest takes 12 kB."""
 
 CHUNK_BYTES = 16 * 2**20
 """Bytes written at a time, so that a digest of the first chunks need not wait for the last."""
 
 MAX_SHOWN = 256
-"""Most characters of a term that a message shows; terms that were agreed on are no longer."""
+"""Most characters of a term that a message shows; agreed terms are no longer than that."""
 
 LOCK_FILE = ".lock"
 
@@ -75,7 +75,7 @@ class Damaged(CheckpointError):
 
 
 class Misfit(CheckpointError):
-    """The checkpoint is sound, and of something else: another run, another model, other terms."""
+    """The checkpoint is sound, but of another run, another model or other terms."""
 
 
 class Subject(msgspec.Struct, frozen=True):
@@ -83,8 +83,8 @@ class Subject(msgspec.Struct, frozen=True):
 
     Attributes:
         run: The run's name.
-        terms: Must be equal for the state to fit: the model, the optimizer, the target batch size, ... Codec, group
-            size and protocol are not among them: they may change between two starts.
+        terms: Values that must be equal for the state to fit: the model, the optimizer, the target batch size, ...
+            Codec, group size and protocol are not among them: they may change between two starts.
     """
 
     run: str
@@ -92,7 +92,7 @@ class Subject(msgspec.Struct, frozen=True):
 
     @property
     def spec(self) -> str:
-        """BLAKE3 in hex of the subject: equal ones fit."""
+        """BLAKE3 in hex of the subject; equal hashes fit."""
         return blake3(msgspec.json.encode((self.run, sorted(self.terms.items())))).hexdigest()
 
 
@@ -122,7 +122,7 @@ class Found(msgspec.Struct, frozen=True):
     Attributes:
         path: Its directory.
         manifest: Its manifest.
-        reason: Why this one: which newer ones were passed over, and what was wrong with each.
+        reason: Why this checkpoint: the newer ones that were passed over, and the fault of each.
     """
 
     path: Path
@@ -136,7 +136,7 @@ class Folder:
     def __init__(self, path: Path, subject: Subject, keep: int = 3) -> None:
         """Make the directory `path` if need be, and lock it; nothing else should be kept in it.
 
-        Of the checkpoints of `subject` the last `keep` stay, and the one that got furthest.
+        The last `keep` checkpoints of `subject` stay, and the checkpoint of the highest epoch.
 
         Raises:
             CheckpointError: The directory cannot be made, or another process writes there.
@@ -173,8 +173,8 @@ class Folder:
         `read` checks an image, u8 [bytes], against the state here, as `TrainingState.read` does.
 
         Raises:
-            Misfit: One is of another run, model or terms. It is not passed over: to resume from it was a mistake.
-            Damaged: There are checkpoints, and none can be read; says what is wrong with the newest.
+            Misfit: A checkpoint is of another run, model or terms. It is not passed over: resuming here is a mistake.
+            Damaged: There are checkpoints, but none can be read; names the fault of the newest.
         """
         passed: list[str] = []
         for _, path in self._listed():
@@ -194,7 +194,7 @@ class Folder:
 
     @property
     def furthest(self) -> int | None:
-        """Epoch of the checkpoint that got furthest, sound or not; None where there is none."""
+        """Highest epoch of any checkpoint, sound or not; None without checkpoints."""
         return next((epoch for epoch, _ in self._listed()), None)
 
     def _listed(self) -> list[tuple[int, Path]]:
@@ -203,13 +203,13 @@ class Folder:
         return sorted(((int(match[1]), path) for match, path in found if match), reverse=True)
 
     def _prune(self, latest: Path) -> None:
-        """Keep those written last, and the one that got furthest: who forgot to resume should not lose it."""
+        """Keep the checkpoints written last, and the one of the highest epoch: a user may have forgotten to resume."""
         sound = [path for _, path in self._listed() if path not in self._damaged]
         written = sorted(sound, key=lambda path: path.stat().st_mtime_ns, reverse=True)
         kept = {latest, *sound[:1], *written[: self._keep]}
         for _, path in self._listed():
             if path not in kept:
-                # One that is half removed must not be taken for a damaged one.
+                # A half-removed checkpoint must not be taken for a damaged one.
                 gone = path.rename(path.with_name(PARTIAL + path.name))
                 shutil.rmtree(gone, ignore_errors=True)
         self._damaged.clear()
@@ -219,15 +219,15 @@ class Folder:
 class Checkpoints:
     """When checkpoints are written, how many are kept, where, and whether training starts from one.
 
-    They hold what all peers hold alike. Unless `Options.buffers` is set, that is without BatchNorm's statistics and
-    other buffers, which then are each peer's own: to evaluate what a checkpoint holds, compute or save those yourself.
+    A checkpoint holds the state that all peers hold alike. Without `Options.buffers`, BatchNorm's statistics and other
+    buffers are each peer's own and not in it: to evaluate a checkpoint, compute or save those yourself.
 
     Attributes:
-        every: Epochs from one checkpoint to the next. One is written at the end too, when the run is left: after
-            Ctrl-C, say, but not after a SIGTERM that the script does not handle, which ends Python at once.
-        keep: Number of checkpoints that are kept.
-        directory: Parent of the runs' directories, of one peer alone; by default `checkpoints` in the home.
-        resume: Whether to start from the newest sound one; by default what `equipoise launch --resume` says.
+        every: Epochs from one checkpoint to the next. Another is written when the run is left: after Ctrl-C, for
+            example, but not after a SIGTERM that the script does not handle, which ends Python at once.
+        keep: Number of checkpoints to keep.
+        directory: Parent of the runs' directories, for one peer alone; by default `checkpoints` in the home.
+        resume: Whether to start from the newest sound checkpoint; by default as `equipoise launch --resume` says.
 
     Raises:
         ValueError: A number is out of its range.
@@ -248,7 +248,7 @@ class Checkpoints:
         """Take the run's directory.
 
         Raises:
-            CheckpointError: It cannot be made, another process writes there, or the home is a temporary one.
+            CheckpointError: It cannot be made, another process writes there, or the home is temporary.
         """
         if self.directory is None and not home:
             hint = "give the Peer a home, or Checkpoints a directory"
@@ -263,9 +263,9 @@ class Recorder:
 
     Attributes:
         path: The run's directory.
-        resume: Whether training is to start from the newest sound one.
+        resume: Whether training starts from the newest sound checkpoint.
         recorded: The state that was written last; None before.
-        tell: Called with a line about each attempt; from the thread that writes.
+        tell: Called with a line about each attempt, from the thread that writes.
     """
 
     def __init__(self, folder: Folder, every: int, resume: bool) -> None:
@@ -283,7 +283,7 @@ class Recorder:
         """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.
 
         Raises:
-            CheckpointError: There are checkpoints and none can be used.
+            CheckpointError: There are checkpoints, but none can be used.
         """
         found = self._folder.load(limit, read) if self.resume else None
         furthest = self._folder.furthest
@@ -302,7 +302,7 @@ class Recorder:
         return found
 
     def due(self, epoch: int) -> bool:
-        """Return whether to record the state of this epoch; not while an earlier one is being written, but after."""
+        """Return whether to record the state of this epoch; False while an earlier state is being written."""
         if epoch // self._every == self._last // self._every:
             return False
         if self._thread is None or not self._thread.is_alive():
@@ -317,24 +317,24 @@ class Recorder:
         return False
 
     def record(self, state: StateId, image: torch.Tensor) -> None:
-        """Write this state's image from a thread, if one is `due`; nobody may change the image afterwards."""
+        """Write this state's image in a thread, if one is `due`; the caller must not change the image afterwards."""
         self._last = state.epoch
         self._thread = threading.Thread(target=self._write, args=(state, lambda: image), name="checkpoint")
         self._thread.start()
 
     def settle(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until the thread has written its checkpoint."""
         if self._thread is not None:
             self._thread.join()
 
     def finish(self, state: StateId, image: Callable[[], torch.Tensor]) -> None:
-        """Write this state too, unless it is on the disk, and wait for it; `image` copies it."""
+        """Write this state too, unless it is on the disk, and wait for it; `image` makes the image."""
         self.settle()
         if state != self.recorded:
             self._write(state, image)
 
     def close(self) -> None:
-        """Leave the directory to others; idempotent."""
+        """Let other processes write to the directory; idempotent."""
         self.settle()
         self._folder.close()
 
@@ -342,7 +342,7 @@ class Recorder:
         try:
             path = self._folder.write(state, image())
         except Exception as error:
-            # Training goes on without it, and the next one is tried.
+            # Training goes on, and tries the next checkpoint.
             self._say(logging.ERROR, f"the checkpoint of epoch {state.epoch} could not be written: {error}")
             return
         self.recorded = state
@@ -354,13 +354,13 @@ class Recorder:
 
 
 def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints) -> Callable[..., None]:
-    """Start a replica from its newest sound checkpoint, if that is wanted, and write others until the run is left.
+    """Start a replica from its newest sound checkpoint, if it should resume, and write others until the run is left.
 
     Returns:
-        To be called between steps: it writes a checkpoint if one is due.
+        A function to call between steps, which writes a checkpoint if one is due.
 
     Raises:
-        CheckpointError: The directory cannot be used, or its checkpoints are damaged or of something else.
+        CheckpointError: The directory cannot be used, or its checkpoints are damaged or of another training.
     """
     recorder = checkpoints.open(run.home, subject_of(run))
     recorder.tell = partial(run.tell, "checkpoints")
@@ -376,7 +376,7 @@ def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints) -> Call
 
     def finish() -> None:
         with contextlib.closing(recorder):
-            if member.whole:  # Not so where an update was interrupted.
+            if member.whole:  # An interrupted update leaves no whole state.
                 recorder.finish(member.id, member.image)
 
     run.before_leaving(finish)
@@ -386,7 +386,7 @@ def keep_checkpoints(member: Member, run: Run, checkpoints: Checkpoints) -> Call
 def subject_of(run: Run) -> Subject:
     """The subject of the run's checkpoints: its terms, and its model."""
     schema = run.schema
-    # A checkpoint holds no more of the tensors than this; the way in which they travel is no concern of it.
+    # A checkpoint depends on nothing else of the tensors, such as the way in which they travel.
     described = [{"name": one.name, "shape": one.shape, "dtype": one.dtype} for one in schema.tensors]
     layout = blake3(msgspec.json.encode({"tensors": described})).hexdigest()
     model = f"{len(schema.tensors)} tensors, {schema.size} values, layout {layout[:16]}"
@@ -394,7 +394,7 @@ def subject_of(run: Run) -> Subject:
 
 
 def folder_name(run: str) -> str:
-    """A file name for the run, another one for each run."""
+    """A file name for the run, different for each run."""
     name = quote(run, safe=" ").replace(".", "%2E")
     if len(name) <= MAX_FOLDER_CHARS:
         return name
@@ -427,7 +427,7 @@ def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, mem
 
     Raises:
         Misfit: It is of another run, model or terms.
-        Damaged: It cannot be read; says what is wrong.
+        Damaged: The checkpoint cannot be read; names the fault.
     """
     manifest = read_manifest(path)
     if manifest.spec != manifest.subject.spec:
@@ -455,10 +455,10 @@ def read_checkpoint(path: Path, own: Subject, limit: int) -> tuple[Manifest, mem
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint in the directory `path`; its image is not looked at.
+    """The manifest of the checkpoint in the directory `path`; does not read the image.
 
     Raises:
-        Damaged: There is none, it cannot be understood, or a newer program wrote it.
+        Damaged: The manifest is missing or malformed, or a newer program wrote it.
     """
     content = _content(path / MANIFEST_FILE, MAX_MANIFEST_BYTES)
     try:
@@ -476,7 +476,7 @@ class _Version(msgspec.Struct):
 
 
 def _misfit(found: Subject, own: Subject) -> tuple[str, str] | None:
-    """The reason why another's checkpoint is unusable here, and what to do; None if it is usable."""
+    """The reason why a checkpoint of `found` is unusable for `own`, and what to do; None if it is usable."""
     if found.run != own.run:
         return f"is of run {found.run!r}, not of {own.run!r}", "give the directory of this run"
     for term in sorted(found.terms.keys() | own.terms.keys()):
@@ -514,7 +514,7 @@ def _content(path: Path, limit: int) -> memoryview:
     """All of a file, or its first `limit` + 1 bytes; a link, a pipe or a device is not followed.
 
     Raises:
-        Damaged: It is not there, is not a file, or cannot be read.
+        Damaged: The file is missing, is no regular file, or cannot be read.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,11 +1,11 @@
-"""Local steps, and an exchange of parameters with some other peer now and then, for which the loop never waits.
+"""Local steps, and now and then an exchange of parameters with another peer, for which the loop never waits.
 
     with peer.join("digits", model, strategy="gossip") as run, Gossip(run, every=10):
         for batch in batches: ...  # the loop as it is: any torch optimizer over the model's parameters
 
-Asynchronous decentralised SGD (AD-PSGD, Lian 2018, 1710.06952): a peer gives a copy of its parameters to a mean of two,
-and when the mean is there, moves by what it differs from that copy. What the loop has done meanwhile is kept. Both of a
-pair move by opposite amounts, so the sum over all peers changes by local steps alone.
+Asynchronous decentralised SGD (AD-PSGD, Lian 2018, 1710.06952): two peers average copies of their parameters. When the
+mean comes, each peer adds mean - copy to its parameters, which keeps the loop's steps meanwhile. Both peers of a pair
+move by opposite amounts, so the sum over all peers changes by local steps alone.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from equipoise.peer.training.member import FINISH_SECONDS, LEAST_SECONDS
 from equipoise.peer.training.options import GossipKeywords, GossipOptions, from_keywords
 
 NEWCOMER = ATTENDANCE_LIMIT
-"""Weight of a peer in its first exchange: its partner's model is as good as all of the mean."""
+"""Weight of a peer in its first exchange: the mean is almost its partner's model."""
 
 log = logging.getLogger(__name__)
 
 
 class Gossip(LocalTraining[Outcome]):
-    """Exchanges with some other peer every so many steps; a context manager.
+    """Exchanges with another peer once in `every` steps; a context manager.
 
     Attributes:
         steps: Steps of the loop's optimizer.
         last: The outcome of the last exchange that has ended.
-        exchanged: Exchanges that were ok.
+        exchanged: Number of exchanges that were ok.
         finished: The outcome of the all-reduce at the end.
     """
 
@@ -47,13 +47,13 @@ class Gossip(LocalTraining[Outcome]):
 
         Args:
             run: Joined with the model and `strategy="gossip"`, and used for nothing else.
-            every: Steps from the beginning of one exchange to that of the next, if that has ended by then.
+            every: Steps from the start of one exchange to the start of the next, if the first has ended by then.
             **options: Other fields of `GossipOptions`.
 
         Raises:
             TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
-            Refused: Something trains with the run already, or its strategy is another.
+            Refused: Another loop trains with the run already, or the run has another strategy.
         """
         self._options = from_keywords(GossipOptions, {"every": every, **options})
         super().__init__()
@@ -73,13 +73,13 @@ class Gossip(LocalTraining[Outcome]):
         run.wait_for(self._options.wait_for)
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Outcome:
-        """End with one all-reduce among the peers that end too, so that they have one model. `with` does it at its end.
+        """End with one all-reduce among the peers that end too, so that they have one model. `with` calls this.
 
         Args:
             timeout: Seconds for all of that.
 
         Returns:
-            The outcome of the all-reduce; not ok where nobody else ends.
+            The outcome of the all-reduce; not ok if no other peer ends.
         """
         deadline = time.monotonic() + timeout
         if self._pending is not None:

@@ -1,10 +1,10 @@
-"""Training with local steps: each peer by itself, and an exchange of what they moved by now and then.
+"""Training with local steps: each peer trains by itself, and now and then the peers exchange their differences.
 
     with DiLoCo(run, every=50):
         for batch in batches: ...  # the loop as it is: any torch optimizer over the run's parameters
 
-Peers exchange the difference from the parameters on which all agreed last, so that a coarse codec costs little. The
-mean takes those one outer step further, alike on all peers. The inner optimizer's moments stay each peer's own.
+Each peer sends its difference from the last agreed parameters, so that a coarse codec costs little. The mean moves the
+agreed parameters by one outer step, alike on all peers. The inner optimizer's moments stay each peer's own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _hook: list[RemovableHandle] = []
 _lock = threading.Lock()
 
 RETRIES = 10
-"""Attempts after a round that failed, spread over the steps to the next exchange: the others may be about to come."""
+"""Most attempts after a failed round, spread over the steps to the next exchange: the others may be about to come."""
 
 
 def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -51,7 +51,7 @@ def _tell(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 class StepHook:
-    """Calls back after each step of the optimizer that holds some parameters; the first such optimizer counts.
+    """Calls back after each step of the optimizer that holds the given parameters; the first such optimizer counts.
 
     Args:
         parameters: Some of them must be the optimizer's.
@@ -66,7 +66,7 @@ class StepHook:
         self._counted: weakref.ref[torch.optim.Optimizer] | None = None
 
     def start(self) -> None:
-        """Begin: one hook serves all, for torch may be calling its hooks in another thread."""
+        """Begin. One global hook serves all, because torch may be calling its hooks in another thread."""
         with _lock:
             _watching.append(self)
             if not _hook:
@@ -80,7 +80,7 @@ class StepHook:
                 _hook.pop().remove()
 
     def tell(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer of this process has made a step."""
+        """Note that an optimizer of this process has made a step."""
         if self._counted is None or self._counted() is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if not held & self._parameters:
@@ -91,7 +91,7 @@ class StepHook:
 
 
 class LocalTraining(ABC, Generic[End]):
-    """A `with` block in which the steps of the loop's optimizer are followed. It ends with `finish`, unless it fails.
+    """A `with` block that follows the steps of the loop's optimizer. It ends with `finish`, unless an error ends it.
 
     Attributes:
         steps: Steps of the loop's optimizer.
@@ -119,7 +119,7 @@ class LocalTraining(ABC, Generic[End]):
 
 
 class DiLoCo(LocalTraining[Finished]):
-    """Local steps with an outer optimizer (Douillard 2023, 2311.08105), streaming where there are several fragments.
+    """Local steps with an outer optimizer (Douillard 2023, 2311.08105), streaming if there are several fragments.
 
     A context manager: until it ends, it watches the steps of the optimizer that holds the run's parameters.
 
@@ -142,16 +142,16 @@ class DiLoCo(LocalTraining[Finished]):
         Args:
             run: Joined with the model or its tensors, and used for nothing else.
             every: See `LocalOptions`.
-            outer: Made anew for each fragment from this one; by default `Nesterov(lr=0.7, momentum=0.9)`.
-            checkpoints: Of what all agreed on, not of the inner optimizer; one directory a fragment, one epoch an outer
-                step.
+            outer: The outer optimizer, copied for each fragment; by default `Nesterov(lr=0.7, momentum=0.9)`.
+            checkpoints: Checkpoints of the agreed state, without the inner optimizer; one directory a fragment, one
+                epoch an outer step.
             **options: Other fields of `LocalOptions`.
 
         Raises:
             TypeError: An option is unknown; names it, and the closest known one.
             ValueError: An option is out of its range.
-            Refused: Something trains with the run already, or its peers agreed on something else, or fill a group.
-            CheckpointError: It is to start from a checkpoint, and what is there is damaged or of something else.
+            Refused: Another loop trains with the run already, or its peers agreed on other terms, or fill a group.
+            CheckpointError: Training should resume, but the checkpoints are damaged or of another training.
         """
         self._options = from_keywords(LocalOptions, {"every": every, **options}, ("outer", "checkpoints"))
         outer = Nesterov() if outer is None else outer
@@ -196,7 +196,7 @@ class DiLoCo(LocalTraining[Finished]):
 
     @property
     def member(self) -> Member:
-        """The only fragment's; what it knows is all that there is to know.
+        """The member of the only fragment.
 
         Raises:
             Refused: There are several.
@@ -218,12 +218,12 @@ class DiLoCo(LocalTraining[Finished]):
 
     @property
     def reason(self) -> str:
-        """The reason, one line: of the first fragment that is not in step."""
+        """The reason for `in_step`, one line: of the first fragment that is not in step."""
         return min(self.members, key=lambda member: member.in_step).reason
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:
-        """End together with the others, within `timeout` seconds: apply what an open exchange comes to, catch up, and
-        stay as long as some are not as far. The end of the `with` block does it, if it was not done before.
+        """End together with the others, within `timeout` seconds: apply the mean of an open exchange, catch up, and
+        stay while others are not as far. The end of the `with` block calls this, unless it was called before.
 
         Returns:
             Whether this peer ends with the group's state, and why not.
@@ -243,7 +243,7 @@ class DiLoCo(LocalTraining[Finished]):
             if caught_up is not None:
                 self.steps = caught_up
             if fragment.diverged:
-                optimizer.state.clear()  # What it remembers is no better.
+                optimizer.state.clear()  # The optimizer's moments have diverged too.
         for keep in self._keepers:
             keep()
 
@@ -259,7 +259,7 @@ class LocalSGD(DiLoCo):
         checkpoints: Checkpoints | None = None,
         **options: Unpack[LocalKeywords],
     ) -> None:
-        """As of `DiLoCo`."""
+        """See `DiLoCo`."""
         super().__init__(run, every, Average(), checkpoints=checkpoints, **options)
 
 
@@ -267,10 +267,10 @@ class Fragment:
     """Some of the parameters, exchanged together.
 
     Attributes:
-        run: Its run.
+        run: The fragment's run.
         member: This peer's part in the fragment's training.
         sent_at: The step at which the last exchange began.
-        diverged: Whether it has just found that local steps led to NaN or Inf, and given them up.
+        diverged: Whether local steps have just led to NaN or Inf, and were given up.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Fragment:
         self.member = Member(run, subject, options)
 
     def tick(self, step: int) -> int | None:
-        """An inner step is done, the group's `step`-th; return its true number if this peer has just learnt it."""
+        """Note an inner step, the group's `step`-th; return its true number if this peer has just learnt it."""
         epoch, ended = self.member.id.epoch, self.member.outcomes
         self._gave = self._gave and self.member.pending
         self._caught_up = self.diverged = False
@@ -301,7 +301,7 @@ class Fragment:
             self.member.find_group() if step == 1 else self.member.find_group(0.0)
         if step % max(self._options.every // RETRIES, 1) == 0:
             self.member.serve()
-        # The end of a round tells where the others are; that a mean which was missed has come does not.
+        # The end of a round shows at which step the others are; the arrival of a missed mean does not.
         told = self.member.id.epoch != epoch and self.member.outcomes != ended
         if not told and self._is_due(step):
             self._exchange(step)
@@ -309,15 +309,15 @@ class Fragment:
         return self._place(step) if told or self._caught_up else None
 
     def _place(self, step: int) -> int | None:
-        """The group's number of this step, as an outer step has just told; None if it is as this peer counts."""
+        """The group's number of this step, by the last outer step; None if it equals this peer's count."""
         if self._caught_up or not self._gave:
             return self.group_step
-        # It gave at the step at which all did, but it may have taken that for one of another round.
+        # This peer contributed at the same step as the others, but may have counted that step to another round.
         periods, rest = divmod(self.group_step - self.sent_at, self._options.every)
         return step + periods * self._options.every if periods and not rest else None
 
     def _may_collect(self, step: int) -> bool:
-        """At its step, alike on all peers; a round that this peer only attends goes on without it, meanwhile."""
+        """True at the step of the collection, alike on all peers; does not wait for a round that it only attends."""
         return step >= self.sent_at + self._options.delay if self._gave else self.member.round_done
 
     def _is_due(self, step: int) -> bool:
@@ -326,7 +326,7 @@ class Fragment:
 
     def _exchange(self, step: int) -> None:
         self.sent_at, self._retry_at = step, None
-        self.member.find_group(0.0)  # Other fragments' rounds must not be missed for this one's.
+        self.member.find_group(0.0)  # Without waiting, so that this peer misses no round of another fragment.
         if self._caught_up:
             return
         before = self.member.id
@@ -354,7 +354,7 @@ class Fragment:
 
     @property
     def group_step(self) -> int:
-        """The step at which a group that has made so many outer steps began the last one."""
+        """The step at which the group began its last outer step, by the number of outer steps."""
         return max((self.member.id.epoch - 1) * self._options.every + self._offset, 0)
 
     @torch.no_grad()
@@ -363,7 +363,7 @@ class Fragment:
 
     @torch.no_grad()
     def _update(self, mean: Mapping[str, torch.Tensor]) -> None:
-        """The outer step, and what the local parameters become by it."""
+        """Make the outer step, and merge its result into the local parameters."""
         here = {name: one.to(self._agreed[name].device) for name, one in mean.items()}
         self._outer.step(self._agreed, here)
         for name, agreed in self._agreed.items():
@@ -372,7 +372,7 @@ class Fragment:
             local.copy_(torch.lerp(agreed, local.float(), merge) if merge else agreed)
 
     def _follow_agreed(self) -> None:
-        """Go on from the parameters on which all agreed: they have come from another peer."""
+        """Go on from the agreed parameters, which have come from another peer."""
         self._caught_up = True
         self._return_to_agreed()
 
@@ -383,7 +383,7 @@ class Fragment:
 
 
 def dealt(parameters: Mapping[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
-    """Parameters in `count` fragments of about the same size: the largest first, each to the smallest fragment.
+    """Deal parameters to `count` fragments of about the same size: the largest first, each to the smallest fragment.
 
     Raises:
         ValueError: There are fewer parameters than fragments.
