@@ -1,9 +1,8 @@
 """The weights that other peers claim to have accumulated towards the next round, as far as they count.
 
-A record is anybody's word: one that claims 1e12 samples would have every peer meet with what it has. So a claim counts
-up to twice what its peer contributed last, which a manifest says, signed; of a peer that has contributed nothing yet,
-up to its fair share of the target. A peer that claimed and did not come has contributed 0: it counts again once it
-gives.
+A record can claim anything: a claim of 1e12 samples would make every peer meet at once. So a claim counts up to twice
+the peer's last contribution, which a signed manifest shows. The claim of a peer that has contributed nothing yet counts
+up to its fair share of the target. A peer that claimed and did not come counts as 0 until it contributes again.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from collections.abc import Mapping
 import msgspec
 
 GROWTH = 2.0
-"""Most that a claim counts, in what its peer contributed last: from round to round peers speed up by less."""
+"""Most that a claim counts, in multiples of the peer's last contribution: peers speed up by less between rounds."""
 
 FULL = 0.95
-"""Least share of its target for which a round is not a short one: peers meet a micro-batch early or late."""
+"""Least share of its target with which a round does not count as short: peers meet a micro-batch early or late."""
 
 MAX_NAMED = 3
 """Most peers that an event names."""
@@ -32,15 +31,15 @@ class Claims:
         self._target = float("inf")
 
     def count(self, claimed: Mapping[str, float], target: float | None) -> float:
-        """Count what the others have accumulated, as they say.
+        """Count the weight that the others claim to have accumulated.
 
         Args:
-            claimed: PeerID -> weight, of the others that answer; 0 for those that are at another round.
-            target: Weight that all peers accumulate for a round; None if the run has no target and nothing tells a fair
-                share.
+            claimed: PeerID -> weight, of the others that answer; 0 for peers that are at another round.
+            target: Weight that all peers accumulate for a round; None if the run has no target, so that no fair share
+                is known.
 
         Returns:
-            The sum of what counts.
+            The sum of the counted claims.
         """
         self._target = float("inf") if target is None else target
         share = self._target / (len(claimed) + 1)
@@ -51,21 +50,21 @@ class Claims:
 
     @property
     def promised(self) -> Promised:
-        """The claims that counted when they were last asked for; to be taken when a round is begun."""
+        """The claims that the last `count` counted; to be read when a round begins."""
         return Promised(dict(self._counted), dict(self._given), self._target)
 
     def settle(self, promised: Promised, contributors: Mapping[str, float]) -> str:
-        """Take from a round that is over what each has contributed.
+        """Learn each peer's contribution from a round that is over.
 
         Args:
-            promised: What counted when the round was begun.
+            promised: The claims that counted when the round began.
             contributors: PeerID -> weight in the round.
 
         Returns:
-            If the round fell short of its target, the peers that had claimed and did not give, one line; else empty.
+            If the round fell short of its target, the peers that had claimed and gave less, one line; else empty.
         """
         self._given.update(contributors)
-        if len(promised.counted) < self._group_size:  # Else it may have contributed in another group.
+        if len(promised.counted) < self._group_size:  # Else a peer may have contributed in another group.
             absent = (peer for peer, claim in promised.counted.items() if claim and peer not in contributors)
             self._given.update(dict.fromkeys(absent, 0.0))
         total = sum(contributors.values())
@@ -84,9 +83,9 @@ class Promised(msgspec.Struct, frozen=True):
     """The claims that counted when a round was begun.
 
     Attributes:
-        counted: PeerID -> what of its claim counted.
-        given: PeerID -> what it had contributed last, where that is known.
-        target: Weight that all together were to accumulate.
+        counted: PeerID -> the part of its claim that counted.
+        given: PeerID -> its last contribution, if known.
+        target: Weight that all peers together had to accumulate.
     """
 
     counted: dict[str, float]
@@ -94,5 +93,5 @@ class Promised(msgspec.Struct, frozen=True):
     target: float
 
     def of(self, peer: str) -> float:
-        """The weight expected of a peer: its claim, or as much as before, by which shares are dealt."""
+        """The weight expected of a peer: its claim or, if larger, its last contribution, by which shares are dealt."""
         return max(self.counted.get(peer, 0.0), self.given.get(peer, 0.0))

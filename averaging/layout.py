@@ -1,10 +1,10 @@
 """The places of a run's tensors in its flat fp32 vector `[D]`, and the codec that carries each part of it.
 
-The vector has two regions. In the first each tensor begins at a multiple of the codec's granule, so no block of the
-codec holds values of two tensors: beside weights of N(0, 1) a bias of 1e-3 would decode to exactly 0. The values
-between the end of a tensor and the next granule are padding, and zero. The second lies behind it. It holds the tensors
-that a block would serve badly: those of fewer than `MIN_CODED_VALUES` values, and averaged buffers. They travel in
-fp32, whatever the codec. Under fp32 itself there is one region.
+The vector has two regions. In the first, each tensor begins at a multiple of the codec's granule, so no block of the
+codec holds values of two tensors: beside weights of N(0, 1), a bias of 1e-3 would decode to exactly 0. The values
+between the end of a tensor and the next granule are padding, and zero. The second region follows. It holds the tensors
+that a block would serve badly: tensors of fewer than `MIN_CODED_VALUES` values, and averaged buffers. They travel in
+fp32 with any codec. With the codec fp32, there is one region.
 
 The layout follows from the schema and the codec alone, so the hash of the run's spec covers it.
 """
@@ -24,14 +24,14 @@ from equipoise.averaging.schema import Schema, SchemaError, TensorSpec
 from equipoise.compression import Codec, first_non_finite, parse_codec
 
 MIN_CODED_VALUES = 256
-"""Fewest values of a tensor that the codec carries. A scalar, a gate or a short bias is a few bytes in fp32, and a
-parameter of its own: its error would be that of the largest value beside it."""
+"""Fewest values of a tensor that the codec carries. A scalar, a gate or a short bias is a few bytes in fp32. In a
+block, its error would be relative to the largest value beside it."""
 
 CHECKED_VALUES = 512 * 1024
-"""Values looked at together for being finite: few enough to be in the cache still, many enough for small tensors."""
+"""Number of values checked together for being finite: few enough to be in the cache, many enough for small tensors."""
 
 EXACT_GRANULE = 4096
-"""Shares of the second region are cut at multiples of this many values, 16 KiB: a frame costs as much as that."""
+"""Granule of the cuts in the second region, in values: 16 KiB, about the cost of a frame."""
 
 EXACT = parse_codec("fp32")
 """Codec of the second region."""
@@ -56,10 +56,10 @@ class Layout:
 
     Attributes:
         schema: The tensors.
-        codec: How values travel, in the first region.
-        places: Of each tensor, in the order of the flat vector.
-        coded: Values of the first region, padding included.
-        size: D, values of the flat vector, padding included.
+        codec: The codec of the first region.
+        places: The place of each tensor, in the order of the flat vector.
+        coded: Number of values of the first region, padding included.
+        size: D, number of values of the flat vector, padding included.
     """
 
     def __init__(self, schema: Schema, codec: Codec) -> None:
@@ -82,12 +82,12 @@ class Layout:
 
     @cached_property
     def encoded_size(self) -> int:
-        """Bytes of the whole vector as it travels; the same whatever the cut."""
+        """Bytes of the whole encoded vector; the same for all cuts."""
         return self.codec.encoded_size(self.coded) + EXACT.encoded_size(self.size - self.coded)
 
     @property
     def compression_ratio(self) -> float:
-        """Bytes of the tensors' values in fp32 over those of the vector as it travels."""
+        """Bytes of the tensors' values in fp32, divided by the bytes of the encoded vector."""
         return 4 * self.schema.size / self.encoded_size
 
     def codec_of(self, part: Part) -> Codec:
@@ -98,7 +98,7 @@ class Layout:
         """Cut the vector into shares proportional to `fractions`, and those into parts; see `partition`.
 
         No part holds values of both regions, and no block of the codec holds values of two parts. So a vector is
-        encoded to the same scales and codes whatever the cut.
+        encoded to the same scales and codes for all cuts.
         """
         coded = partition(self.coded, fractions, part_values, math.lcm(GRANULE, self.codec.granule))
         exact = partition(self.size - self.coded, fractions, part_values, EXACT_GRANULE)
@@ -134,7 +134,7 @@ class Layout:
                 checked = stop
                 continue
             flat = tensors[spec.name].detach().reshape(-1)
-            # Checked while it is in the cache, a piece or several tensors at a time.
+            # Checks values while they are in the cache, a piece or several tensors at a time.
             for at in range(place, stop, CHECKED_VALUES):
                 behind = min(at + CHECKED_VALUES, stop)
                 out[at:behind].copy_(flat[at - place : behind - place])
@@ -150,7 +150,7 @@ class Layout:
                 tensors[name].copy_(values)
 
     def shift(self, before: torch.Tensor, after: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Move checked tensors, in place, by what two flat vectors, f32 [D], differ: tensors += after - before."""
+        """Move checked tensors, in place, by the difference of two flat vectors, f32 [D]: tensors += after - before."""
         with torch.no_grad():
             old = self.views(before, tensors)
             for name, new in self.views(after, tensors).items():

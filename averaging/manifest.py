@@ -1,7 +1,7 @@
-"""The group of one round: joins that members sign of themselves, and the manifest made of them.
+"""The group of one round: the joins that members sign, and the manifest made of them.
 
-A coordinator puts signed joins together; it can leave a member out, but it cannot speak for one. The hash of the
-manifest is the round's id, so members who were shown different manifests find out before they exchange a value.
+A coordinator collects signed joins. It can leave a member out, but it cannot speak for a member. The hash of the
+manifest is the round's id, so members that got different manifests notice before they exchange a value.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from equipoise.averaging.spec import MAX_GROUP_SIZE, PROTOCOL_VERSION
 from equipoise.averaging.state import StateId, group_state
 
 MAX_PEER_CHARS = 64
-"""Longest PeerID in base58: those of today have 46 to 52 characters."""
+"""Longest PeerID in base58: today's PeerIDs have 46 to 52 characters."""
 
 MAX_ROUND = 2**53
-"""Highest number of a round, which every msgpack reader holds. No run gets there: from the highest number where others
-can put it (`matchmaking.membership.MAX_JUMP`) a thousand skipped rounds a second take 285 years."""
+"""Highest number of a round, which every msgpack reader can represent. No run gets there: from the highest number that
+others can cause (`matchmaking.membership.MAX_JUMP`), a thousand skipped rounds a second take 285 years."""
 
 MAX_WEIGHT = 1e12
-"""Most samples in one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
+"""Largest weight of one contribution; 64 times this, times any sane value, is far from overflow in fp32."""
 
 MAX_BANDWIDTH = 1e13
-"""Bytes per second, a hundred times the fastest link of today; bounds what a boast can do to the balance."""
+"""Highest bandwidth, in bytes per second: a hundred times today's fastest link. It bounds the harm of false claims."""
 
 NONCE_BYTES = 16
 """Length of a nonce: two joins of one peer must never be equal by chance."""
@@ -39,7 +39,7 @@ MAX_SIGNATURE_BYTES = 512
 
 ROUND_ID_BYTES = 16
 TICKET_BYTES = 8
-"""Length of a ticket, enough to tell one peer's few joins apart; nothing is trusted for it."""
+"""Length of a ticket: enough to tell one peer's few joins apart. No decision trusts a ticket."""
 
 DOMAIN = b"equipoise join 1\0"
 """Prefix of signed joins: no other bytes that an identity signs begin with it."""
@@ -55,30 +55,30 @@ Credential = Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)]
 Ticket = Annotated[bytes, msgspec.Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)]
 
 Sign = Callable[[bytes], bytes]
-"""Sign with this peer's identity key."""
+"""Signs with this peer's identity key."""
 
 Verify = Callable[[str, bytes, bytes], bool]
 """(peer, data, signature) -> whether the identity key behind that PeerID signed the data."""
 
 
 class ManifestError(ValueError):
-    """A manifest must not be acted on; the message says what was expected and what came."""
+    """A peer must not act on a manifest; the message says what was expected and what came."""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True):
-    """The statement of one member of itself for one round, signed by its identity key.
+    """One member's statement about itself for one round, signed by its identity key.
 
     Attributes:
-        peer: Its PeerID.
+        peer: The member's PeerID.
         spec: Hash of its RunSpec in hex.
-        round: Number of the round it joins.
-        weight: What its contribution counts; 0 observes.
-        bandwidth: What it can send, bytes per second; 0 if unknown.
+        round: Number of the round that it joins.
+        weight: Weight of its contribution; 0 observes.
+        bandwidth: Upload rate, bytes per second; 0 if unknown.
         dialable: Whether others can open channels to it.
         nonce: 16 random bytes, new each time it becomes ready.
-        credential: What others need to open direct channels with it, for the transport to check; empty if it has none.
-        state: Which state of the run it holds; None if it says none, as one that averages once or has just come.
-        signature: Over all of the above.
+        credential: Data to open direct channels with it; the transport checks it. Empty if the member has none.
+        state: The state of the run that it holds; None if it claims none, such as a newcomer or a peer of `average`.
+        signature: Signature over all of the above.
     """
 
     peer: PeerName
@@ -93,10 +93,10 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
     signature: Signature
 
     def signed(self, sign: Sign) -> Join:
-        """Sign it; the configuration and the transport bound the other values.
+        """Return the join with its signature; the configuration and the transport bound the other values.
 
         Raises:
-            ValueError: The weight or the nonce, which the caller gives, is out of its range.
+            ValueError: The caller's weight or nonce is out of its range.
         """
         if check_weight(self.weight) > MAX_WEIGHT:
             raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {self.weight!r}")
@@ -108,7 +108,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def content(self) -> bytes:
-        """The bytes that the signature is over."""
+        """The signed bytes."""
         return DOMAIN + msgspec.msgpack.encode(msgspec.structs.astuple(self)[:-1])
 
     @property
@@ -117,7 +117,7 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         return hashlib.sha256(self.content).digest()[:TICKET_BYTES]
 
     def genuine(self, verify: Verify) -> bool:
-        """True if the peer it names signed it."""
+        """True if the named peer signed this join."""
         return verify(self.peer, self.content, self.signature)
 
 
@@ -146,12 +146,12 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def states(self) -> dict[str, StateId]:
-        """PeerID -> the state that this member says it holds, of those that say one."""
+        """PeerID -> claimed state, of the members that claim one."""
         return {join.peer: join.state for join in self.members if join.state is not None}
 
     @property
     def before(self) -> StateId | None:
-        """The group's state that the round leads on from; None if nobody says one."""
+        """The group's state before the round; None if no member claims one."""
         return group_state(self.states.values())
 
     @property
@@ -168,7 +168,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """The member's place in member order.
 
         Raises:
-            ManifestError: It is no member.
+            ManifestError: The peer is no member.
         """
         if peer not in self.peers:
             raise ManifestError(f"expected {peer} among the {len(self.members)} members, it is not")
@@ -178,7 +178,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
         """Refuse a manifest that this peer must not act on.
 
         Args:
-            verify: Checks the signature of each join but the own.
+            verify: Checks the signature of each join except the own.
             spec: Hash of this peer's RunSpec.
             group_size: Most members.
             own: The join that must be among the members, unaltered; None for a manifest of others.
@@ -214,7 +214,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shortfall(joins: Sequence[Join], quorum: int = 2) -> str:
-    """Return what these joins lack to make a group whose round can succeed; empty if nothing."""
+    """Return what these joins lack for a group whose round can succeed; empty if nothing."""
     contributors = sum(join.weight > 0 for join in joins)
     if contributors < quorum:
         are = "is" if contributors == 1 else "are"

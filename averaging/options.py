@@ -11,22 +11,22 @@ from equipoise.averaging.weights import CAPPED
 MAX_TERM_CHARS = 64
 
 Terms = tuple[tuple[str, str], ...]
-"""Pairs of what was agreed on and what it is, sorted."""
+"""Pairs of the name and the value of an agreed term, sorted."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Word = Annotated[str, msgspec.Meta(max_length=MAX_TERM_CHARS, pattern=r"\A[ -~]*\Z")]
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A user's options of a run. The types bound what another process may send; `spec.checked` says what is valid.
+    """A user's options of a run. The types bound the values from other processes; `spec.checked` validates them.
 
     Attributes:
-        strategy: Who meets whom: a strategy spec in canonical form, as `allreduce:quorum=2`.
-        rule: How contributions become one vector: a rule spec in canonical form, as `mean`.
+        strategy: The form of the groups: a strategy spec in canonical form, as `allreduce:quorum=2`.
+        rule: The rule that makes one vector of the contributions: a rule spec in canonical form, as `mean`.
         codec: Codec spec in canonical form, as `int8:block=128`.
         group_size: Most peers that average together in one round, 2 to 64.
         part_values: Values per part of a share (512 Ki measured best), a multiple of 256 and of the codec's block.
-        weights: What counts of a contributor's weight: `capped:10`, at most 10 times the group's median, or `any`.
+        weights: The limit of a contributor's weight: `capped:10`, at most 10 times the group's median, or `any`.
     """
 
     strategy: Word = "allreduce"

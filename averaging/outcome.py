@@ -1,4 +1,4 @@
-"""Results of rounds and of downloads as values; `RunState` says where the next round stands."""
+"""Results of rounds and of downloads as values; `RunState` is the state of the next round."""
 
 from __future__ import annotations
 
@@ -15,36 +15,35 @@ SHOWN_CHARS = 8
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one round, for this member.
 
-    Not ok says that this member's tensors are as they were. It does not say that the others failed too: a member that
-    was cut off, or stopped, after its contribution was whole may be among the contributors of a mean that the others
-    hold and that it never learnt of. To contribute the same again in a later round counts it twice there.
+    If not ok, this member's tensors are unchanged. The others may still have succeeded: a member that was cut off, or
+    stopped, after its contribution was whole may be among the contributors of a mean that the others hold, without
+    knowing it. If it contributes the same again in a later round, that contribution counts twice.
 
-    While a member can reach anyone it asks for the mean until its timeout, and those that finished answer for some
-    seconds, so this befalls only members that reach no majority for a whole stall, or for the rest of the round. It
-    cannot be ruled out: whatever is agreed, the last message may be the one that is lost (the two generals; Gray,
-    "Notes on Data Base Operating Systems", 1978). A peer that cannot bear it takes the group's state after a failed
-    round.
+    A member asks for the mean until its timeout while it can reach any other, and members that finished answer for some
+    seconds. So this happens only to members that reach no majority for a whole stall, or for the rest of the round. It
+    cannot be ruled out: with any protocol, the last message may be lost (the two generals; Gray, "Notes on Data Base
+    Operating Systems", 1978). A peer that cannot tolerate it takes the group's state after a failed round.
 
     Attributes:
         ok: Whether the tensors now hold the exact weighted mean over `contributors`; if not they are untouched.
-        reason: Why it ended so, one line.
+        reason: The reason for the result, one line.
         run: The run's name.
         round: The round's number within the run.
-        group: PeerIDs of all members of the group, in member order; empty if none formed.
-        contributors: PeerID -> weight of those whose contribution is in the mean, as it counted; empty if not ok.
-        capped: PeerID -> weight that it claimed, of the contributors that counted as less; see `RunSpec.weights`.
+        group: PeerIDs of all members of the group, in member order; empty if no group formed.
+        contributors: PeerID -> counted weight, of the members whose contribution is in the mean; empty if not ok.
+        capped: PeerID -> claimed weight, of the contributors that counted for less; see `RunSpec.weights`.
         digest: SHA-256 in hex over the round's manifest, contributors and encoded mean; equal on all ok members.
         bytes_sent: Bytes of frames sent for the round.
         bytes_received: Bytes of frames received for the round.
         seconds: Duration by phase: `matchmaking`, `scatter`, `decide`, `gather`, `commit`, `total`.
         compression_ratio: fp32 bytes over encoded bytes of the vector.
-        states: PeerID -> state that it said it holds, of the members that said one, whether or not ok.
+        states: PeerID -> claimed state, of the members that claimed one, whether or not ok.
         events: What went wrong on the way (a peer lost, an owner replaced), one line each, oldest first.
         started: When this member asked for the round, in unix seconds of its own clock.
-        apart: Of an exchange of two that is ok, how far they were apart before: the norm of their difference over that
+        apart: For an exchange of two that is ok, their distance before it: the norm of their difference over the norm
             of the mean; else None.
-        in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it. Never so
-            where ok.
+        in_doubt: Whether this member has voted for a mean that it did not get, so that the others may have it. False
+            if ok.
     """
 
     ok: bool
@@ -66,7 +65,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     in_doubt: bool = False
 
     def __bool__(self) -> bool:
-        """True if it is ok."""
+        """True if the round is ok."""
         return self.ok
 
     def __repr__(self) -> str:
@@ -83,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         return "; ".join(told) + ">"
 
     def weight(self, peer: str) -> str:
-        """A contributor's weight, for people: what counted, and what it claimed if that was more."""
+        """A contributor's weight, for people: the counted weight, and the claimed weight if that was more."""
         claimed = f" of {self.capped[peer]:g}" if peer in self.capped else ""
         return f"{self.contributors[peer]:g}{claimed}"
 
@@ -93,7 +92,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> StateId | None:
-        """The group's state: the most common of `states`, which all members compute alike; None if none said one."""
+        """The group's state: the most common of `states`, computed alike by all members; None without claims."""
         return group_state(self.states.values())
 
 
@@ -102,13 +101,13 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         ok: Whether the memory now holds the image, every byte of it proved.
-        reason: Why it ended so, in one line.
-        state: What the image is a snapshot of; None if not ok.
+        reason: The reason for the result, in one line.
+        state: The state of the snapshot; None if not ok.
         size: Bytes of the image.
         sources: PeerID -> bytes that came from it.
-        seconds: From the first question to the last byte.
-        behind: Of a mean that is not to be had: how many peers are not as far as this one.
-        unheard: Of one: how many peers have not said whether they have it.
+        seconds: Time from the first question to the last byte.
+        behind: After a failed search for a mean: number of peers that are not as far as this one.
+        unheard: After a failed search for a mean: number of peers that have not said whether they have it.
     """
 
     ok: bool
@@ -122,13 +121,13 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeanOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a search for a mean that was missed.
+    """The result of a search for a missed mean.
 
     Attributes:
-        round: The round's outcome, as its members see it; not ok if its mean is not to be had.
+        round: The round's outcome, as its members see it; not ok if the mean could not be fetched.
         sources: PeerID -> bytes that came from it.
-        behind: If not ok: how many peers are not as far as this one.
-        unheard: If not ok: how many have not said whether they have it: a round may still be going on there.
+        behind: If not ok: number of peers that are not as far as this one.
+        unheard: If not ok: number of peers that have not said whether they have it; they may still be in the round.
     """
 
     round: Outcome
@@ -159,7 +158,7 @@ class Exchanging(msgspec.Struct, frozen=True, tag=True):
 
 
 class Idle(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is asked of the run now; `peers` others are known."""
+    """No round is wanted now; `peers` others are known."""
 
     peers: int
 

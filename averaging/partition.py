@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import msgspec
 
 GRANULE = 256
-"""Shares are cut at multiples of this many values at least: finer cuts gain nothing."""
+"""Least granule of cuts between shares, in values: finer cuts gain nothing."""
 
 MIN_BANDWIDTH = 1.0
-"""Bytes per second. Nobody is slower; what a member says of itself must not make others divide by almost nothing."""
+"""Least bandwidth, in bytes per second: a member's false claim must not make others divide by almost 0."""
 
 ALIKE = 1.4
 """Least factor by which a bandwidth counts as different from the median. Measurements of equal links differ by a third
@@ -49,9 +49,9 @@ def balance(bandwidths: Sequence[float], owns: Sequence[bool]) -> list[float]:
     when gathering, which begins once contributors are decided, it is the other way round. Over a link of b bytes per
     second each way a phase takes it max(1 - f, (n - 1) f) S / b. Within c seconds per byte of S it can do with
     fractions from max(0, 1 - c b) to c b / (n - 1), and needs c b >= (n - 1) / n, or c b >= 1 if it owns nothing; the
-    least c that all can do with, and with which the fractions can add up to 1, is known in closed form. So a slow
-    member owns 1 / n like others: with less, it would be busy with its own contribution for longer. What is left to
-    choose goes to whom it costs least.
+    least c that suffices for all, and with which the fractions can add up to 1, is known in closed form. So a slow
+    member owns 1 / n like the others: with less, it would be busy with its own contribution for longer. The remaining
+    fractions go to the members that they cost least.
 
     Args:
         bandwidths: Bytes per second of each member, > 0 and finite; less than `MIN_BANDWIDTH` counts as that.
@@ -84,8 +84,8 @@ def partition(
 ) -> tuple[Part, ...]:
     """Cut a vector of `size` values into shares proportional to `fractions`, and those into parts.
 
-    Shares are whole granules; what rounding leaves goes to the largest remainders, ties to the lower index, so that
-    every member computes the same cut. A share may be empty.
+    Shares are whole granules. The granules left by rounding go to the largest remainders, ties to the lower index, so
+    that every member computes the same cut. A share may be empty.
 
     Args:
         size: Number of values, >= 0.

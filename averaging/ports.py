@@ -29,14 +29,14 @@ into, or raise `FrameRefused`. It is called before memory is taken or the body i
 
 
 class FrameRefused(Exception):
-    """The receiver will not take this frame (of no known kind, malformed, of the wrong size); the channel is closed.
+    """The receiver refuses this frame (unknown kind, malformed, wrong size); the channel is closed.
 
-    Frames of a round that it does not know, or that the sender is no member of, are not refused but passed over.
+    The receiver ignores frames of a round that it does not know, or of which the sender is no member.
     """
 
 
 def parser(kind: Any, name: str) -> Callable[[Buffer], Any]:
-    """Return what parses and checks the messages of one kind that other peers send; `name` is for people.
+    """Return a function that parses and checks messages of one kind from other peers; `name` is for people.
 
     It raises `FrameRefused` for bytes that are no such message, or that hold a value out of its bounds.
     """
@@ -45,7 +45,7 @@ def parser(kind: Any, name: str) -> Callable[[Buffer], Any]:
     def parse(data: Buffer) -> Any:
         try:
             return decode(data)
-        # msgspec lets the last two through: deep nesting in a field that it skips, bytes of a text that are none.
+        # msgspec does not wrap the last two: deep nesting in a skipped field, and bytes that are no valid text.
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise FrameRefused(f"expected {name}, got {len(data)} bytes that are none: {error}") from error
 
@@ -61,15 +61,15 @@ class Channel(Protocol):
 
     @property
     def rtt(self) -> float:
-        """Round-trip time in seconds; 0 where that is not known."""
+        """Round-trip time in seconds; 0 if unknown."""
 
     @property
     def delivered(self) -> int:
-        """Bytes that have reached the other end's kernel so far; where that cannot be told, that left this process."""
+        """Bytes that have reached the other end's kernel so far; if that is unknown, bytes that left this process."""
 
     @property
     def received(self) -> int:
-        """Bytes that have come in so far, those of a frame that is not complete included."""
+        """Bytes that have come in so far, incomplete frames included."""
 
     async def send(self, header: bytes, body: Buffer = b"") -> None:
         """Send one frame; returns when the transport has taken it (backpressure).
@@ -116,11 +116,11 @@ class Transport(Protocol):
 
 
 class DirectTransport(Transport, Protocol):
-    """Channels that are the peers' own, fast, and only with peers that were admitted.
+    """Fast channels straight between peers, with admitted peers only.
 
-    Admitted are members of this peer's groups, and peers that take its state or give it. They are admitted to the
-    daemon, not to one round, and may be for hours: whether a frame comes from a member of the round that it names
-    is checked with each.
+    Members of this peer's groups are admitted, and peers that fetch a state from it or give it one. An admission is to
+    the daemon, not to one round, and may last for hours. So each frame is checked: its sender must be a member of the
+    round that it names.
     """
 
     @property
@@ -135,7 +135,7 @@ class DirectTransport(Transport, Protocol):
         """
 
     def meet(self, peer: str) -> None:
-        """A round with `peer` begins: a channel with it is worth some effort, if it was admitted."""
+        """Note that a round with `peer` begins: a channel with it is worth some effort, if it was admitted."""
 
     def reaches(self, peer: str) -> bool:
         """True if `peer` was admitted and says where it listens."""
@@ -154,11 +154,11 @@ class Candidate(Protocol):
 
     @property
     def ready(self) -> bool:
-        """True if it waits for a group now (else it has joined the run and computes)."""
+        """True if the peer waits for a group now (else it has joined the run and computes)."""
 
     @property
     def left(self) -> bool:
-        """True if it has left the run, and only serves what it kept of it."""
+        """True if the peer has left the run, and only serves the snapshots and means that it kept."""
 
     @property
     def round(self) -> int:
@@ -170,7 +170,7 @@ class Candidate(Protocol):
 
     @property
     def bandwidth(self) -> float:
-        """The bytes per second that it says it can send; 0 if unknown."""
+        """The upload rate that the peer claims, in bytes per second; 0 if unknown."""
 
     @property
     def accumulated(self) -> float:
@@ -198,17 +198,17 @@ class Directory(Protocol):
     ) -> None:
         """Publish this peer's state in the run named `run`; renewed until withdrawn.
 
-        `bandwidth` is what this peer can send, in bytes per second; 0 if unknown. `left` says that it has left the
-        run, and only serves what it kept of it.
+        `bandwidth` is this peer's upload rate, in bytes per second; 0 if unknown. `left` says that it has left the run,
+        and only serves the snapshots and means that it kept.
 
         `spec` is the hash of the RunSpec in hex: peers of one name with different hashes see each other, so that
         each can tell its user why they do not meet.
 
-        Weather (no network) is not an error: the record is published once that is possible.
+        A missing network is not an error: the record is published once there is a network.
         """
 
     async def withdraw(self, run: str) -> None:
-        """Stop announcing this peer in `run`, and let the record expire at once where it can be."""
+        """Stop announcing this peer in `run`, and let the record expire at once if possible."""
 
     async def peers(self, run: str) -> Sequence[Candidate]:
         """The verified, unexpired records of `run`, this peer's own included if announced, sorted by PeerID."""

@@ -1,4 +1,4 @@
-"""Bounds how often a peer does something costly because others ask: for each of them, and in all, within a time."""
+"""Bounds how often others can make a peer do costly work: each of them, and all together, within a time."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_TENSORS = 100_000
-"""Most tensors that a hostile schema can make a peer allocate, far above any model of today."""
+"""Most tensors of a schema, far above any model of today: it bounds the memory that a hostile schema costs a peer."""
 
 MAX_NAME_CHARS = 512
 """Longest name of a tensor; module paths of deep models reach about 150 characters."""
@@ -34,9 +34,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         name: Its name.
         shape: Its shape.
-        dtype: As torch names it (`float32`).
-        buffer: Whether it is a module's buffer, which travels in fp32: a statistic moves by small steps, and a coarse
-            codec rounds them away every time.
+        dtype: Its dtype, in torch's name (`float32`).
+        buffer: Whether it is a module's buffer, which travels in fp32: a statistic moves by small steps, which a coarse
+            codec would round away every time.
     """
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
@@ -51,10 +51,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Schema(msgspec.Struct, frozen=True):
-    """The tensors of a run; `layout` says where they lie in the flat vector.
+    """The tensors of a run; `layout` places them in the flat vector.
 
     Raises:
-        SchemaError: Two have one name. (A message that holds such a schema does not decode.)
+        SchemaError: Two tensors have the same name. (A message that holds such a schema does not decode.)
     """
 
     tensors: Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=MAX_TENSORS)]
@@ -68,7 +68,7 @@ class Schema(msgspec.Struct, frozen=True):
         """Describe named tensors, in the order given; those named in `buffers` are a module's buffers.
 
         Raises:
-            SchemaError: There are none, or too many, or one is not a dense floating-point tensor.
+            SchemaError: There is no tensor, there are too many, or one is not a dense floating-point tensor.
         """
         if not tensors:
             raise SchemaError("expected at least one tensor to average, got none")
@@ -115,7 +115,7 @@ def tensors_by_name(tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]
 
 
 def _describe(name: str, tensor: torch.Tensor, buffer: bool) -> TensorSpec:
-    import torch  # Schemas also travel through processes that do without it.
+    import torch  # Imported here, because processes without torch use schemas too.
 
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise SchemaError(

@@ -19,16 +19,16 @@ from equipoise.averaging.weights import cap_of
 from equipoise.compression import parse_codec
 
 PROTOCOL_VERSION = 8
-"""Version of the messages, part of every spec's hash: raised when older peers would misread them."""
+"""Version of the messages, part of every spec's hash; it grows when older peers would misread messages."""
 
 MAX_GROUP_SIZE = 64
-"""Most members of a group: the cost of a round grows with their square, and the manifest must fit one header."""
+"""Most members of a group: the cost of a round grows with their square, and the manifest must fit into one header."""
 
 MIN_PART_VALUES, MAX_PART_VALUES = 256, 1024 * 1024
-"""Bounds the values of a part: in fp32 they must fit one frame's body of 4 MiB; tiny parts are for tests."""
+"""Fewest and most values of a part: in fp32 they must fit into one frame's body of 4 MiB; tiny parts are for tests."""
 
 MAX_PARTS = 65_536
-"""Bounds the bitmaps of parts that messages carry (8 KiB)."""
+"""Most parts of a vector: it bounds the bitmaps of parts in messages (8 KiB)."""
 
 SHORT_PARTS = 2 * MAX_GROUP_SIZE
 """Most parts of a vector that are shorter than `part_values`: the last of each member's share, in both regions."""
@@ -36,16 +36,16 @@ SHORT_PARTS = 2 * MAX_GROUP_SIZE
 MAX_NAME_CHARS = 64
 
 MAX_TERMS = 32
-"""Most terms: an optimizer with its schedule takes about ten; all are shown to peers whose terms differ."""
+"""Most terms: an optimizer with its schedule takes about ten; peers whose terms differ get all of them."""
 
 MAX_TERM_VALUE_CHARS = 256
-"""Longest value of a term: an optimizer with all its options takes 200; no user compares more by eye."""
+"""Longest value of a term: an optimizer with all its options takes 200 characters."""
 
 MARK_BYTES = 4
-"""Length of a tensor's mark. Two tensors of the same place look alike by chance once in four thousand million."""
+"""Length of a tensor's mark. Two different tensors have the same mark by chance once in four thousand million."""
 
 MAX_MARKS = 8192
-"""Most tensors with a mark, 32 KiB; models with more differ before that, or are said to differ behind it."""
+"""Most tensors with a mark, 32 KiB in all; a difference behind them is reported without a tensor's name."""
 
 _PRINTABLE = re.compile(r"\A[ -~]*\Z")
 
@@ -60,8 +60,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     Attributes:
         name: The run's name, 1 to 64 printable characters.
         schema: The tensors.
-        options: How the run averages.
-        terms: What else the peers must have alike, as ("target batch size", "4096"); nothing here acts on it.
+        options: The run's options of averaging.
+        terms: Further values that must be alike, as ("target batch size", "4096"); they have no other effect here.
     """
 
     name: str
@@ -77,10 +77,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         options: RunOptions = RunOptions(),  # noqa: B008 - frozen
         terms: Mapping[str, str] | None = None,
     ) -> RunSpec:
-        """Check everything and bring it into its canonical form.
+        """Check all arguments and bring them into their canonical form.
 
         Raises:
-            SpecError: Something is out of its range.
+            SpecError: An argument is out of its range.
             equipoise.compression.CodecError: The codec is unknown.
         """
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
@@ -110,7 +110,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def marks(self) -> bytes:
-        """A short hash of each of the first `MAX_MARKS` tensors, by which a peer finds the first one that differs."""
+        """A short hash of each of the first `MAX_MARKS` tensors, to find the first tensor that differs."""
         encoded = map(msgspec.msgpack.encode, self.schema.tensors[:MAX_MARKS])
         return b"".join(hashlib.sha256(tensor).digest()[:MARK_BYTES] for tensor in encoded)
 
@@ -149,10 +149,10 @@ def checked(options: RunOptions) -> RunOptions:
 
 
 def check_terms(terms: Mapping[str, str]) -> Terms:
-    """Terms in the form that is hashed: sorted pairs of short strings of printable ASCII.
+    """Terms in their hashed form: sorted pairs of short strings of printable ASCII.
 
     Raises:
-        SpecError: There are too many, or one is too long or is not printable ASCII; names it.
+        SpecError: There are too many terms, or one is too long or not printable ASCII; names it.
     """
     if len(terms) > MAX_TERMS:
         raise SpecError(f"expected at most {MAX_TERMS} terms, got {len(terms)}")

@@ -1,4 +1,4 @@
-"""`StateId`: which state of a replicated training a peer holds, and how a group tells which one is its own."""
+"""`StateId`: the name of a state of a replicated training, and the rule by which a group chooses its state."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterable
 import msgspec
 
 MAX_EPOCH = 2**53
-"""Highest epoch, which every msgpack reader holds: at a thousand updates a second a run takes 285,000 years."""
+"""Highest epoch, which every msgpack reader can represent: 285,000 years at a thousand updates a second."""
 
 _LINEAGE = re.compile(r"\A[0-9a-f]{64}\Z")
 
 
 class StateId(msgspec.Struct, frozen=True, array_like=True):
-    """Names a state: equal ids, equal parameters, optimizer state and everything else that peers hold alike.
+    """Names a state: equal ids mean equal parameters, optimizer state and all else that peers hold alike.
 
     Attributes:
         epoch: Updates applied, 0 to `MAX_EPOCH`.
         lineage: 64 hexadecimal characters: a running digest over the first parameters and everything applied since.
 
     Raises:
-        ValueError: One of them is out of its range. (A message that holds such an id does not decode.)
+        ValueError: A field is out of its range. (A message that holds such an id does not decode.)
     """
 
     epoch: int
@@ -38,10 +38,10 @@ class StateId(msgspec.Struct, frozen=True, array_like=True):
 
 
 def group_state(states: Iterable[StateId]) -> StateId | None:
-    """The state that most of these are, heads counted; of several the one of the higher epoch, then larger lineage.
+    """The most common of the claimed states; of equally common ones, that of the higher epoch, then larger lineage.
 
-    A state that was trained comes before any that was not: newcomers begin at epoch 0, and outvote nobody, however many
-    they are. All peers choose alike among the same states, in whatever order they come. None if there are none.
+    A trained state comes before any untrained one: newcomers begin at epoch 0, and no number of them outvotes a trained
+    state. All peers choose alike among the same states, in any order. None without claims.
     """
     counts = Counter(states)
     return max(

@@ -1,6 +1,6 @@
-"""Strategies: who meets whom, by their specs.
+"""Strategies, by their specs: the ways in which peers form groups.
 
-A strategy makes the machine that forms this peer's groups. The round that a group then has is the same for all. The
+A strategy makes the machine that forms this peer's groups. The round of a group is the same for all strategies. The
 machines are imported when a daemon makes them: a training script only names a strategy.
 """
 
@@ -22,11 +22,11 @@ class Strategy(ABC):
     """The way in which a run averages.
 
     Attributes:
-        name: What specs call it.
+        name: Its name in specs.
         spec: The canonical spec: all options, in the documented order.
         quorum: Fewest contributors of a mean.
-        codec: How values travel in a run that names no codec.
-        pairs: Whether groups are pairs, whose outcomes say how far the two were apart.
+        codec: The codec of a run that names none.
+        pairs: Whether groups are pairs, whose outcomes tell the distance of the two (`Outcome.apart`).
     """
 
     name: str
@@ -37,11 +37,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def matchmaker(self, context: Context, chance: Random) -> Matchmaker:
-        """Make what forms the groups of one peer, which starts with this standing; `chance` is its own to draw from."""
+        """Make the machine that forms the groups of one peer in `context`; the machine draws from `chance` alone."""
 
 
 class AllReduce(Strategy):
-    """Groups by round: the ready peers meet once a round, as many in a group as it holds."""
+    """Groups by round: the ready peers meet once a round, up to `group_size` in a group."""
 
     name = "allreduce"
 
@@ -59,7 +59,7 @@ class AllReduce(Strategy):
 
 
 class Gossip(Strategy):
-    """Pairs, whenever two peers are free. What they exchange are parameters, whose precision matters."""
+    """Pairs, whenever two peers are free. They exchange parameters, whose precision matters."""
 
     name = "gossip"
     codec = "fp16"
@@ -77,7 +77,7 @@ class Gossip(Strategy):
 
 
 STRATEGIES: Registry[Strategy] = Registry("strategy", "strategies", "gossip:topology=random", 128)
-"""All strategies; `STRATEGIES.register` makes another one known."""
+"""All strategies; `STRATEGIES.register` adds another."""
 
 STRATEGIES.register("allreduce", AllReduce, quorum=whole(2))
 STRATEGIES.register("gossip", Gossip, topology=choice(*TOPOLOGIES))

@@ -1,6 +1,6 @@
-"""The spans for which peers wait for each other, in a round and before it. All follow from a few: their order holds.
+"""The times for which peers wait for each other, in a round and before it. All derive from a few, so their order holds.
 
-The table in ARCHITECTURE.md is what `budget` returns.
+`budget` returns the table in ARCHITECTURE.md.
 """
 
 from __future__ import annotations
@@ -9,70 +9,70 @@ HEARTBEAT_SECONDS = 0.25
 """Time between two signs of life of a member."""
 
 SILENCE_SECONDS = 8 * HEARTBEAT_SECONDS
-"""Longest silence of a living member, if nothing is known of its link. With eight daemons on two busy cores, healthy
-ones pause for up to 1 s."""
+"""Longest silence of a living member on an unknown link. Of eight daemons on two busy cores, healthy ones pause for up
+to 1 s."""
 
 MAX_SILENCE_SECONDS = 3 * SILENCE_SECONDS
-"""Longest silence of a living member, whatever its gaps and its round-trip time: no member stretches by pauses of its
-own how long its death goes unnoticed."""
+"""Longest silence of a living member with any gaps and round-trip time. So no member's earlier pauses delay the notice
+of its death beyond this."""
 
 ROUND_TRIPS = 4
-"""Most round-trip times by which a member may be silent for longer: a channel takes that many to open, and packets on a
-long link are held up for longer too."""
+"""Round-trip times by which a member may be silent for longer: a channel takes that many to open, and packets on a long
+link are held up for longer too."""
 
 STALL_SECONDS = SILENCE_SECONDS
-"""Longest time without progress: then a step is tried another way. A dead member is noticed no later."""
+"""Longest time without progress; then a member tries a step another way. A dead member is noticed no later."""
 
 WAITING_SECONDS = STALL_SECONDS / 2
-"""Time between two `Waiting`s of a member: two within a stall, so that one may be late."""
+"""Time between two `Waiting` messages of a member: two within a stall, so that one may be late."""
 
 DIRECT_SECONDS = SILENCE_SECONDS / 2
-"""Longest time that frames wait for a direct channel that is being opened: no member looks dead for it."""
+"""Longest time that frames wait for the opening of a direct channel: so short that the member does not look dead."""
 
 LINGER_SECONDS = 2.5 * STALL_SECONDS
-"""Longest time that a member answers those who have not learnt the outcome, once all that live hold the mean. It is
-longer than two stalls: one that was cut off asks after the first, and again after the second."""
+"""Longest time that a member answers members without the outcome, once all living members hold the mean. It is longer
+than two stalls: a member that was cut off asks after the first, and again after the second."""
 
 KEEPALIVE = SILENCE_SECONDS / 10
-"""Seconds between words of a coordinator to the peers parked with it, 100 bytes each. With `OVERDUE_SECONDS` it bounds
-how long a coordinator that stops can hold them; of the two this is the cheaper to keep small."""
+"""Seconds between a coordinator's messages to parked peers, 100 bytes each. With `OVERDUE_SECONDS` it bounds the time
+for which a stopped coordinator can hold them; of the two, this time is cheaper to keep small."""
 
 OVERDUE_SECONDS = SILENCE_SECONDS - KEEPALIVE
-"""Longest silence of a coordinator beyond its promised word: busy cores have held up a live one for a second. Words, a
-silence and a round fit the 2.5 s in which a group is done without a coordinator that stopped."""
+"""Longest silence of a coordinator beyond its promised message: busy cores have held up a live one for a second. When a
+coordinator stops, its messages, this silence and a round fit into the 2.5 s in which a group is done without it."""
 
 REPLY_SECONDS = SILENCE_SECONDS - KEEPALIVE / 2
-"""Longest time for a coordinator's first answer: about as long as it may be silent later."""
+"""Longest time for a coordinator's first answer: about its longest silence later."""
 
 INVITE_SECONDS = KEEPALIVE
-"""Time after which a coordinator asks missing peers whether they are there: it finds out the dead then."""
+"""Time after which a coordinator asks missing peers whether they are there, which reveals dead peers."""
 
 SILENT_SECONDS = SILENCE_SECONDS - 1.5 * KEEPALIVE
-"""Longest time for the answer of a peer that was asked whether it is there: a live peer answers in one round trip,
-whatever its trainer does, or in a second on busy cores. With `INVITE_SECONDS` and a round it fits the 2.5 s too."""
+"""Longest time for the answer of a peer that was asked whether it is there: a live peer answers in one round trip, even
+if its trainer is busy, or in a second on busy cores. With `INVITE_SECONDS` and a round it fits into the 2.5 s too."""
 
 MISSED_SECONDS = INVITE_SECONDS / 2
-"""Time before a peer asks another about a round that only that one has mentioned: the manifest is mostly on its way. An
-invitation comes later, or members that missed the manifest would form a group of their own."""
+"""Time before a peer asks another about a round of which it has no manifest: mostly the manifest is on its way. It is
+shorter than `INVITE_SECONDS`; otherwise members that missed the manifest would form a group of their own."""
 
 GRACE = HEARTBEAT_SECONDS
 """Seconds that a group stays open for peers close behind: after the latest join if its members are short of time, and
-after a pause of the coordinator itself, so that it reads what peers sent meanwhile."""
+after a pause of the coordinator itself, so that it reads the messages that came meanwhile."""
 
 RENEW_SECONDS = 1.5 * SILENCE_SECONDS
-"""Longest time between two asks of a download: they find new donors, and tell the old ones to hold the image."""
+"""Longest time between two asks of a download. Asks find new donors, and tell known donors to hold the image."""
 
 ASKER_SECONDS = 5 * RENEW_SECONDS
 """Longest silence of a newcomer before its donor forgets it."""
 
 
 def silence(rtt: float) -> float:
-    """Return the longest silence of a living member with a round-trip time; both in seconds."""
+    """Return the longest silence of a living member with this round-trip time; both in seconds."""
     return min(SILENCE_SECONDS + ROUND_TRIPS * rtt, MAX_SILENCE_SECONDS)
 
 
 def budget() -> list[tuple[str, float, str]]:
-    """Return the steps of matchmaking and of a round, the most seconds of each, and what those follow from."""
+    """Return the steps of matchmaking and of a round, each with its most seconds and their derivation."""
     return [
         ("between two words of a coordinator to a parked peer", KEEPALIVE, "a tenth of a silence"),
         (

@@ -1,8 +1,8 @@
 """The weights of contributors, as far as their claims count.
 
-A weight is a peer's own word: a peer that claims 1e12 samples would make the mean its own. So in a run whose weights
-are `capped:10` a contributor counts as at most 10 times the median. All members compute that alike, from the signed
-joins of the contributors that were decided on. In a run whose weights are `any` the claims count as they are.
+A weight is a peer's own claim: a peer that claims 1e12 samples would make the mean its own. So in a run with the
+weights `capped:10`, a contributor counts at most 10 times the median. All members compute that alike, from the signed
+joins of the decided contributors. In a run with the weights `any`, claims count as they are.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ ANY = "any"
 CAPPED = "capped:10"
 
 ATTENDANCE_LIMIT = 2.0**-30
-"""Bounds the weight of a contributor that only attends: it gives zeros, so that a round has two contributors. A round
-of only such contributors introduces them to each other, and changes nothing. Their weights are not in the median, or a
-contributor that gives something beside two that attend would count as next to nothing. All larger weights are in it, or
-honest peers with small weights would leave the median to a peer with a large one."""
+"""Most weight of a contributor that only attends: it sends zeros, so that a round has two contributors. A round of only
+such contributors introduces them to each other, and changes nothing. The median excludes their weights, or a real
+contributor beside two attending peers would count as almost nothing. It includes all larger weights, or honest peers
+with small weights would leave the median to a peer with a large one."""
 
 _CAP = re.compile(r"\Acapped:([1-9][0-9]{0,5})\Z")
 
 
 def cap_of(rule: str) -> float:
-    """The most that a contributor counts, in medians; infinite for `any`.
+    """The largest weight that counts, in medians; infinite for `any`.
 
     Raises:
-        ValueError: It is no rule: says which there are.
+        ValueError: The rule is unknown; names the known rules.
     """
     if rule == ANY:
         return math.inf
