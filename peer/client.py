@@ -27,7 +27,7 @@ from equipoise.peer.status import PeerRow, Status
 from equipoise.peer.tensors import Binding, Tensors
 
 JOIN_SECONDS = 20.0
-"""Mapping the memory and announcing the run; the network is not waited for."""
+"""Longest time to map the memory and announce the run; joining does not wait for the network."""
 
 FIRST_PAUSE = 0.25
 """Seconds from the loss of a daemon to the first look for another; the pause doubles after each look."""
@@ -36,7 +36,7 @@ MAX_PAUSE = 2.0
 """Longest pause between two looks; a look costs a file lock."""
 
 WEATHER_LOOKS = 3
-"""Refusals for one reason before a script is told: a daemon that hung may hold the old connection for a moment."""
+"""Refusals for one reason before the script learns of it: a hung daemon may hold the old connection for a moment."""
 
 log = logging.getLogger(__name__)
 
@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 class Client:
     """A connection to one daemon; runs joined through it are left when it closes, or this process ends.
 
-    Where the daemon is lost, one line says why, rounds fail with that reason, and other calls raise `DaemonLost`. A
-    thread looks for a daemon on the same home, joins the runs again on their terms, and says what was accumulated.
+    If the daemon is lost, one line says why, rounds fail with that reason, and other calls raise `DaemonLost`. A thread
+    looks for a daemon on the same home, joins the runs again on their terms, and reports the accumulated weight.
     """
 
     def __init__(self, link: Link, reopen: Callable[[], Link] | None = None) -> None:
-        """`reopen` connects to a daemon in place of one that was lost; without it there can be none."""
+        """`reopen` connects to a daemon in place of a lost one; without it, a lost daemon is not replaced."""
         self._link = link
         self._reopen = reopen
         self._joined: list[Run] = []
@@ -64,7 +64,7 @@ class Client:
 
     @property
     def lost(self) -> str:
-        """Why there is no daemon now, one line; empty while there is one."""
+        """Why the client has no daemon now, one line; empty while it has one."""
         return str(self._link.lost or "")
 
     @property
@@ -146,7 +146,7 @@ class Client:
     def close(self) -> None:
         """Leave all runs and disconnect; idempotent."""
         with self._lock:
-            self._closing.set()  # From now on no link takes the place of this one.
+            self._closing.set()  # From now on, no link replaces this one.
         for run in self._joined:
             run.leave()
         self._link.close()
@@ -190,7 +190,7 @@ class Client:
                     log.warning("a daemon is back, but this script cannot use it yet: %s", error)
 
     def _renew(self, link: Link) -> None:
-        """Have `link` take the place of the one that was lost, for all runs, or for none where one is refused."""
+        """Replace the lost link by `link` for all runs; for none of them if one run is refused."""
         with self._lock:
             joined = [run for run in self._joined if not run.left]
         try:
@@ -214,16 +214,16 @@ class Client:
 
 
 def connect(home: str | os.PathLike[str] | None = None, timeout: float = ANSWER_SECONDS) -> Client:
-    """Connect to the daemon that runs on this machine; one that is just starting is waited for.
+    """Connect to the daemon that runs on this machine; wait for a daemon that is just starting.
 
     Args:
         home: Its home; by default `$EQUIPOISE_HOME`, else the user's data directory.
         timeout: Seconds to wait for its answer.
 
     Raises:
-        NoDaemon: None runs there; says how to start one.
-        ControlError: It is of another version.
-        DaemonLost: It does not answer.
+        NoDaemon: No daemon runs there; says how to start one.
+        ControlError: The daemon has another version.
+        DaemonLost: The daemon does not answer.
     """
     place = find_home(home, os.environ)[0]
     link = open_link(place, timeout, START_SECONDS)
@@ -231,7 +231,7 @@ def connect(home: str | os.PathLike[str] | None = None, timeout: float = ANSWER_
 
 
 def _share(link: Link, request: JoinRun, agreed: AgreeRun | None = None) -> Region:
-    """Join a run with new shared memory, on terms that were agreed on before."""
+    """Join a run with new shared memory, on terms that were agreed before."""
     region = Region.create(request.values)
     try:
         link.ask(request, JOIN_SECONDS, [region.memory.fd])

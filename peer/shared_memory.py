@@ -1,10 +1,10 @@
 """Memory that a training script shares with its daemon, behind one descriptor.
 
-A run has a `Region`: two flat fp32 vectors. A state travels as bytes: a script writes once what it offers, and the
-daemon only reads it. The daemon writes what a script fetches into memory that has its pages once its size is known.
+A run has a `Region`: two flat fp32 vectors. A state travels as bytes: a script writes an offered image once, and the
+daemon only reads it. A fetched image is written by the daemon, into memory that gets its pages once its size is known.
 
 The memory is anonymous: it lives as long as a process has it mapped or holds the descriptor, so nothing is left behind
-when a process dies. On Linux it is a memfd that cannot be resized: one that shrinks ends the daemon by SIGBUS.
+when a process dies. On Linux it is a memfd that cannot be resized: shrunk memory would end the daemon by SIGBUS.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from equipoise.peer.errors import Refused
 VALUE_BYTES = 4
 
 SEALED = hasattr(os, "memfd_create")
-"""True where memory can be sealed against resizing: on Linux."""
+"""Whether memory can be sealed against resizing: true on Linux."""
 
 
 class SharedMemory:
@@ -43,7 +43,7 @@ class SharedMemory:
         self.capacity = capacity
 
     def __del__(self) -> None:
-        self.close()  # After an error, or where nobody asks for the result of a download.
+        self.close()  # Needed after an error, or if the script never asks for the result of a download.
 
     @classmethod
     def reserve(cls, capacity: int) -> SharedMemory:
@@ -64,7 +64,7 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, fd: int, capacity: int) -> SharedMemory:
-        """Take over memory that a client made, having checked that it is what it should be.
+        """Check and take over memory that a client made.
 
         Raises:
             Refused: It has another size, or could be shrunk, which would end this process by SIGBUS.
@@ -81,10 +81,10 @@ class SharedMemory:
         return memory
 
     def allocate(self, size: int) -> None:
-        """Have the kernel provide the first `size` bytes now: to run out of memory later would end the process.
+        """Make the kernel provide the first `size` bytes now: to run out of memory later would end the process.
 
         Raises:
-            Refused: The machine has not enough.
+            Refused: The machine has not enough memory.
         """
         available = psutil.virtual_memory().available
         if size > available:
@@ -109,7 +109,7 @@ class SharedMemory:
             raise Refused(f"the shared memory cannot be mapped: {error}") from error
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays. Idempotent."""
+        """Close the descriptor; mappings stay. Idempotent."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -123,8 +123,8 @@ class Region:
     Attributes:
         contribution: f32 [values], written by the client before a round.
         result: f32 [values], written by the daemon during a round and valid if its outcome is ok.
-        values: Length of each.
-        memory: Both.
+        values: Length of each vector.
+        memory: The memory of both vectors.
     """
 
     def __init__(self, memory: SharedMemory, values: int) -> None:
@@ -147,7 +147,7 @@ class Region:
 
     @classmethod
     def attach(cls, fd: int, values: int) -> Region:
-        """Map memory that a client made, having checked that it is what it should be; `fd` is taken over and closed.
+        """Check and map memory that a client made; takes over `fd` and closes it.
 
         Raises:
             Refused: It has another size, can be resized, or cannot be mapped.
@@ -160,7 +160,7 @@ def shared_copy(image: memoryview) -> SharedMemory:
     """Copy bytes, u8 [bytes], to shared memory.
 
     Raises:
-        ValueError: There are none.
+        ValueError: The image is empty.
         Refused: The machine has not enough memory.
     """
     if not image:
@@ -172,7 +172,7 @@ def shared_copy(image: memoryview) -> SharedMemory:
 
 
 def _anonymous_file() -> int:
-    """A descriptor of memory that goes with its last holder."""
+    """A descriptor of memory that is freed with its last holder."""
     if SEALED:
         return os.memfd_create("equipoise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fd, path = tempfile.mkstemp(prefix="equipoise-")

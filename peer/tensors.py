@@ -47,7 +47,7 @@ class Binding:
         """The schema of the module's buffers, for `carry`: in fp32, whatever they are.
 
         Raises:
-            SchemaError: This is no module.
+            SchemaError: The run was not joined with a module.
         """
         if isinstance(self.source, torch.nn.Module):
             return buffer_schema(self.source)
@@ -57,16 +57,16 @@ class Binding:
         )
 
     def carry(self, buffers: Schema) -> None:
-        """From now on these buffers travel behind the gradients."""
+        """Let these buffers travel behind the gradients from now on."""
         self.buffers = buffers
         both = Schema((*self.gradients.tensors, *buffers.tensors))
         self.stepping = Layout(both, self.stepping.codec)
 
     def carried(self) -> dict[str, torch.Tensor]:
-        """The buffers that travel behind the gradients, as they are now.
+        """The present buffers that travel behind the gradients.
 
         Raises:
-            SchemaError: They have changed.
+            SchemaError: The buffers' names, shapes or dtypes have changed.
         """
         if not self.buffers.tensors or not isinstance(self.source, torch.nn.Module):
             return {}
@@ -74,20 +74,20 @@ class Binding:
         return persistent_buffers(self.source)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors as they are now.
+        """The present tensors.
 
         Raises:
-            SchemaError: They are no longer those of the schema.
+            SchemaError: They no longer fit the schema.
         """
         named = named_tensors(self.source)
         self.schema.check(named)
         return named
 
     def stepped(self) -> dict[str, torch.Tensor]:
-        """The tensors whose gradients are exchanged, as they are now.
+        """The present tensors whose gradients are exchanged.
 
         Raises:
-            SchemaError: There are none, or they have changed.
+            SchemaError: No tensor requires a gradient, or the tensors have changed.
         """
         named = stepped_tensors(self.source)
         if not named:
@@ -146,7 +146,7 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
     """The tensors that `average` exchanges: of a module all parameters and its persistent floating-point buffers.
 
     Raises:
-        SchemaError: It is none of these things, or a tensor cannot be written in place.
+        SchemaError: The argument has another type, or a tensor cannot be written in place.
     """
     if isinstance(tensors, torch.nn.Module):
         named = {**dict(tensors.named_parameters()), **persistent_buffers(tensors)}
@@ -161,14 +161,14 @@ def named_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
 
 
 def stepped_tensors(tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The tensors whose gradients `step` exchanges: of a module the parameters that require them, else all."""
+    """The tensors whose gradients `step` exchanges: of a module the parameters that require gradients, else all."""
     if isinstance(tensors, torch.nn.Module):
         return {name: parameter for name, parameter in tensors.named_parameters() if parameter.requires_grad}
     return named_tensors(tensors)
 
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The module's floating-point buffers that its state_dict holds, as BatchNorm's statistics; no counters."""
+    """The floating-point buffers in the module's state_dict, such as BatchNorm's statistics; no counters."""
     kept = module.state_dict(keep_vars=True)
     floating = ((name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point())
     return {name: buffer for name, buffer in floating if name in kept}
@@ -177,7 +177,7 @@ def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 def sparse_gradients(module: torch.nn.Module) -> frozenset[str]:
     """Names of parameters whose `.grad` is sparse on every peer: weights of sparse embeddings that nothing else uses.
 
-    It follows from the module alone: peers whose gradients differ in layout would not step alike.
+    The names follow from the module alone: peers whose gradients differ in layout would not step alike.
     """
     found = {
         f"{path}.weight" if path else "weight"
@@ -190,10 +190,10 @@ def sparse_gradients(module: torch.nn.Module) -> frozenset[str]:
 
 
 def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
-    """Gradients by the names of what they belong to: of a module the `.grad` of `stepped_tensors`.
+    """Gradients by the names of their tensors: of a module the `.grad` of `stepped_tensors`.
 
     Raises:
-        SchemaError: It is none of these things.
+        SchemaError: The argument has another type.
     """
     if isinstance(gradients, torch.nn.Module):
         return {name: parameter.grad for name, parameter in stepped_tensors(gradients).items()}
@@ -205,12 +205,12 @@ def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
 
 
 def gradient_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
-    """The schema of the gradients of `tensors`: they are summed and exchanged in fp32, whatever the tensors are."""
+    """The schema of the gradients of `tensors`: summed and exchanged in fp32, for tensors of any dtype."""
     return Schema(tuple(TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()))
 
 
 def buffer_schema(module: torch.nn.Module) -> Schema:
-    """The schema of a module's buffers as `step` averages them: in fp32, whatever they are."""
+    """The schema of a module's buffers as `step` averages them: in fp32, for buffers of any dtype."""
     named = persistent_buffers(module).items()
     return Schema(tuple(TensorSpec(name, tuple(one.shape), "float32", True) for name, one in named))
 
@@ -239,7 +239,7 @@ def _require_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _hand_back(tensor: torch.Tensor, mean: torch.Tensor, sparse: bool) -> None:
-    """Make the mean, fp32, the parameter's `.grad`, in its dtype; `sparse` leaves out the rows that are zero."""
+    """Make the mean, fp32, the parameter's `.grad`, in its dtype; `sparse` leaves out rows of zeros."""
     if sparse:
         tensor.grad = mean.to_sparse(1).to(tensor.dtype)
         return

@@ -1,8 +1,8 @@
 """The swarm's state for `torch.distributed.checkpoint`: `dcp.save({"swarm": SwarmState(opt)}, checkpoint_id=folder)`.
 
-What is saved are the tensors of an image (see `equipoise.peer.training.image`) under their paths there, so that other
-tools find `model/...` and `optimizer/state/...`, and what holds them together, as text. Loading checks all of it
-against the model, as with an image from another peer, before anything changes. `Checkpoints` need none of this.
+It saves the tensors of an image (see `equipoise.peer.training.image`) under their paths there, so that other tools find
+`model/...` and `optimizer/state/...`, and the image's metadata as text. Loading checks all of it against the model, as
+with an image from another peer, before anything changes. `Checkpoints` do not need this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from equipoise.peer.training.optimizer import SwarmOptimizer
 from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 ABOUT = "about"
-"""Beside the tensors: their image's metadata."""
+"""Key of the image's metadata, beside the tensors."""
 
 
 class SwarmState:
@@ -27,19 +27,19 @@ class SwarmState:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state. What the optimizer would remember, but has not begun to, is there as zeros.
+        """A copy of the state. It holds zeros for optimizer state that does not exist yet.
 
-        `dcp.load` reads only what it finds here, into what it finds here: an optimizer that has not stepped yet must
-        name its moments too. On loading, `about` tells which of them count.
+        `dcp.load` reads only the keys that it finds here, into the tensors here. So an optimizer that has not stepped
+        yet must name its moments too. On loading, `about` tells which of them count.
         """
         tensors, about = unpack(self._optimizer.image())
         return {**_remembered(self._optimizer.inner, self._optimizer.parameters), **tensors, ABOUT: about}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take it on.
+        """Take on the state.
 
         Raises:
-            ImageError: It does not fit, or is none; nothing was loaded.
+            ImageError: It does not fit, or is no state of this kind; nothing was loaded.
         """
         tensors = {name: value for name, value in state_dict.items() if name != ABOUT}
         about = state_dict.get(ABOUT)
@@ -52,7 +52,7 @@ class SwarmState:
 def _remembered(
     inner: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Zeros in the place of every tensor that the optimizer will remember, by its path in an image."""
+    """Zeros in the place of every tensor of the optimizer's future state, by its path in an image."""
     if all(parameter in inner.state for parameter in parameters.values()):
         return {}
     # The twin steps with zeros at a rate of zero, as torch's own get_optimizer_state_dict does, but without touching
@@ -65,7 +65,7 @@ def _remembered(
         for group in inner.param_groups
     ]
     twin = object.__new__(type(inner))
-    # Hooks, and the `step` that a scheduler puts there, are the original's.
+    # Hooks, and a scheduler's wrapper of `step`, belong to the original.
     kept = {key: value for key, value in vars(inner).items() if key != "step" and "hooks" not in key}
     twin.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
     twin.step()

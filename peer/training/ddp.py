@@ -5,16 +5,16 @@ checkpoints), and hands the parameters to the other ranks. `swarm_hook` is a com
 every rank: what `backward` leaves in `.grad` is the swarm's mean.
 
 **Buckets.** DDP calls a hook once for each bucket, about 25 MB of gradients, while it still computes others. A round is
-an agreement of the group; one for each bucket would cost a round's latency each, and, worse, buckets are not the same
-everywhere: DDP rebuilds them after the first iteration, in the order in which gradients came, so those of two machines
-need not hold the same parameters, and one that dies between two rounds would leave half a step. So the hook only sums
-each bucket within the machine, as DDP itself would, and exchanges all of them as one vector, in the run's own order, in
-one round, when the last bucket is there. The price: no overlap of the swarm's exchange with this backward pass.
+an agreement of the group, so a round for each bucket would cost a round's latency each. Worse, buckets differ between
+machines: DDP rebuilds them after the first iteration, in the order in which gradients came, so the buckets of two
+machines need not hold the same parameters. And a machine that dies between two rounds would leave half a step. So the
+hook only sums each bucket within the machine, as DDP itself would. When the last bucket is there, it exchanges all of
+them in one round as one vector, in the run's own order. So the exchange does not overlap with this backward pass.
 
-**Unused parameters.** Without `find_unused_parameters=True` DDP never calls the hook for a bucket with a parameter that
-got no gradient, hence never for the last: it raises in the next forward pass, as ever. With it, the bucket holds zeros
-for those. DDP then writes nothing into the `.grad` of a parameter that no rank used, though other peers may have: the
-hook does that itself, on every rank, lest ranks and peers differ.
+**Unused parameters.** Without `find_unused_parameters=True`, DDP never calls the hook for a bucket with a parameter
+without a gradient, hence never for the last bucket: it raises in the next forward pass, as usual. With it, the bucket
+holds zeros for such parameters. DDP then writes nothing into the `.grad` of a parameter that no rank used, though other
+peers may have used it. The hook writes it itself, on every rank, so that ranks and peers do not differ.
 """
 
 # Annotations are not postponed here: DDP compares those of a hook with its own types.
@@ -37,7 +37,7 @@ LEADER = 0
 """The rank that talks to the daemon."""
 
 OWN, MEAN, FAILED = range(3)
-"""Messages of rank 0: the gradients stay the machine's own, they are the swarm's mean, or rank 0 has raised."""
+"""Messages of rank 0: the gradients stay the machine's own, or are the swarm's mean, or rank 0 has raised."""
 
 
 class RankZeroFailed(EquipoiseError, RuntimeError):
@@ -57,11 +57,11 @@ class Bucket(NamedTuple):
 class Machine:
     """The state of `swarm_hook` on one rank: `ddp.register_comm_hook(Machine(run, ddp, batch_size=32), swarm_hook)`.
 
-    A round that fails leaves the machine's own mean in the gradients, and `outcome` says so; what was computed from it
-    is then no longer what other peers hold. `SharedOptimizer` is the way that finds out and repairs it.
+    A failed round leaves the machine's own mean in the gradients, and `outcome` says so. After a step with that mean,
+    this machine's parameters differ from the other peers'. `SharedOptimizer` notices and repairs that.
 
     Attributes:
-        outcome: On rank 0, the last round's.
+        outcome: On rank 0, the last round's outcome.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Machine:
         timeout: float = 30.0,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Say who talks to the swarm.
+        """Set up one rank; rank 0 talks to the swarm.
 
         Args:
             run: On rank 0, joined with `model.module`; on others None.
-            model: What the hook is registered with.
+            model: The module with which the hook is registered.
             batch_size: Samples of each rank between two exchanges, passes in `model.no_sync()` included.
             timeout: Seconds for one round.
             group: DDP's process group; None: the default one.
@@ -127,7 +127,7 @@ class Machine:
         }
         if all(bool(gradient.isfinite().all()) for gradient in gradients.values()):
             self._run.accumulate(gradients, self._weight)
-        # Else it only listens: to miss the round would be to part from the others.
+        # Otherwise this machine only receives: without the round, its parameters would differ from the others'.
         self.outcome = self._run.step(self._timeout)
         if not self.outcome.ok:
             self._run.take()
@@ -145,14 +145,14 @@ def swarm_hook(machine: Machine, bucket: dist.GradBucket) -> Future[torch.Tensor
 class SharedOptimizer:
     """An optimizer of the swarm on rank 0, whose parameters all ranks of a machine share.
 
-    DDP means gradients within the machine, rank 0 steps, and the others get the parameters when they have changed: as
-    many bytes as gradients, and no optimizer state on their GPUs.
+    DDP averages gradients within the machine, and rank 0 steps. The other ranks get changed parameters: as many bytes
+    as gradients, and no optimizer state on their GPUs.
 
         swarm = run.optimizer(AdamW(...), target_batch_size=4096, batch_size=32 * world_size) if rank == 0 else None
         optimizer = SharedOptimizer(swarm, model)   # on every rank; then zero_grad, backward, step as ever
 
     Attributes:
-        epoch: The swarm's, on every rank.
+        epoch: The swarm's epoch, on every rank.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class SharedOptimizer:
         """Begin with rank 0's parameters, which may be those of a checkpoint.
 
         Args:
-            optimizer: On rank 0; on others None.
-            model: Wrapped already.
+            optimizer: The swarm's optimizer on rank 0; on others None.
+            model: The wrapped model.
             group: DDP's process group; None: the default one.
 
         Raises:
@@ -191,7 +191,7 @@ class SharedOptimizer:
         """`SwarmOptimizer.step` on rank 0; then all ranks have its parameters. All ranks call it, equally often.
 
         Raises:
-            RankZeroFailed: On the other ranks, where rank 0 raised.
+            RankZeroFailed: On the other ranks, if rank 0 raised.
         """
         self._share(lambda: self.optimizer and self.optimizer.step())
 
@@ -199,7 +199,7 @@ class SharedOptimizer:
         def lead() -> int:
             act()
             assert self.optimizer is not None, "rank 0 has one"
-            # One that resynchronised may hold another state of the same epoch.
+            # After a resynchronisation, rank 0 may hold another state of the same epoch.
             before, self._shared = self._shared, self.optimizer.id
             return 2 * self._shared.epoch + (self._shared != before) + FAILED + 1
 
@@ -211,7 +211,7 @@ class SharedOptimizer:
 
 
 def _together(lead: Callable[[], int], device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return on every rank the result of `lead` on rank 0; where it raises, all do, so that none waits for ever."""
+    """Return on every rank the result of `lead` on rank 0; if it raises, all raise, so that no rank waits for ever."""
     told = torch.full((), FAILED, dtype=torch.int64, device=device)
     try:
         if dist.get_rank(group) == LEADER:
@@ -228,7 +228,7 @@ def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 
 
 def _write_unused(bucket: Bucket) -> None:
-    """Give every parameter its gradient, since DDP passes over those that no rank has used."""
+    """Write every parameter's gradient, because DDP skips parameters that no rank has used."""
     for parameter, gradient in zip(bucket.parameters, bucket.gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient.clone()

@@ -1,7 +1,7 @@
 """The state that all peers of a training hold alike, as an image: safetensors bytes that any of them can load.
 
-Donors' images of one state are equal byte for byte, so a newcomer can take ranges of them from several and check all
-against one digest. An image is untrusted: everything is compared with the local model before anything is loaded.
+Donors' images of one state are equal byte for byte, so a newcomer can take ranges from several donors and check all of
+them against one digest. An image is untrusted: all of it is compared with the local model before any part is loaded.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from equipoise.averaging.state import StateId
 from equipoise.peer.training.safetensors_io import ImageError, pack, unpack
 
 FORMAT = 1
-"""Raised when an older reader would misread an image."""
+"""Version of the format; it grows when an older reader would misread an image."""
 
 STATE_FACTOR = 8
-"""An image holds parameters, fp16 perhaps, and what an optimizer remembers of each: two values in fp32."""
+"""Largest ratio of a state to its parameters, which may be fp16: an optimizer keeps two fp32 values for each."""
 
 SPARE_BYTES = 64 * 2**20
-"""For the header, the scheduler, and what the user adds."""
+"""Bytes allowed for the header, the scheduler, and the user's own parts."""
 
 MAX_DEPTH = 16
-"""Of what is nested in a state: an optimizer's takes four."""
+"""Deepest nesting in a state: an optimizer's state has four levels."""
 
 SCHEDULED = frozenset({"lr", "momentum", "betas"})
 """Hyperparameters that torch's schedulers change from epoch to epoch; all others stay as the run's terms say."""
@@ -37,10 +37,10 @@ SCHEDULED = frozenset({"lr", "momentum", "betas"})
 SETTINGS = re.compile(
     r"base_lrs|gamma|step_size|T_(0|max|mult)|eta_min|(start_|end_)?factor|total_(iters|steps)|power"
 )
-"""Names of what torch's schedulers never change of their states."""
+"""Names of the fields of torch's schedulers that never change."""
 
 EXTRA = "extra "
-"""Begins the names of the user's own parts, whose values are not checked."""
+"""Prefix of the names of the user's own parts, whose values are not checked."""
 
 Kind = TypeVar("Kind")
 
@@ -49,13 +49,13 @@ Tree = Any
 
 
 class Stateful(Protocol):
-    """A scheduler, a data loader, or what else the user wants newcomers to have."""
+    """A scheduler, a data loader, or any other object whose state newcomers should get."""
 
     def state_dict(self) -> dict[str, Any]:
         """Numbers, strings, tensors, and dicts, lists and tuples of those."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> object:
-        """Take on what another's `state_dict` returned."""
+        """Take on the state that another peer's `state_dict` returned."""
 
 
 class Part(Protocol):
@@ -68,7 +68,7 @@ class Part(Protocol):
         """Raise ImageError unless `load` takes it; a `foreign` tree, another peer's, must keep to the run's terms."""
 
     def load(self, tree: Tree) -> None:
-        """Become that."""
+        """Take on the state of `tree`."""
 
 
 class Image(NamedTuple):
@@ -82,11 +82,11 @@ class TrainingState:
     """All parts of the state that peers hold alike."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        """`parts` by name; user's code first, so that nothing has changed should it raise."""
+        """`parts` by name; the user's code comes first, so that nothing has changed if it raises."""
         self._parts = dict(parts)
 
     def require_writable(self) -> None:
-        """Raise ImageError now if the user's part holds what cannot be written, and not when a newcomer asks for it."""
+        """Raise ImageError now, not at a newcomer's request, if the user's part holds an unwritable value."""
         for name, part in self._parts.items():
             _split(part.tree(), name, {})
 
@@ -133,10 +133,10 @@ class TrainingState:
 
 
 class ModelPart:
-    """Parameters, and those buffers that the peers average.
+    """The parameters, and the buffers that the peers average.
 
     Attributes:
-        limit: Bytes that an image of such a model takes at most.
+        limit: Most bytes of an image of such a model.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class ModelPart:
         self.limit = STATE_FACTOR * held + SPARE_BYTES
 
     def settle(self) -> None:
-        """The buffers are now those of the group; forward passes change them until the next round."""
+        """Note that the buffers are now the group's; forward passes change them until the next round."""
         for name, buffer in self._buffers.items():
             self._settled[name].copy_(buffer)
 
@@ -180,7 +180,7 @@ class ModelPart:
 
 
 class OptimizerPart:
-    """The memory of an optimizer, and its hyperparameters, by the names of the parameters."""
+    """The state of an optimizer, and its hyperparameters, by the names of the parameters."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, names: Mapping[str, torch.Tensor], scheduled: bool = False
@@ -194,7 +194,7 @@ class OptimizerPart:
 
     @property
     def _is_elementwise(self) -> bool:
-        """True for torch's own: the shape of their memory is known before they remember anything."""
+        """True for torch's own optimizers: the shapes of their state are known before the first step."""
         own = type(self._optimizer).step.__module__.startswith("torch.optim.")
         return own and not isinstance(self._optimizer, torch.optim.LBFGS)
 
@@ -283,7 +283,7 @@ def digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _placed(key: str, value: Tree, parameter: torch.Tensor, group: Mapping[str, Any]) -> Tree:
-    """A value where torch's optimizers want it: all on the parameter's device, but steps that kernels do not read."""
+    """A value on the device that torch's optimizers expect: the parameter's, except for steps that no kernel reads."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     if key == "step" and not (group.get("capturable") or group.get("fused")):
@@ -305,7 +305,7 @@ def _check_like(tree: Tree, like: Mapping[str, torch.Tensor], of: str = "") -> N
 
 
 def _told_terms(group: Mapping[str, Any], scheduled: bool) -> dict[str, str]:
-    """The hyperparameters of a group that stay as they are, as text."""
+    """The constant hyperparameters of a group, as text."""
     leave = {"params"} | (SCHEDULED if scheduled else set())
     return {str(key): str(value) for key, value in group.items() if key not in leave}
 
@@ -324,7 +324,7 @@ def _check_terms(found: Mapping[str, str], terms: Mapping[str, str]) -> None:
 
 def _check_finite(tree: Tree, path: str) -> None:
     if isinstance(tree, torch.Tensor) and tree.is_floating_point():
-        # Values of one byte have no comparison of their own.
+        # torch has no comparison for floats of one byte.
         values = tree.float() if tree.element_size() == 1 else tree
         if not bool(torch.isfinite(values).all()):
             raise ImageError(f"expected finite values, {path[:80]!r} holds NaN or Inf")
@@ -339,7 +339,7 @@ def _check_finite(tree: Tree, path: str) -> None:
 
 
 def _check_spread(what: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    """One value for each of the parameter's, or for each row, or column, or for all of them."""
+    """Check that there is one value for each of the parameter's values, or each row, or each column, or for all."""
     pairs = zip(value.shape, parameter.shape, strict=False)
     if value.dim() and (value.dim() != parameter.dim() or any(one not in (1, whole) for one, whole in pairs)):
         raise ImageError(f"{what} has shape {list(value.shape)}, expected one for {list(parameter.shape)}")
@@ -379,7 +379,7 @@ def _join(plain: Any, tensors: dict[str, torch.Tensor]) -> Tree:
         return plain
     ((kind, content),) = plain.items()
     if kind == "tensor":
-        return tensors.pop(content)  # Once only: a small image must not become a large state.
+        return tensors.pop(content)  # Each tensor once: a small image must not become a large state.
     if kind == "dict":
         return {key: _join(value, tensors) for key, value in content}
     values = [_join(value, tensors) for value in content]
