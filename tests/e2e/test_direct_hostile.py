@@ -151,8 +151,9 @@ class Intruder:
             await speaker.send(*self._unasked())
         await speaker.send(*self._stray(STRAY_BYTES))
         with contextlib.suppress(ConnectionError):
-            # Those of the round first: the daemon forgets it some seconds after its end.
-            await speaker.send(*self._broken(self._kinds[number * len(self._kinds) // CHANNELS]))
+            # Those of the round first, and few: the daemon forgets it some seconds after its end.
+            kind = 0 if number < CHANNELS // 10 else 1 + number % (len(self._kinds) - 1)
+            await speaker.send(*self._broken(self._kinds[kind]))
         await _closed(channel)
 
     async def break_records(self, number: int) -> None:
