@@ -127,12 +127,12 @@ class Driver(Generic[_Event, _Action]):
 
     def _arm(self) -> None:
         # Most events move the deadline later. To wake early is harmless, and to set a timer is not free.
-        if self._wake is None or self._machine.deadline >= self._wakes_at:
+        if self._wake is None or (deadline := self._machine.deadline) >= self._wakes_at:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._wakes_at = self._machine.deadline
-        self._timer = asyncio.get_running_loop().call_at(self._wakes_at, self._woken)
+        self._wakes_at = deadline
+        self._timer = asyncio.get_running_loop().call_at(deadline, self._woken)
 
     def _woken(self) -> None:
         self._wakes_at = math.inf
