@@ -198,7 +198,7 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
                 raise ManifestError(f"expected a join signed by {join.peer}, the signature is not its own")
 
     def _misfit(self, spec: str, group_size: int) -> str:
-        """The first fault of its form, one line; empty if there is none."""
+        """Return the first fault of the manifest's form, one line; empty if the form is right."""
         if self.version != PROTOCOL_VERSION:
             return f"expected protocol version {PROTOCOL_VERSION}, got {self.version}"
         if self.spec != spec:
@@ -220,5 +220,5 @@ def shortfall(joins: Sequence[Join], quorum: int = 2) -> str:
         are = "is" if contributors == 1 else "are"
         return f"expected at least {quorum} members with a weight above 0, there {are} {contributors}"
     if not any(join.dialable for join in joins):
-        return "expected at least 1 member that the others can dial, there is none"
+        return "expected at least 1 member that the others can dial, got 0"
     return ""

@@ -47,7 +47,9 @@ def parser(kind: Any, name: str) -> Callable[[Buffer], Any]:
             return decode(data)
         # msgspec does not wrap the last two: deep nesting in a skipped field, and bytes that are no valid text.
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise FrameRefused(f"expected {name}, got {len(data)} bytes that are none: {error}") from error
+            raise FrameRefused(
+                f"expected {name}, got {len(data)} bytes that do not decode: {error}"
+            ) from error
 
     return parse
 

@@ -81,8 +81,8 @@ class Codec(ABC):
         """Decode `payload` into `out`, f32 [n], contiguous, on any device.
 
         Raises:
-            CodecError: The payload is none that an encoder writes, or it or `out` has another dtype, shape or size;
-                then `out` is undefined.
+            CodecError: No encoder writes such a payload, or the payload or `out` has another dtype, shape or size. Then
+                `out` is undefined.
         """
         out = _vector(out)
         source = self._source(payload, out)
@@ -112,8 +112,8 @@ class Codec(ABC):
     ) -> EncodeReport:
         """Encode the weighted sum of payloads into `mean`, and decode that into `out`.
 
-        Exactly what `accumulate` of each in turn into zeros, `encode` and `decode` come to, in one pass where there is
-        one.
+        The bytes equal those of `accumulate` of each payload in turn into zeros, then `encode` and `decode`. Some
+        codecs do all in one pass.
 
         Args:
             payloads: `encoded_size(n)` bytes each; None stands for the encoding of `own`.

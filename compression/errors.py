@@ -11,7 +11,7 @@ class NonFiniteError(CodecError):
     """The values to encode contain NaN or an infinity.
 
     Attributes:
-        index: Position of the first such value, so that a caller who knows the schema can name the tensor.
+        index: Position of the first such value. A caller that knows the schema can name the tensor.
         value: The value.
     """
 

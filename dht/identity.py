@@ -52,7 +52,7 @@ def peer_of(public: bytes) -> str:
 
 
 def public_key_of(peer: str) -> bytes:
-    """Return the raw public key in the PeerID of an Ed25519 key; raises ValueError if it is none."""
+    """Return the raw public key in the PeerID of an Ed25519 key; raises ValueError if it holds no such key."""
     raw = b""
     if len(peer) == _PEER_CHARACTERS:
         with contextlib.suppress(ValueError):

@@ -30,7 +30,7 @@ ERROR_CHARACTERS = 1000
 """Longest error that is shown: libp2p lists every address that it tried, with the cause."""
 
 PREFACE_SECONDS = 5.0
-"""Longest wait for p2pd to say who a stream is from, which it does at once."""
+"""Longest wait for p2pd to name the peer of a stream, which it does at once."""
 PEERS_SHARE = 8
 """No peer takes more than an eighth of what is handled at once."""
 

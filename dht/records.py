@@ -44,7 +44,7 @@ MAX_RUNS_PER_PEER = 128
 SHARDS = 4
 """A run's records are spread over so many keys: one key with 300 records takes 0.3 s to read."""
 MAX_BYTES = 10 * 1024 * 1024
-"""Most memory of all records: about 3,600 usual ones. The one that was renewed longest ago goes first."""
+"""Most memory of all records: about 3,600 usual ones. The record renewed longest ago goes first."""
 ENTRY_BYTES = 1700
 """Memory of one record besides its own bytes: its names, and its places in three indices."""
 CLOCK_TOLERANCE_SECONDS = 2 * MAX_OFFSET_SECONDS + 600.0
@@ -276,7 +276,7 @@ class RecordStore:
         return max(entries, key=lambda entry: entry.arrived).record if entries else None
 
     def under(self, key: bytes, now: float) -> list[Kept]:
-        """Return the unexpired records that belong under `key`, those of authors who have left included."""
+        """Return the unexpired records that belong under `key`, those of authors that have left included."""
         return [
             Kept(key, peer, entry.data, entry.expires - now)
             for peer, run in self._keys.get(key, ())

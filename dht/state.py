@@ -37,7 +37,7 @@ class BootstrapStatus(msgspec.Struct, frozen=True):
 
     Attributes:
         address: As given.
-        state: What came of the last attempt.
+        state: The result of the last attempt.
         reason: The same in words, one line.
         attempts: How often it has been tried since it was last connected.
         next_attempt: Seconds until it is tried again; None while it is connected, or being tried.

@@ -160,7 +160,7 @@ class Swarm:
         return "" if said is None else printable(said.name, MAX_NAME_CHARACTERS)
 
     def reach(self, peer: str) -> ReachStatus:
-        """Return how this member reaches `peer`: by what is open, or came of trying, and else by what it says."""
+        """Return how this member reaches `peer`: by an open channel, the result of a try, or the peer's own word."""
         if peer == self.peer:
             return self._reach.status()
         if channels := self.direct.channels.having(peer):

@@ -90,7 +90,7 @@ class PeerRow(msgspec.Struct, frozen=True):
         accumulated: Weight accumulated towards its next step.
         same_spec: Whether its options are this daemon's; otherwise they do not meet.
         reach: The way by which this daemon reaches it: an open channel or connection, else its own word.
-        why: Why that is so, one line: what is open, what came of trying, its own word.
+        why: The reason, one line: an open channel, the result of a try, or the peer's own word.
         differs: Its options that differ, here and there, one line; empty if none do, or that is not known.
         name: Its name for people, by its own word; empty if it does not say.
     """

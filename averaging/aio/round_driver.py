@@ -127,7 +127,7 @@ class RoundDriver:
         task: The round.
         sessions: Sends frames.
         closed: Called with its id when the round can be forgotten.
-        keep: Called with the mean as it travelled, if it comes to one, and with what tells the votes for it.
+        keep: Called with the encoded mean, if the round succeeds, and with a function that returns the votes for it.
         executor: Reduces parts, one after another. Without one the loop does: a CPU takes less time for a part than a
             thread needs to get the interpreter's lock.
     """
@@ -437,7 +437,7 @@ class Rounds:
         """Keep a control frame of a round that is not open; return whether the round may yet begin."""
         if round_id in self._closed:
             return False
-        # By peer, so that one that floods us pushes out only what it said itself.
+        # By peer, so that a peer that floods this daemon pushes out only its own frames.
         rounds = self._early.setdefault(peer, OrderedDict())
         self._early.move_to_end(peer)
         frames = rounds.setdefault(round_id, [])

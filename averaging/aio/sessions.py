@@ -34,7 +34,7 @@ from equipoise.averaging.timing import DIRECT_SECONDS
 from equipoise.tasks import TaskSet
 
 MAX_QUEUED_CONTROL = 4096
-"""Most control frames that wait for one peer. A healthy peer has a handful; one that does not read is given up."""
+"""Most control frames that wait for one peer. A healthy peer has a handful; a peer that does not read is given up."""
 
 MAX_UNACKNOWLEDGED = 4096
 """Most frames to one peer without an acknowledgement. A link of 1 GB/s and 300 ms has 1,200 parts under way."""

@@ -311,13 +311,13 @@ class Transfer:
             self._offering.release()
             return
         self._driver.tell(events.SnapshotTaken(state))
-        # Not within the task: one that is cancelled before its first step runs nothing of its own.
+        # Not within the task: a task that is cancelled before its first step runs no line of it.
         self._tasks.spawn(self._digest(state, image)).add_done_callback(lambda _: self._offering.release())
 
     async def fetch(
         self, at_least: int, limit: int, timeout: float, room: Room, among: frozenset[str] = frozenset()
     ) -> FetchOutcome:
-        """Download a snapshot of epoch `at_least` or later from all who have it.
+        """Download a snapshot of epoch `at_least` or later from all peers that have it.
 
         Args:
             at_least: The first epoch that is of use.
@@ -381,7 +381,7 @@ class Transfer:
             timeout: Seconds for everything.
             result: Makes room for the mean, f32 [D], once it is here and proved; called in a thread.
             proved: True if the caller will know by its digest whether it is the group's. If not, this peer stands at
-                that state, and the peers tell by whom this peer knows the state.
+                that state, and the peers from which it has the state prove the mean.
             patient: True to wait for the peers that are not as far, if no other peer has it.
 
         Raises:

@@ -2,7 +2,7 @@
 
 They are proved step by step: every join is signed by the peer that it names, the manifest's hash is the round's id,
 the mean's digest is over that, the contributors and every encoded byte, and more than half of the members have signed
-that digest. The peers by whom this peer knows its state tell whether their round was the group's (`Circle`). A
+that digest. The peers from which this peer has its state tell whether that round was the group's (`Circle`). A
 peer that knows what state the mean must lead to needs only the digest.
 """
 
@@ -31,7 +31,7 @@ from equipoise.averaging.statesync.update import (
 from equipoise.compression import CodecError
 
 Room = Callable[[], torch.Tensor]
-"""Makes room for a mean, f32 [D]. Raises ValueError where there is none."""
+"""Makes room for a mean, f32 [D]. It raises ValueError if there is no room."""
 
 
 class NoRoomError(Exception):
@@ -72,7 +72,7 @@ def decode(
         The outcome of the mean's round.
 
     Raises:
-        MeanError: The image is none, of another run or state, or not proved.
+        MeanError: The image is not a mean, is of another run or state, or is not proved.
         NoRoomError: There is no room.
     """
     manifest, contributors, payload = read_head(image)

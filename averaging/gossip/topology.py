@@ -1,4 +1,4 @@
-"""From whom a peer draws its partners.
+"""The topologies of gossip: the peers among which a peer draws its partners.
 
 Two peers exchange both ways, so every topology is symmetric. With `random` an exchange contracts the error as a random
 matching does (Boyd et al. 2006, "Randomized gossip algorithms"). `exponential` is the static exponential graph (Ying et

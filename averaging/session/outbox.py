@@ -20,10 +20,10 @@ Bulk = Callable[[], Frame | None]
 
 
 class _Lane:
-    """Flows that share alike: next is who has had the fewest bytes (as in SFQ: Goyal, Vin and Cheng, 1996).
+    """Flows that share alike: the flow with the fewest bytes served is next (as in SFQ: Goyal, Vin and Cheng, 1996).
 
     Attributes:
-        waiting: What each flow wants to send; a flow that wants nothing is not there.
+        waiting: The frames of each flow that waits.
         had: Bytes that each flow has had while others waited too, since the lane was last empty.
         reached: Virtual time: the least bytes that any waiting flow has had.
     """

@@ -94,7 +94,7 @@ class SnapshotQuorum(Answers):
         if not self.peers:
             return self._nobody
         left = self.peers.keys() <= self._left
-        return "all who are known have left the run, and hold no snapshot" if left else ""
+        return "all known peers have left the run, and hold no snapshot" if left else ""
 
     def agreement(self, now: float) -> Agreement | None:
         """Return the image to download; None while the answers do not decide it."""

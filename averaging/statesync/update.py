@@ -186,7 +186,7 @@ class Circle:
         voted = len(voters & known)
         if manifest.id in rounds or 2 * voted > len(known):
             return
-        whose = f"the {counted(len(known))} by whom this one knows its state, {voted} of them voted"
+        whose = f"the {counted(len(known))} from which this peer has its state, {voted} of them voted"
         raise MeanError(f"expected votes of more than half of {whose}")
 
 

@@ -21,7 +21,7 @@ from equipoise.dht.streams import Acceptor
 BACKLOG = 128
 """Most connections that the kernel holds for us; a group of 64 may dial at once, twice each."""
 MAX_WAITING = 64
-"""Most connections that have not proved who they are: each costs a descriptor, a task and some KB."""
+"""Most connections of peers that have not proved their identity: each costs a descriptor, a task and some KB."""
 
 _ORIGIN_MAGIC = b"EQPM"
 _ORIGIN = struct.Struct("!4s16sH")

@@ -175,7 +175,7 @@ class AeadStream(PlainStream):
         """Have the next `total` bytes of records in the buffer."""
         held = self._end - self._start
         if self._start and self._start + total + HEAD_BYTES > len(self._in):
-            # At most what was read ahead of the last record, or one that has just begun: HEAD_BYTES.
+            # At most the bytes read ahead of the last record, or those of a record that has just begun: HEAD_BYTES.
             self._in[:held] = self._in[self._start : self._end]
             self._start, self._end = 0, held
         room = min(len(self._in), self._start + total + HEAD_BYTES)

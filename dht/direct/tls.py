@@ -149,9 +149,9 @@ class TlsSession:
         return bytes(self._kept or b"")
 
     def _pass_on(self) -> bool:
-        """Let OpenSSL have what has come of the record that it is at, or the prefix of the next; False: there is none.
+        """Give OpenSSL the received bytes of its record, or the prefix of the next; return False if no byte waits.
 
-        What begins as no record does is refused at its prefix.
+        A record whose prefix is malformed is refused.
         """
         kept = self._kept
         if not self._left and kept and len(kept) >= PREFIX_BYTES:

@@ -29,7 +29,7 @@ OPEN_SECONDS = 5.0
 HANDSHAKE_SECONDS = 5.0
 """Longest handshake of a peer that dials this one, from its first byte to its greeting."""
 ADMIT_SECONDS = 2.0
-"""Longest wait of a dialling peer for its admission: the manifest may come here a moment after it came to that peer."""
+"""Longest wait of a dialling peer for its admission. That peer may get the round's manifest before this peer does."""
 PARKED_SECONDS = 600.0
 """Longest time that a channel waits for a round; some rounds are minutes apart."""
 MAX_FAILURES = 1024

@@ -238,7 +238,7 @@ def encode(number: int, request: Request[Any]) -> bytes:
 
 
 def encode_reply(number: int, answer: object = None, failure: str | None = None) -> bytes:
-    """One frame of the daemon, length included: an answer, or the reason why there is none, which is cut if it is long.
+    """Encode one frame of the daemon, length included: an answer, or the reason of its failure, cut if it is long.
 
     Raises:
         ControlError: It exceeds `MAX_FRAME_BYTES`.
@@ -270,10 +270,10 @@ def decode_reply(frame: bytes) -> tuple[int, str | None, msgspec.Raw]:
 
 
 def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
-    """The daemon's answer to a request.
+    """Decode the daemon's answer to a request.
 
     Raises:
-        ControlError: It is none of the type that the request names.
+        ControlError: The answer has another type than the request names.
     """
     try:
         answer: Answer = _answer_decoder(type(request)).decode(content)
@@ -300,5 +300,5 @@ def _decoded(envelope: msgspec.msgpack.Decoder[Answer], frame: bytes) -> Answer:
     try:
         return envelope.decode(frame)
     except _MALFORMED as error:
-        told = f"expected a numbered message, got {len(frame)} bytes that are none: {error}"
+        told = f"expected a numbered message, got {len(frame)} bytes that do not decode: {error}"
         raise ControlError(told) from error

@@ -75,10 +75,10 @@ class FrameSocket:
                 return frames
 
     def take_descriptor(self) -> int:
-        """The oldest descriptor received and not yet taken.
+        """Return the oldest descriptor received and not yet taken.
 
         Raises:
-            Refused: There is none.
+            Refused: No descriptor waits.
         """
         if not self._descriptors:
             raise Refused("expected a descriptor of shared memory beside JoinRun, got none")

@@ -1,4 +1,4 @@
-"""The demo on a terminal, as plain lines where there is none, and its summary."""
+"""The demo's display, on a terminal or as plain lines, and its summary."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Ledger:
         return None
 
     def updates(self, trainer: int) -> int:
-        """Updates that `trainer` has made; one that missed a round has made that update later, unreported."""
+        """Return the updates of `trainer`. A trainer that missed a round made that update later, unreported."""
         return self._options.rounds if trainer in self.finished else self._updates.get(trainer, 0)
 
     def summarize(self, killed: frozenset[int], problems: list[str], seconds: float) -> Summary:

@@ -210,7 +210,7 @@ class OptimizerPart:
         """See `Part`."""
         ours = self.tree()
         if not isinstance(tree, dict) or set(tree) != {"state", "groups"}:
-            raise ImageError("expected an optimizer's state and groups, there are none")
+            raise ImageError("expected an optimizer's state and groups, got neither")
         held = [_as(dict, one).get("params") for one in _as(list, tree["groups"])]
         if held != [one["params"] for one in ours["groups"]]:
             expected = "the optimizer's groups to hold the parameters that they hold here"

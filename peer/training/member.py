@@ -455,7 +455,7 @@ class Member:
             log.warning("run %s: %s", self._run.name, self._crowded)
 
     def _is_past(self, outcome: Outcome) -> bool:
-        """Whether a round began from a state before the one that a download has brought: its mean is of no more use."""
+        """Whether a round began from an older state than a download has brought: its mean is of no more use."""
         of = outcome.state
         moved = self.in_step and self._claimed != self.id
         return outcome.ok and moved and of is not None and of.epoch < self.id.epoch

@@ -188,6 +188,6 @@ def test_where_only_those_are_who_have_left_nobody_takes_a_snapshot() -> None:
     poll.see(("gone",), 0.0)
     assert not poll.hopeless(0.1)
     poll.hear("gone", Answer(RUN, TICKET, 3, left=True), 0.1)
-    assert poll.hopeless(0.1) == "all who are known have left the run, and hold no snapshot"
+    assert poll.hopeless(0.1) == "all known peers have left the run, and hold no snapshot"
     poll.hear("gone", answer(0), 0.2)  # Its trainer is back.
     assert not poll.hopeless(0.2)

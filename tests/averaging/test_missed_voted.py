@@ -103,7 +103,7 @@ async def test_who_knows_nobody_believes_only_what_the_next_state_will_prove(clu
     keeps(*mean_of("ab", BEFORE), a, b)
     found, _, _ = await recovered(late, BEFORE, proved=False)
     assert not found.ok
-    assert "half of the 0 peers by whom this one knows its state" in found.reason
+    assert "half of the 0 peers from which this peer has its state" in found.reason
     found, _, _ = await recovered(late, BEFORE, proved=True)
     assert found.ok, found.reason
 
@@ -122,7 +122,7 @@ async def test_those_who_were_polled_for_a_snapshot_tell_what_came_next(cluster:
         assert found.ok, found.reason
     keeps(*mean_of("cmnop", LAST), *donors)
     found, _, _ = await recovered(late, LAST, proved=False)
-    assert re.search(r"half of the [23] peers by whom this one knows its state, [01] of", found.reason)
+    assert re.search(r"half of the [23] peers from which this peer has its state, [01] of", found.reason)
 
 
 @pytest.mark.parametrize("held", [None, StateId(3, "03" * 32)])
@@ -139,7 +139,7 @@ async def test_those_who_held_the_state_of_a_round_attended_from_elsewhere_tell_
     assert found.ok, found.reason
     keeps(*mean_of("xyz", LAST), a, b)
     found, _, _ = await recovered(late, LAST, proved=False)
-    assert "half of the 2 peers by whom this one knows its state, 0 of them voted" in found.reason
+    assert "half of the 2 peers from which this peer has its state, 0 of them voted" in found.reason
 
 
 async def test_a_peer_that_catches_up_waits_for_no_second_between_two_means(cluster: Cluster) -> None:
@@ -165,7 +165,7 @@ async def test_who_copies_the_offer_of_a_snapshot_outvotes_nobody_who_had_a_say_
     assert fetched.ok, fetched.reason
     keeps(*mean_of("wxyz", BEFORE), *others[5:])
     found, _, _ = await recovered(me, BEFORE, proved=False)
-    assert "half of the 9 peers by whom this one knows its state, 4 of them voted" in found.reason
+    assert "half of the 9 peers from which this peer has its state, 4 of them voted" in found.reason
 
 
 async def test_a_liar_that_says_it_is_further_is_not_the_one_by_whom_the_state_is_known(
@@ -176,7 +176,7 @@ async def test_a_liar_that_says_it_is_further_is_not_the_one_by_whom_the_state_i
     me.begin(round_of("abcdpx", first, states={"x": further}))
     keeps(*mean_of("xy", first), liar)
     found, _, _ = await recovered(me, first, proved=False)
-    assert "half of the 4 peers by whom this one knows its state, 0 of them voted" in found.reason
+    assert "half of the 4 peers from which this peer has its state, 0 of them voted" in found.reason
 
 
 async def test_a_round_that_failed_with_a_straggler_takes_nothing_away(cluster: Cluster) -> None:
@@ -194,7 +194,7 @@ async def test_newcomers_who_say_no_state_in_a_round_tell_nothing_of_it(cluster:
     away.begin(round_of("bxyz", None))
     keeps(*mean_of("xyz", NEXT), a)
     found, _, _ = await recovered(away, NEXT, proved=False)
-    assert "half of the 1 peer by whom this one knows its state, 0 of them voted" in found.reason
+    assert "half of the 1 peer from which this peer has its state, 0 of them voted" in found.reason
 
 
 async def test_a_mean_of_strangers_is_refused_and_the_group_s_is_taken_from_the_next(
@@ -218,7 +218,7 @@ async def test_where_only_strangers_voted_for_one_there_is_none(cluster: Cluster
     found, _, _ = await recovered(away, NEXT, proved=False)
     assert not found.ok
     assert "none of 1 peer that answered keeps the mean after epoch 8" in found.reason
-    assert "x: expected votes of more than half of the 2 peers by whom this one knows" in found.reason
+    assert "x: expected votes of more than half of the 2 peers from which this peer has" in found.reason
 
 
 async def test_a_refusal_for_lack_of_votes_is_not_the_last_word_and_later_votes_are_passed_on(
@@ -230,7 +230,7 @@ async def test_a_refusal_for_lack_of_votes_is_not_the_last_word_and_later_votes_
     votes = [early]
     a.keep(mean, lambda: votes[0])
     got = await me.recover(NEXT, 20.0, lambda: torch.empty(me.values))
-    assert "half of the 3 peers by whom this one knows its state, 1 of them voted" in got.round.reason
+    assert "half of the 3 peers from which this peer has its state, 1 of them voted" in got.round.reason
     assert got.unheard == 1
     votes[0] = late
     found, _, _ = await recovered(me, NEXT, proved=False)

@@ -173,7 +173,7 @@ def test_it_is_of_the_state_that_this_peer_holds_whatever_most_say_that_they_hol
 def test_more_than_half_of_the_circle_must_have_voted() -> None:
     later = round_of("abmn", number=8)
     CIRCLE.check(later, BEFORE, frozenset("abm"))
-    with pytest.raises(MeanError, match="half of the 3 peers by whom this one knows its state, 1 of them"):
+    with pytest.raises(MeanError, match="half of the 3 peers from which this peer has its state, 1 of them"):
         CIRCLE.check(later, BEFORE, frozenset("amn"))
 
 
