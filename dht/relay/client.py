@@ -142,7 +142,7 @@ class RelayClient:
         for relay, held in list(self.held.items()):
             if self.held.get(relay) is not held:
                 continue  # Lost while another was renewed.
-            if relay not in self._dialer.connected:
+            if not self._direct(relay):
                 self._drop(relay, "it is not connected any more", 0.0)
             elif held.since + RENEW_SECONDS < now:
                 await self._renew(relay, held)
@@ -192,18 +192,28 @@ class RelayClient:
         """Take a place at `relay`; return this peer's address there."""
         await self._dialer.reach(relay)
         await self._dialer.refresh()
+        if not self._direct(relay):
+            # The relay reached this peer through another relay. Relays give no place over such a connection, and p2pd
+            # dials nobody to whom it is connected.
+            await self._link.disconnect(relay)
+            await self._dialer.refresh()
+            await self._dialer.reach(relay)
+            await self._dialer.refresh()
         limit = await self._reserve(relay)
         if 0 < limit.bytes < TRIAL_BYTES:
             raise RelayError(f"it says that it cuts connections after {limit.bytes} bytes")
         if 0 < limit.seconds < MIN_CIRCUIT_SECONDS:
             raise RelayError(f"it says that it cuts connections after {limit.seconds} s")
-        direct = [path for path in self._dialer.paths.get(relay, ()) if not is_relayed(path)]
         known = [text for text in self._dialer.addresses_of(relay) if not is_relayed(text)]
         # Others are told where the relay listens. A dialled connection's other end is such an address too.
-        there = (*known, *(f"{path}/p2p/{relay}" for path in direct))
+        there = (*known, *(f"{path}/p2p/{relay}" for path in self._direct(relay)))
         for address in well_formed(f"{text}/p2p-circuit/p2p/{self._own}" for text in there):
             return address
         raise RelayError("no address of it is known at which others can reach it")
+
+    def _direct(self, relay: str) -> list[str]:
+        """Multiaddrs at the other ends of the connections to `relay` that no other relay carries."""
+        return [path for path in self._dialer.paths.get(relay, ()) if not is_relayed(path)]
 
     async def _reserve(self, relay: str) -> Any:
         """Ask `relay` for a place; return its limit for one circuit."""

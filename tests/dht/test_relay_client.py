@@ -35,11 +35,13 @@ class World:
         self.ends: list[Stream] = []
         self.relays = RelayClient(self, self, OWN, self, lambda: (RELAY,))  # type: ignore[arg-type]
         self.attached = True
-        self.connected = {RELAY}
         self.paths: dict[str, tuple[str, ...]] = {}
 
     async def reach(self, peer: str) -> None:
-        return None
+        self.paths.setdefault(peer, ("/ip4/44.0.0.1/tcp/4001",))
+
+    async def disconnect(self, peer: str) -> None:
+        del self.paths[peer]
 
     async def refresh(self) -> None:
         return None
@@ -49,6 +51,8 @@ class World:
 
     async def open_stream(self, peer: str, protocol: str, seconds: float) -> Stream:
         self.meanwhile()
+        if all("p2p-circuit" in path for path in self.paths[peer]):
+            self.answer = Hop(kind=Kind.STATUS, status=Status.PERMISSION_DENIED)
         if self.broken:
             raise P2pdClientError("p2pd is gone")
         near, far = (Stream(one, buffer_bytes=0) for one in socket.socketpair())
@@ -94,6 +98,19 @@ async def test_a_p2pd_that_dies_during_a_trial_takes_the_place_along(world: Worl
     await world.relays._tend()
     assert not world.relays.held
     assert "started again" in world.relays.reason
+
+
+async def test_a_relay_that_came_through_another_relay_is_dialled(world: World) -> None:
+    world.paths[RELAY] = (f"/ip4/44.0.0.2/tcp/4001/p2p/{OTHER}/p2p-circuit",)
+    await hold(world)
+
+
+async def test_a_place_is_given_up_when_only_a_circuit_to_the_relay_is_left(world: World) -> None:
+    await hold(world)
+    world.paths[RELAY] = (f"/ip4/44.0.0.2/tcp/4001/p2p/{OTHER}/p2p-circuit",)
+    await world.relays._tend()
+    assert not world.relays.held
+    assert "not connected" in world.relays.reason
 
 
 async def test_a_place_that_is_not_renewed_is_given_up(world: World, monkeypatch) -> None:
