@@ -8,6 +8,7 @@ about congestion (`net.ipv4.tcp_congestion_control`, printed) then makes a fifth
     scripts/bench_round.py                                             # 2 and 4 peers, 16M values, int8 and rivals
     scripts/bench_round.py --peers 4 --systems ours/int8/aead gloo     # see bench_systems.py for the names
     scripts/bench_round.py --peers 4 --shape 50mbit,200mbit,200mbit,200mbit --systems ours/int8/aead
+    scripts/bench_round.py --beside ../before                          # ours of another checkout too, with its .venv
 
 Times of a round are the greatest over its peers. `exchange` is from the group formed to the mean decoded, `call` is the
 whole call. hivemind's exchange is its all-reduce, after its matchmaking; gloo has no matchmaking. Exits 1 if a result
@@ -249,14 +250,19 @@ def bench(options: argparse.Namespace, peers: int, rates: Sequence[float]) -> tu
         write_data(data, peers, options.values)
         fractions = balance(rates or [1.0] * peers, [True] * peers)
         contestants = []
-        for name in options.systems:
+        ours = [name for name in options.systems if name.startswith("ours/")]
+        entries: list[tuple[str, Path | None]] = [(name, None) for name in options.systems]
+        for name, checkout in entries + [(name, options.beside) for name in ours if options.beside]:
             commands = []
+            title = f"{name}@{checkout.name}" if checkout else name
+            python = str(checkout / ".venv/bin/python") if checkout else sys.executable
+            script = checkout / "scripts" / PEER.name if checkout else PEER
             for index, host in enumerate(hosts):
-                own = work / f"{name.replace('/', '-')}-{index}"
+                own = work / f"{title.replace('/', '-')}-{index}"
                 own.mkdir()
                 words = [name, index, ",".join(map(str, fractions)), options.values, host, own, data]
-                commands.append([*prefix(index), sys.executable, str(PEER), *map(str, words)])
-            contestant = Contestant(name, commands, work, shared)
+                commands.append([*prefix(index), python, str(script), *map(str, words)])
+            contestant = Contestant(title, commands, work, shared)
             stack.callback(contestant.end)
             contestant.meet()
             contestants.append(contestant)
@@ -299,6 +305,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="*", default=list(DEFAULT_SYSTEMS), help="%(default)s")
     parser.add_argument(
         "--shape", type=link_rates, default=[], help="rate of each link: 200mbit, or one per peer"
+    )
+    parser.add_argument(
+        "--beside",
+        type=lambda text: Path(text).resolve(),
+        help="a checkout whose ours/... run in the same turns",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON list instead of tables")
     options = parser.parse_args(arguments)
