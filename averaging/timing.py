@@ -1,6 +1,6 @@
 """The times for which peers wait for each other, in a round and before it. All derive from a few, so their order holds.
 
-`budget` returns the table in ARCHITECTURE.md.
+ARCHITECTURE.md has a table of them.
 """
 
 from __future__ import annotations
@@ -69,31 +69,3 @@ ASKER_SECONDS = 5 * RENEW_SECONDS
 def silence(rtt: float) -> float:
     """Return the longest silence of a living member with this round-trip time; both in seconds."""
     return min(SILENCE_SECONDS + ROUND_TRIPS * rtt, MAX_SILENCE_SECONDS)
-
-
-def budget() -> list[tuple[str, float, str]]:
-    """Return the steps of matchmaking and of a round, each with its most seconds and their derivation."""
-    return [
-        ("between two words of a coordinator to a parked peer", KEEPALIVE, "a tenth of a silence"),
-        (
-            "an overdue word of a coordinator, else it has stopped",
-            OVERDUE_SECONDS,
-            "a silence less a word's time",
-        ),
-        ("a coordinator's first answer", REPLY_SECONDS, "a silence less half a word's time"),
-        ("a missing peer is asked whether it is there", INVITE_SECONDS, "a word's time"),
-        (
-            "such a peer answers, or is taken for dead",
-            SILENT_SECONDS,
-            "a silence less one and a half words' time",
-        ),
-        ("a manifest that others speak of is asked for", MISSED_SECONDS, "half the time of an invitation"),
-        ("between two signs of life", HEARTBEAT_SECONDS, "given"),
-        ("a direct channel opens, else libp2p carries the frames", DIRECT_SECONDS, "half a silence"),
-        ("between two words that a member waits for another that delivers", WAITING_SECONDS, "half a stall"),
-        ("a silent member is taken for dead", SILENCE_SECONDS, "eight heartbeats"),
-        ("the same at a round-trip time of 0.3 s", silence(0.3), "four round trips more"),
-        ("the same, whatever the link", MAX_SILENCE_SECONDS, "three silences"),
-        ("a step without progress is tried another way", STALL_SECONDS, "a silence"),
-        ("a finished member answers others", LINGER_SECONDS, "two and a half stalls"),
-    ]

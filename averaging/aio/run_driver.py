@@ -41,8 +41,9 @@ MAX_HISTORY = 1000
 DIALABLE_SECONDS = 0.5
 """Time between two looks of a searching peer whether other peers can dial it."""
 
-LOOK_SECONDS = 0.5
-"""Time between two reads of the directory's cache, for `state`."""
+LOOK_SECONDS = 0.25
+"""Time between two reads of the directory's cache, which costs nothing. A group waits for a read before it closes
+without a peer that is new here."""
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,6 @@ class RunDriver:
         is_mute = context.membership.is_mute
         self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, is_mute)
         self._tasks = TaskSet()
-        self._looking = False
         self._left = ""
 
     # ---- the face ----
@@ -391,8 +391,6 @@ class RunDriver:
             case events.Announce():
                 self._announced = action
                 self._publish()
-            case events.LookUp() if not self._left:
-                self._tasks.spawn(self._look())
 
     def _publish(self) -> None:
         if not self._left:
@@ -412,21 +410,11 @@ class RunDriver:
             left=left,
         )
 
-    async def _look(self) -> None:
-        if self._looking:
-            return
-        self._looking = True
-        try:
-            found = await self._directory.peers(self.spec.name)
-            candidates = [one for one in found if not one.left]
-        finally:
-            self._looking = False
-        if not self._left:
-            self._driver.tell(events.CandidatesSeen(candidates))
-            self._compare(events.CandidatesSeen(candidates))
-            self._looked.set()
-
     async def _look_regularly(self) -> None:
         while True:
-            await self._look()
+            found = await self._directory.peers(self.spec.name)
+            seen = events.CandidatesSeen([one for one in found if not one.left])
+            self._driver.tell(seen)
+            self._compare(seen)
+            self._looked.set()
             await asyncio.sleep(LOOK_SECONDS)

@@ -56,11 +56,6 @@ class Coordinator:
         self._unknown: set[str] = set()
         self._looks_from = float("-inf")
 
-    @property
-    def gathering(self) -> bool:
-        """True if joins are parked here."""
-        return any(each.parked for each in self._gatherings.values())
-
     def count(self, round: int, now: float) -> tuple[int, int]:
         """Return the number of joins of a round that are parked here, and the number of peers expected in all."""
         parked, expected = self._sides(round, now)
@@ -85,10 +80,6 @@ class Coordinator:
     def has_closed(self, round: int) -> bool:
         """True if a group of this round has been closed here, or formed with this peer."""
         return round in self._closed
-
-    def has_strangers(self, now: float) -> bool:
-        """True if a look at the directory is due, because the latest look could not show the peers of some joins."""
-        return any(self._has_unknown(each, now) for each in self._gatherings.values())
 
     def note_own(self, coordinator: str | None, redirects: bool) -> None:
         """Note which coordinator has this peer's own join, and whether members of its group should follow it there."""

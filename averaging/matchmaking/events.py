@@ -13,7 +13,7 @@ from equipoise.averaging.state import StateId
 
 
 class CandidatesSeen(msgspec.Struct, frozen=True):
-    """The directory has answered: the peers of the run."""
+    """The directory was read, as it is several times a second: the peers of the run."""
 
     candidates: Sequence[Candidate]
 
@@ -108,8 +108,4 @@ class Announce(msgspec.Struct, frozen=True):
     reason: str
 
 
-class LookUp(msgspec.Struct, frozen=True):
-    """Ask the directory, and report `CandidatesSeen` when it has answered; one lookup at a time."""
-
-
-Action = Send | Form | Decline | Announce | LookUp
+Action = Send | Form | Decline | Announce

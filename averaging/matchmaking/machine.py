@@ -20,16 +20,6 @@ from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.rate_limit import Allowance
 
-LOOK_OFTEN, LOOK_SELDOM = 1.0, 5.0
-"""Seconds between looks at the directory, while a group gathers and otherwise. Views of the run may differ for the
-first; the second keeps the view fresh, so that a group forms in one message each way."""
-
-SETTLING_SECONDS = 10.0
-"""Time after a change of the view in which the peer looks often: daemons are started together."""
-
-LOOK_FOR_STRANGERS = 0.25
-"""Seconds between looks while joins of unknown peers are parked: the view is behind."""
-
 NOTICE_SECONDS, MAX_NOTICES = 1.0, 4
 """Time, and most manifests of other groups checked within it, one of each peer: up to 64 signatures each, a twentieth
 of a core in all. A coordinator sends a manifest to each peer that its round went on without; the directory tells the
@@ -54,8 +44,6 @@ class Matchmaking(Matchmaker):
         self._doubtful = Allowance(NOTICE_SECONDS, MAX_NOTICES)
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")
-        self._look_at = float("-inf")
-        self._looked_at = float("-inf")
         self._now = float("-inf")
 
     @property
@@ -76,8 +64,6 @@ class Matchmaking(Matchmaker):
             case events.BecameReady():
                 self._joiner.begin(event, now)
                 self._exchanging = None
-                if now - self._membership.seen_at >= LOOK_OFTEN:
-                    self._look_at = now
             case events.Withdrew():
                 self._joiner.end()
                 # A caller may have given up in the very moment in which its group formed.
@@ -169,8 +155,7 @@ class Matchmaking(Matchmaker):
             coordinates = self._joiner.asked == self._context.peer
             round = self._context.round
             self.reason = self._coordinator.describe(round, now) if coordinates else self._joiner.reason
-        due = min(self._announce(now), self._look(now))
-        self.deadline = min(due, self._joiner.deadline(), self._coordinator.deadline(now))
+        self.deadline = min(self._announce(now), self._joiner.deadline(), self._coordinator.deadline(now))
 
     def _announce(self, now: float) -> float:
         """Announce a change of state, but not too often; returns when to try again."""
@@ -179,18 +164,3 @@ class Matchmaking(Matchmaker):
             self._announced, self._announced_at = stands, now
             self._context.out.append(events.Announce(*stands, self.reason))
         return float("inf") if stands == self._announced else self._announced_at + ANNOUNCE_PERIOD
-
-    def _look(self, now: float) -> float:
-        """Look at the directory if a look is due; returns when the next one is due."""
-        membership = self._membership
-        settling = not membership.count or now - membership.changed_at < SETTLING_SECONDS
-        busy = settling or self._joiner.ready or self._coordinator.gathering
-        if self._coordinator.has_strangers(now):
-            self._look_at = min(self._look_at, self._looked_at + LOOK_FOR_STRANGERS)
-        if busy:
-            self._look_at = min(self._look_at, now + LOOK_OFTEN)
-        if now >= self._look_at:
-            self._look_at = now + (LOOK_OFTEN if busy else LOOK_SELDOM)
-            self._looked_at = now
-            self._context.out.append(events.LookUp())
-        return self._look_at

@@ -34,9 +34,9 @@ SHUN_SECONDS = 30.0
 """Time for which a coordinator that has cost more time than most honest ones is not asked first. This does not prove
 bad intent: a coordinator whose own trainer is slow looks the same."""
 
-MAX_ASKED = 16
+MAX_ASKED = 8
 """Most peers known only by their records that are asked at each look at the directory whether they are there. Forty
-peers that start together have met within two looks, and 4,000 false records cost sixteen messages a look."""
+peers that start together have met within four looks, and 4,000 false records cost eight messages a look."""
 
 MAX_SHUNNED = 64
 """Most coordinators shunned at once; beyond that, the oldest entry is dropped."""

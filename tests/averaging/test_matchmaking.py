@@ -11,7 +11,7 @@ from equipoise.averaging.manifest import NONCE_BYTES, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.group_builder import INITIAL_WAIT
-from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, LOOK_OFTEN, Matchmaking
+from equipoise.averaging.matchmaking.machine import ANNOUNCE_PERIOD, Matchmaking
 from equipoise.averaging.matchmaking.membership import LEAP, MAX_ASKED, MAX_JUMP, SUSPECT_SECONDS
 from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.timing import KEEPALIVE, OVERDUE_SECONDS, REPLY_SECONDS
@@ -388,15 +388,6 @@ def test_it_announces_itself_ready_but_not_too_often() -> None:
         announced += [each for each in one.handle(event, 1 + step / 10) if isinstance(each, events.Announce)]
     assert 3 <= len(announced) <= 1 + 4 / ANNOUNCE_PERIOD
     assert any(each.ready for each in announced)
-
-
-def test_it_looks_often_while_it_waits() -> None:
-    one = machine("alice", "bob")
-    one.handle(ready(), 1.0)
-    looks = 0
-    while one.deadline < 11.0:
-        looks += sum(isinstance(each, events.LookUp) for each in one.handle(events.Woke(), one.deadline))
-    assert 8 <= looks <= 1 + 10 / LOOK_OFTEN
 
 
 # ---- records are nobody ----

@@ -57,9 +57,6 @@ TROUBLE_SECONDS = 1.0
 STOP_SECONDS = (0.1, 1.0, 3.0, 6.0)
 """A stopped peer is stopped for so long: some are taken for dead."""
 
-LOOK_SECONDS = 0.5
-"""Between two looks at the directory, as the daemon's."""
-
 
 class Exchange:
     """A round of two in a world of many: what the processes of its members live in.
@@ -252,11 +249,6 @@ class Peer(matchmaking.Peer):
                 process.kill()
                 self._world.judge(exchange)
 
-    def look(self) -> None:
-        """Look at the directory, again and again."""
-        self.tell(events.CandidatesSeen(self._world.seen_by(self)))
-        self.after(LOOK_SECONDS, self.look)
-
 
 class World(matchmaking.World):
     """Daemons of one gossip run.
@@ -430,7 +422,6 @@ def storm(seed: int, exchanges: int, peers: int = 8) -> World:
 
     def begin(name: str) -> None:
         world.gossip(name, trains=True)
-        world.processes[name].after(0.0, world.processes[name].look)
 
     def trouble() -> None:
         living = [peer.name for peer in world.living]

@@ -24,6 +24,9 @@ SPEC = hashlib.sha256(b"simulated").hexdigest()
 RECORD_SECONDS = 60.0
 """Records of dead peers are seen this long."""
 
+LOOK_SECONDS = 0.25
+"""Between two looks at the directory, as the daemon's."""
+
 PART_SECONDS = (0.001, 0.001)
 """Seconds that a part of a round takes, the least and the most of any link."""
 
@@ -122,8 +125,6 @@ class Peer(Driver):
             case events.Announce(ready, round, _):
                 record = Record(self.name, ready=ready, round=round, dialable=self.dialable)
                 world.publish(record, world.draw(weather.directory))
-            case events.LookUp():
-                self.after(world.draw(weather.directory), self._look)
 
     def form(self, manifest: Manifest) -> None:
         """Begin a round, of which only its first word and its end matter here."""
@@ -142,8 +143,10 @@ class Peer(Driver):
         self.tell(events.RoundEnded(round))
         self.on_idle()
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Look at the directory, again and again."""
         self.tell(events.CandidatesSeen(self._world.seen_by(self)))
+        self.after(LOOK_SECONDS, self.look)
 
 
 class World(Network[str, Peer]):
@@ -176,6 +179,7 @@ class World(Network[str, Peer]):
         self.forget(name)
         peer = self.peers[name] = self.make(context)
         peer.after(0.0, peer.tell, events.Woke())
+        peer.after(self.draw(self.weather.directory), peer.look)
         return peer
 
     def make(self, context: Context) -> Peer:
