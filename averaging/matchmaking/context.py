@@ -114,8 +114,8 @@ class Context:
             return wire.Why.NOT_VALID, f"expected a join signed by {peer}"
         return None
 
-    def check(self, manifest: Manifest, own: Join | None) -> None:
-        """Refuse a manifest of this run that this peer must not act on; `own` must be in it, unless it is None.
+    def check(self, manifest: Manifest, own: Join) -> None:
+        """Refuse a manifest of this run that this peer must not act on; `own` must be in it.
 
         Raises:
             ManifestError: Naming the first thing that is wrong.
@@ -143,14 +143,11 @@ class Context:
     def learn(self, formed: wire.GroupFormed) -> None:
         """Take from a checked manifest which peers are beyond its round, and how late they were."""
         self.straggler_wait.learn(formed.lateness)
-        self.learn_members(formed.manifest)
-        planned = set(self.membership.group(self.peer, formed.manifest.round))
-        self.membership.miss(planned.intersection(formed.absent))
-
-    def learn_members(self, manifest: Manifest) -> None:
-        """Take from a checked manifest that its members are beyond its round."""
+        manifest = formed.manifest
         for peer in manifest.peers:
             self.membership.welcome(peer, manifest.round + 1, ready=False)
+        planned = set(self.membership.group(self.peer, manifest.round))
+        self.membership.miss(planned.intersection(formed.absent))
 
     def advance(self, manifest: Manifest) -> None:
         """Note that this peer takes part in a round: its next round has a higher number."""

@@ -254,7 +254,7 @@ class Coordinator:
         reason = f"{closing.reason}; coordinated by {context.peer}"[: wire.MAX_DETAIL_CHARS]
         lateness = min(closing.lateness, MAX_WAIT)
         formed = wire.GroupFormed(context.run, manifest, lateness, tuple(closing.absent), reason)
-        for peer in dict.fromkeys((*manifest.peers, *closing.absent)):
+        for peer in manifest.peers:
             if peer != context.peer:
                 context.send(peer, formed)
         for join in closing.left_over:

@@ -20,10 +20,9 @@ from equipoise.averaging.matchmaking.matchmaker import Matchmaker
 from equipoise.averaging.outcome import Gathering
 from equipoise.averaging.rate_limit import Allowance
 
-NOTICE_SECONDS, MAX_NOTICES = 1.0, 4
-"""Time, and most manifests of other groups checked within it, one of each peer: up to 64 signatures each, a twentieth
-of a core in all. A coordinator sends a manifest to each peer that its round went on without; the directory tells the
-same later."""
+DOUBTS_SECONDS, MAX_DOUBTS = 1.0, 4
+"""Time, and most manifests of shunned peers checked within it, one of each: up to 64 signatures each, a twentieth of a
+core in all."""
 
 ANNOUNCE_PERIOD = 1.0
 """Seconds between announcements: a store costs 20 ms on two cores, and rounds may be faster than that."""
@@ -40,8 +39,7 @@ class Matchmaking(Matchmaker):
         super().__init__(context)
         self._coordinator = Coordinator(context)
         self._joiner = Joiner(context, self._coordinator)
-        self._notices = Allowance(NOTICE_SECONDS, MAX_NOTICES)
-        self._doubtful = Allowance(NOTICE_SECONDS, MAX_NOTICES)
+        self._doubtful = Allowance(DOUBTS_SECONDS, MAX_DOUBTS)
         self._announced: tuple[bool, int] | None = None
         self._announced_at = float("-inf")
         self._now = float("-inf")
@@ -108,7 +106,6 @@ class Matchmaking(Matchmaker):
         try:
             manifest = self._joiner.formed(message)
             if manifest is None:
-                self._take_notice(peer, message, now)
                 return
         except ManifestError as error:
             self.reason = f"{peer} sent a manifest that is not valid: {error}"
@@ -117,22 +114,6 @@ class Matchmaking(Matchmaker):
         self._context.learn(message)
         self._coordinator.remember(message, now)
         self._begin_round(manifest, message.reason)
-
-    def _take_notice(self, peer: str, message: wire.GroupFormed, now: float) -> None:
-        """Learn from a group that formed without this peer which peers are in the next round now.
-
-        Raises:
-            ManifestError: The manifest is not valid.
-        """
-        context, manifest = self._context, message.manifest
-        late = manifest.round < context.round or not context.within_reach(manifest.round, now)
-        if late or context.peer in manifest.peers or not self._membership.knows(peer):
-            return
-        if not self._notices.admits(peer, now):
-            return
-        context.check(manifest, None)
-        context.learn_members(manifest)
-        self._membership.miss({context.peer}.intersection(message.absent))
 
     def _begin_round(self, manifest: Manifest, reason: str) -> None:
         self._joiner.end(formed_by=manifest.coordinator)

@@ -142,7 +142,7 @@ class LeaveRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class GroupFormed(msgspec.Struct, frozen=True, tag=True):
-    """The group is closed. Its members get this, and the peers that the coordinator waited for in vain.
+    """The group is closed. Its members get this.
 
     Attributes:
         run: Name of the run.

@@ -25,7 +25,11 @@ BUDGET = [
     ("a manifest that others speak of is asked for", timing.MISSED_SECONDS, "half the time of an invitation"),
     ("between two signs of life", timing.HEARTBEAT_SECONDS, "given"),
     ("a direct channel opens, else libp2p carries the frames", timing.DIRECT_SECONDS, "half a silence"),
-    ("between two words that a member waits for another that delivers", timing.WAITING_SECONDS, "half a stall"),
+    (
+        "between two words that a member waits for another that delivers",
+        timing.WAITING_SECONDS,
+        "half a stall",
+    ),
     ("a silent member is taken for dead", timing.SILENCE_SECONDS, "eight heartbeats"),
     ("the same at a round-trip time of 0.3 s", timing.silence(0.3), "four round trips more"),
     ("the same, whatever the link", timing.MAX_SILENCE_SECONDS, "three silences"),
