@@ -110,14 +110,13 @@ class RunDriver:
         self._machine = spec.strategy.matchmaker(context, random.Random())
         self._spec_diff = SpecDiff(spec, sessions.peer, self._loop.time())
         self._claims = Claims(spec.options.group_size)
-        self._looked = asyncio.Event()
         self._compared = asyncio.Event()
         self._formed: asyncio.Future[Manifest | Outcome] | None = None
         self._round: RoundDriver | None = None
         self._accumulated = 0.0
         self._announced = events.Announce(False, 0, "joined")
         self._driver = Driver(self._machine, self._perform, events.Woke)
-        self._differ = Driver(self._spec_diff, self._perform, self._still_differs)
+        self._differ = Driver(self._spec_diff, self._perform)
         is_mute = context.membership.is_mute
         self.transfer = Transfer(spec, sessions, directory, identity.verify, rounds, runs, is_mute)
         self._tasks = TaskSet()
@@ -197,8 +196,7 @@ class RunDriver:
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await self._looked.wait()
-                while not self._spec_diff.settled:
+                while not self._spec_diff.settled(self._loop.time()):
                     self._compared.clear()
                     await self._compared.wait()
         return self._spec_diff.objection()
@@ -373,10 +371,6 @@ class RunDriver:
             log.warning("run %s: %s", self.spec.name, self._spec_diff.reason)
         self._compared.set()
 
-    def _still_differs(self) -> events.Woke:
-        self._compared.set()
-        return events.Woke()
-
     def _perform(self, action: events.Action) -> None:
         match action:
             case events.Send(peer, message):
@@ -416,5 +410,4 @@ class RunDriver:
             seen = events.CandidatesSeen([one for one in found if not one.left])
             self._driver.tell(seen)
             self._compare(seen)
-            self._looked.set()
             await asyncio.sleep(LOOK_SECONDS)

@@ -16,7 +16,7 @@ import msgspec
 
 from equipoise.averaging.manifest import Join, Manifest, PeerName, RoundNumber, SpecHash, Ticket
 from equipoise.averaging.matchmaking.group_builder import MAX_WAIT
-from equipoise.averaging.options import Number, RunOptions, Word
+from equipoise.averaging.options import Number, Word
 from equipoise.averaging.ports import Buffer, parser
 from equipoise.averaging.spec import (
     MARK_BYTES,
@@ -40,8 +40,8 @@ MAX_COUNT = 1_000_000
 MAX_PRESENCE = 1e9
 """Most seconds for which a peer may claim to have been there: thirty years."""
 
-MAX_NOTE_CHARS = 160
-"""Longest description of a tensor, its name and shape: a line of a terminal."""
+MAX_ROWS = MAX_TERMS + 16
+"""Most rows of a spec's table: its terms, its options, and its tensors in two."""
 
 RunName = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 Detail = Annotated[str, msgspec.Meta(max_length=MAX_DETAIL_CHARS, pattern=r"\A[ -~]*\Z")]
@@ -51,7 +51,6 @@ Hops = Annotated[int, msgspec.Meta(ge=0, le=MAX_HOPS)]
 Patience = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PATIENCE)]
 Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT)]
 Value = Annotated[str, msgspec.Meta(max_length=MAX_TERM_VALUE_CHARS, pattern=r"\A[ -~]*\Z")]
-Note = Annotated[str, msgspec.Meta(max_length=MAX_NOTE_CHARS, pattern=r"\A[ -~]*\Z")]
 Marks = Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
 Presence = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PRESENCE)]
 
@@ -194,28 +193,6 @@ class SpecQuestion(msgspec.Struct, frozen=True, tag=True):
     marks: Marks
 
 
-class Description(msgspec.Struct, frozen=True, array_like=True):
-    """A spec in brief.
-
-    Attributes:
-        version: Protocol version.
-        options: As in the spec.
-        terms: As in the spec.
-        values: Values of all tensors, without padding.
-        tensors: Number of tensors.
-        place: Place of the first tensor that differs; None if all tensors with marks are alike.
-        note: Name, dtype and shape of the tensor at that place; empty if the run has no tensor there.
-    """
-
-    version: Number
-    options: RunOptions
-    terms: Annotated[tuple[tuple[Word, Value], ...], msgspec.Meta(max_length=MAX_TERMS)]
-    values: Number
-    tensors: Number
-    place: Number | None
-    note: Note
-
-
 class SpecAnswer(msgspec.Struct, frozen=True, tag=True):
     """Answers `SpecQuestion`.
 
@@ -223,13 +200,17 @@ class SpecAnswer(msgspec.Struct, frozen=True, tag=True):
         run: Name of the run.
         spec: Hash of the described spec.
         seconds: Time for which this peer has taken part with it.
-        description: The spec in brief.
+        version: Protocol version.
+        place: Place of the first tensor that differs; None if all tensors with marks are alike.
+        table: The spec by names and values, for people.
     """
 
     run: RunName
     spec: SpecHash
     seconds: Presence
-    description: Description
+    version: Number
+    place: Number | None
+    table: Annotated[tuple[tuple[Word, Value], ...], msgspec.Meta(max_length=MAX_ROWS)]
 
 
 MatchmakingMessage = (

@@ -1,27 +1,25 @@
 """Differences of specs: the machine that finds how the specs of peers in a run of the same name differ.
 
 Peers of one name and different specs see each other's hashes in the directory. A hash shows that something differs, but
-not where. So each peer asks some of the others, with four bytes of each of its tensors. The answer names the first
-tensor that differs, all options and all terms. Answers are optional: a peer that does not answer is dead, of an older
-version, or unwilling, and does not count. Descriptions come from strangers: they are bounded and printable, and serve
-only as a line of text.
+not where. So each peer asks some of the others, with four bytes of each of its tensors. The answer is a table of the
+other spec: the first tensor that differs, all options and all terms. A peer that does not answer is dead, of an older
+version, or unwilling, and does not count. Answers come from strangers: they are bounded and printable, and serve only
+as a line of text.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from equipoise.averaging.matchmaking import messages as wire
 from equipoise.averaging.matchmaking.events import CandidatesSeen, Event, MessageReceived, PeerLost, Send
 from equipoise.averaging.matchmaking.topology import rank
-from equipoise.averaging.options import RunOptions
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.rate_limit import Allowance
-from equipoise.averaging.spec import MARK_BYTES, PROTOCOL_VERSION, RunSpec
+from equipoise.averaging.spec import MARK_BYTES, MAX_TERM_VALUE_CHARS, PROTOCOL_VERSION, RunSpec
 from equipoise.averaging.timing import SILENCE_SECONDS
 
 MAX_STRANGERS = 16
@@ -34,7 +32,7 @@ ASK_AGAIN_SECONDS, MAX_QUESTIONS = 10.0, 3
 """Time between two questions to a peer that has not answered, and most questions: the peer may have been away."""
 
 MAX_ANSWERS, ANSWERS_SECONDS = 32, 1.0
-"""Most answers that a peer gives to all askers together within a time, and that time: an answer may take 10 KB."""
+"""Most answers that a peer gives within a time, one to each asker, and that time: an answer may take 10 KB."""
 
 MAX_SHOWN = 60
 """Most characters of a value that a line shows: all the optimizer's options are one value, and only one may differ."""
@@ -49,21 +47,26 @@ MAX_DIFFERENCES = 3
 class _Stranger(msgspec.Struct):
     """A peer of another spec; `came_first` if this peer's first look at the directory showed it.
 
-    If its answer is `awaited`, the answer is overdue at `due`. Otherwise the peer may be asked from `due` on.
+    Its answer is waited for until `answer_by`. It is asked again some time after that.
     """
 
     spec: str
     reachable: bool
     came_first: bool
     asked: int = 0
-    awaited: bool = False
-    due: float = float("-inf")
+    answer_by: float = float("-inf")
     there_since: float | None = None
     difference: str = ""
 
 
 class SpecDiff:
-    """One peer's view of the peers that have another spec of its run. Times are the seconds of one monotonic clock."""
+    """One peer's view of the peers that have another spec of its run. Times are the seconds of one monotonic clock.
+
+    Attributes:
+        deadline: Never: all that is due by the clock is done at the next look at the directory.
+    """
+
+    deadline = float("inf")
 
     def __init__(self, spec: RunSpec, peer: str, now: float) -> None:
         self._spec = spec
@@ -72,30 +75,20 @@ class SpecDiff:
         self._strangers: dict[str, _Stranger] = {}
         self._alike = 0
         self._seen = False
-        self._answers = Allowance(ANSWERS_SECONDS, MAX_ANSWERS, MAX_ANSWERS)
-        self._out: list[Send] = []
+        self._answers = Allowance(ANSWERS_SECONDS, MAX_ANSWERS)
 
-    @property
-    def deadline(self) -> float:
-        """When an event is due at the latest; infinity if no question is open or due."""
-        strangers = self._strangers.values()
-        return min((one.due for one in strangers if one.awaited or _may_be_asked(one)), default=float("inf"))
-
-    @property
-    def settled(self) -> bool:
-        """True if all peers that can be asked have answered, or not answered in time."""
-        return not any(one.awaited for one in self._strangers.values())
+    def settled(self, now: float) -> bool:
+        """True if the directory was read, and all peers that can be asked have answered, or not answered in time."""
+        return self._seen and all(now >= one.answer_by for one in self._strangers.values())
 
     @property
     def reason(self) -> str:
         """The difference of the most common other spec, one line; empty if no other spec is known."""
-        counts = Counter(one.spec for one in self._strangers.values())
-        if not counts:
+        strangers = self._strangers.values()
+        if not strangers:
             return ""
-        spec, count = max(counts.items(), key=lambda each: (each[1], each[0]))
-        said = next(
-            (one.difference for one in self._strangers.values() if one.spec == spec and one.difference), ""
-        )
+        [(spec, count)] = Counter(one.spec for one in strangers).most_common(1)
+        said = next((one.difference for one in strangers if one.spec == spec and one.difference), "")
         have = "peer of this name has" if count == 1 else "peers of this name have"
         return f"{count} {have} another spec: {said or 'how it differs has not been said'}"
 
@@ -124,30 +117,27 @@ class SpecDiff:
 
     def handle(self, event: Event, now: float) -> Sequence[Send]:
         """Take in an event; return the messages to send."""
+        out: list[Send] = []
         match event:
             case CandidatesSeen(candidates):
                 self._see(candidates)
             case MessageReceived(peer, wire.SpecQuestion() as question):
-                self._answer(peer, question, now)
-            case MessageReceived(peer, wire.SpecAnswer() as answer):
-                self._learn(peer, answer, now)
-            case PeerLost(peer):
-                self._give_up(peer, now)
-        self._ask(now)
-        out, self._out = self._out, []
-        return out
+                out += self._answer(peer, question, now)
+            case MessageReceived(peer, wire.SpecAnswer() as answer) if peer in self._strangers:
+                self._learn(self._strangers[peer], answer, now)
+            case PeerLost(peer) if peer in self._strangers:
+                one = self._strangers[peer]
+                one.answer_by = min(one.answer_by, now)
+        return out + self._ask(now)
 
     def _see(self, candidates: Sequence[Candidate]) -> None:
         others = [one for one in candidates if one.peer != self._peer]
         strangers = {one.peer: one for one in others if one.spec != self._spec.hash}
         self._alike = len(others) - len(strangers)
         known, self._strangers = self._strangers, {}
-        kept = [peer for peer in known if peer in strangers]
-        if room := MAX_STRANGERS - len(kept):
-            # Each peer asks in its own order, so that in a large run not all peers ask the same few.
-            new = strangers.keys() - known.keys()
-            kept += heapq.nsmallest(room, new, key=lambda peer: rank(self._peer, peer))
-        for peer in kept:
+        # Each peer asks in its own order, so that in a large run not all peers ask the same few.
+        order = sorted(strangers, key=lambda peer: (peer not in known, rank(self._peer, peer)))
+        for peer in order[:MAX_STRANGERS]:
             before, seen = known.get(peer), strangers[peer]
             if before is None or before.spec != seen.spec:
                 before = _Stranger(seen.spec, seen.dialable, came_first=not self._seen)
@@ -155,96 +145,75 @@ class SpecDiff:
             self._strangers[peer] = before
         self._seen = True
 
-    def _answer(self, peer: str, question: wire.SpecQuestion, now: float) -> None:
+    def _answer(self, peer: str, question: wire.SpecQuestion, now: float) -> list[Send]:
         if question.spec == self._spec.hash or not self._answers.admits(peer, now):
-            return
-        here = min(now - self._began, wire.MAX_PRESENCE)
-        description = describe(self._spec, question.marks)
-        self._out.append(Send(peer, wire.SpecAnswer(self._spec.name, self._spec.hash, here, description)))
+            return []
         if peer in self._strangers:
             self._strangers[peer].reachable = True  # By the channel that the stranger has opened.
+        here = min(now - self._began, wire.MAX_PRESENCE)
+        return [Send(peer, answer_of(self._spec, question.marks, here))]
 
-    def _learn(self, peer: str, answer: wire.SpecAnswer, now: float) -> None:
-        stranger = self._strangers.get(peer)
-        if stranger is None or not stranger.awaited or answer.spec != stranger.spec:
+    def _learn(self, stranger: _Stranger, answer: wire.SpecAnswer, now: float) -> None:
+        if not stranger.asked or stranger.there_since is not None or answer.spec != stranger.spec:
             return
-        stranger.awaited, stranger.asked = False, MAX_QUESTIONS
-        stranger.there_since = now - answer.seconds
-        stranger.difference = differences(self._spec, answer.description) or "what it tells of it is the same"
+        stranger.answer_by, stranger.there_since = now, now - answer.seconds
+        stranger.difference = differences(self._spec, answer) or "what it tells of it is the same"
 
-    def _give_up(self, peer: str, now: float) -> None:
-        stranger = self._strangers.get(peer)
-        if stranger is not None and stranger.awaited:
-            stranger.awaited, stranger.due = False, now + ASK_AGAIN_SECONDS
-
-    def _ask(self, now: float) -> None:
+    def _ask(self, now: float) -> list[Send]:
+        question = wire.SpecQuestion(self._spec.name, self._spec.hash, self._spec.marks)
+        out = []
         for peer, one in self._strangers.items():
-            if now >= one.due:
-                self._give_up(peer, now)
-            if _may_be_asked(one) and now >= one.due:
+            may_be_asked = one.reachable and one.there_since is None and one.asked < MAX_QUESTIONS
+            if may_be_asked and (not one.asked or now >= one.answer_by + ASK_AGAIN_SECONDS):
                 one.asked += 1
-                one.awaited, one.due = True, now + ANSWER_SECONDS
-                self._out.append(
-                    Send(peer, wire.SpecQuestion(self._spec.name, self._spec.hash, self._spec.marks))
-                )
+                one.answer_by = now + ANSWER_SECONDS
+                out.append(Send(peer, question))
+        return out
 
 
-def _may_be_asked(one: _Stranger) -> bool:
-    return one.reachable and not one.awaited and one.asked < MAX_QUESTIONS
-
-
-def describe(spec: RunSpec, others: bytes) -> wire.Description:
+def answer_of(spec: RunSpec, marks: bytes, seconds: float) -> wire.SpecAnswer:
     """Describe a spec to a peer whose tensors have these marks."""
-    own, schema = spec.marks, spec.schema
-    starts = range(0, max(len(own), len(others)), MARK_BYTES)
-    differ = (at for at in starts if own[at : at + MARK_BYTES] != others[at : at + MARK_BYTES])
+    own = spec.marks
+    starts = range(0, max(len(own), len(marks)), MARK_BYTES)
+    differ = (at for at in starts if own[at : at + MARK_BYTES] != marks[at : at + MARK_BYTES])
     place = next((at // MARK_BYTES for at in differ), None)
-    note = _note(spec, place)
-    return wire.Description(
-        PROTOCOL_VERSION, spec.options, spec.terms, schema.size, len(schema.tensors), place, note
-    )
+    table = tuple(_table(spec, place).items())
+    return wire.SpecAnswer(spec.name, spec.hash, seconds, PROTOCOL_VERSION, place, table)
 
 
-def differences(here: RunSpec, there: wire.Description) -> str:
-    """Return the differences of two specs, one line; empty if the description shows no difference."""
+def _table(spec: RunSpec, place: int | None) -> dict[str, str]:
+    """The spec as names and values; of its tensors only the number, and the one at `place`."""
+    tensors = spec.schema.tensors
+    table = {}
+    if place is not None and place < len(tensors):
+        one = tensors[place]
+        kind = " buffer" if one.buffer else ""
+        table[f"tensor {place}"] = f"{one.name!a} {one.dtype} {list(one.shape)}{kind}"[:MAX_TERM_VALUE_CHARS]
+    table["model"] = f"{spec.schema.size} values in {len(tensors)} tensor{'' if len(tensors) == 1 else 's'}"
+    table.update(spec.terms)
+    options = msgspec.structs.asdict(spec.options)
+    return table | {name.replace("_", " "): str(value) for name, value in options.items()}
+
+
+def differences(here: RunSpec, there: wire.SpecAnswer) -> str:
+    """Return the differences of two specs, one line; empty if the answer shows no difference."""
     if there.version != PROTOCOL_VERSION:
         older = "here" if there.version > PROTOCOL_VERSION else "there"
         return (
             f"protocol version: here {PROTOCOL_VERSION}, there {there.version}; "
             f"the equipoise {older} is older: upgrade it with pip install --upgrade equipoise"
         )
-    own, others = dict(here.terms), dict(there.terms)
-    found = [_model(here, there)] + [
-        _differs(name, own.get(name, "nothing"), others.get(name, "nothing"))
-        for name in sorted({**own, **others})
-    ]
-    for name in sorted(RunOptions.__struct_fields__):
-        ours, theirs = (str(getattr(one.options, name)) for one in (here, there))
-        found.append(_differs(name.replace("_", " "), ours, theirs))
-    found = [each for each in found if each]
-    more = len(found) - MAX_DIFFERENCES
-    return "; ".join(found[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+    ours, theirs = _table(here, there.place), dict(there.table)
+    names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    found = [_differs(name, ours, theirs) for name in names[:MAX_DIFFERENCES]]
+    more = len(names) - MAX_DIFFERENCES
+    return "; ".join(found) + (f"; and {more} more" if more > 0 else "")
 
 
-def _model(here: RunSpec, there: wire.Description) -> str:
-    ours = _size(here.schema.size, len(here.schema.tensors))
-    theirs = _size(there.values, there.tensors)
-    if there.place is None:
-        return "" if ours == theirs else f"model: here {ours}, there {theirs}"
-    tensors = f"{_note(here, there.place) or 'missing'} here, {there.note or 'missing'} there"
-    return f"model: tensor {there.place} is {tensors} (here {ours}, there {theirs})"
-
-
-def _size(values: int, tensors: int) -> str:
-    return f"{values} values in {tensors} tensor{'' if tensors == 1 else 's'}"
-
-
-def _differs(name: str, here: str, there: str) -> str:
-    if here == there:
-        return ""
-    same = next(
-        (at for at, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), min(len(here), len(there))
-    )
+def _differs(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
+    pairs = enumerate(zip(here, there, strict=False))
+    same = next((at for at, (a, b) in pairs if a != b), min(len(here), len(there)))
     return f"{name}: here {_around(here, same)}, there {_around(there, same)}"
 
 
@@ -255,14 +224,3 @@ def _around(text: str, place: int) -> str:
     start = max(min(place - LEAD, len(text) - MAX_SHOWN), 0)
     before, after = "..." if start else "", "..." if start + MAX_SHOWN < len(text) else ""
     return f"{before}{text[start : start + MAX_SHOWN]}{after}"
-
-
-def _note(spec: RunSpec, place: int | None) -> str:
-    if place is None or place >= len(spec.schema.tensors):
-        return ""
-    tensor = spec.schema.tensors[place]
-    kind = " buffer" if tensor.buffer else ""
-    shape = f"{tensor.dtype} {list(tensor.shape)}"[: wire.MAX_NOTE_CHARS // 2 - len(kind)] + kind
-    name = ascii(tensor.name)
-    room = wire.MAX_NOTE_CHARS - len(shape) - 1
-    return f"{name if len(name) <= room else name[: room - 3] + '...'} {shape}"

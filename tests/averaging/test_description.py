@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.matchmaking.messages import MAX_NOTE_CHARS, Description, SpecQuestion
-from equipoise.averaging.matchmaking.spec_diff import MAX_DIFFERENCES, describe, differences
-from equipoise.averaging.options import RunOptions
+from equipoise.averaging.matchmaking.messages import MAX_ROWS, SpecAnswer, SpecQuestion
+from equipoise.averaging.matchmaking.spec_diff import MAX_DIFFERENCES, answer_of, differences
 from equipoise.averaging.ports import MAX_HEADER_BYTES
 from equipoise.averaging.schema import MAX_NAME_CHARS, Schema
 from equipoise.averaging.spec import MARK_BYTES, MAX_MARKS, MAX_TERMS, PROTOCOL_VERSION, RunSpec
@@ -21,12 +20,12 @@ from fakes.specs import TENSORS, spec
 
 def told(here: RunSpec, there: RunSpec) -> str:
     """What a peer can say of another one that has answered it."""
-    return differences(here, describe(there, here.marks))
+    return differences(here, answer_of(there, here.marks, 1.0))
 
 
 def test_nothing_differs_between_equals() -> None:
     assert told(spec(), spec()) == ""
-    assert describe(spec(), spec().marks).place is None
+    assert answer_of(spec(), spec().marks, 1.0).place is None
 
 
 @pytest.mark.parametrize(
@@ -34,18 +33,17 @@ def test_nothing_differs_between_equals() -> None:
     [
         (
             spec({"a": (2,), "b": (4, 3), "c": (5,)}),
-            "model: tensor 1 is 'b' float32 [3, 4] here, 'b' float32 [4, 3] there "
-            "(here 19 values in 3 tensors, there 19 values in 3 tensors)",
+            "tensor 1: here 'b' float32 [3, 4], there 'b' float32 [4, 3]",
         ),
         (
             spec({"a": (2,), "b": (3, 4)}),
-            "model: tensor 2 is 'c' float32 [5] here, missing there "
-            "(here 19 values in 3 tensors, there 14 values in 2 tensors)",
+            "tensor 2: here 'c' float32 [5], there nothing; "
+            "model: here 19 values in 3 tensors, there 14 values in 2 tensors",
         ),
         (
             spec({**TENSORS, "d": (1,)}),
-            "model: tensor 3 is missing here, 'd' float32 [1] there "
-            "(here 19 values in 3 tensors, there 20 values in 4 tensors)",
+            "model: here 19 values in 3 tensors, there 20 values in 4 tensors; "
+            "tensor 3: here nothing, there 'd' float32 [1]",
         ),
         (spec(codec="fp16"), "codec: here fp32, there fp16"),
         (spec(group_size=4), "group size: here 16, there 4"),
@@ -77,7 +75,7 @@ def test_a_line_does_not_name_everything() -> None:
 
 def test_another_version_is_all_there_is_to_say_and_which_side_is_older() -> None:
     for version, older in ((99, "here"), (1, "there")):
-        there = msgspec.structs.replace(describe(spec(codec="fp16"), spec().marks), version=version)
+        there = msgspec.structs.replace(answer_of(spec(codec="fp16"), spec().marks, 1.0), version=version)
         assert differences(spec(), there) == (
             f"protocol version: here {PROTOCOL_VERSION}, there {version}; "
             f"the equipoise {older} is older: upgrade it with pip install --upgrade equipoise"
@@ -100,12 +98,12 @@ def test_the_largest_description_fits_a_header_and_is_understood() -> None:
     tensors = {f"{index}{name}"[:MAX_NAME_CHARS]: (1,) * 64 for index in range(MAX_MARKS + 1)}
     terms = {f"{index:064}": "x" * 256 for index in range(MAX_TERMS)}
     largest = spec(tensors, terms=terms)
-    encoded = msgspec.msgpack.encode(describe(largest, b""))
+    encoded = msgspec.msgpack.encode(answer_of(largest, b"", 1.0))
     assert len(encoded) < MAX_HEADER_BYTES / 2
     assert (
         len(msgspec.msgpack.encode(SpecQuestion("run", largest.hash, largest.marks))) < MAX_HEADER_BYTES / 2
     )
-    assert len(msgspec.msgpack.decode(encoded, type=Description).note) <= MAX_NOTE_CHARS
+    assert msgspec.msgpack.decode(encoded, type=SpecAnswer).place == 0
 
 
 def test_names_that_are_not_printable_are_escaped() -> None:
@@ -113,31 +111,21 @@ def test_names_that_are_not_printable_are_escaped() -> None:
     assert r"'\x1b[2J\n' float32 [1]" in told(here, spec({"a": (1,)}))
 
 
-NUMBERS = st.integers(0, 2**53)
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=64)
 
-DESCRIPTIONS = st.builds(
-    Description,
+ANSWERS = st.builds(
+    SpecAnswer,
+    st.just("run"),
+    st.just(spec().hash),
+    st.just(1.0),
     st.sampled_from([PROTOCOL_VERSION, PROTOCOL_VERSION + 1]),
-    st.builds(
-        RunOptions,
-        strategy=WORDS,
-        rule=WORDS,
-        codec=WORDS,
-        group_size=NUMBERS,
-        part_values=NUMBERS,
-        weights=WORDS,
-    ),
-    st.lists(st.tuples(st.just("clip"), st.text("ab \"'", max_size=256)), max_size=3).map(tuple),
-    NUMBERS,
-    NUMBERS,
-    st.none() | NUMBERS | st.integers(0, 4),
-    st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=MAX_NOTE_CHARS),
+    st.none() | st.integers(0, 2**53) | st.integers(0, 4),
+    st.lists(st.tuples(WORDS | st.just("clip"), st.text("ab \"'", max_size=256)), max_size=3).map(tuple),
 )
 
 
-@given(DESCRIPTIONS)
-def test_whatever_a_stranger_tells_comes_to_one_short_printable_line(there: Description) -> None:
+@given(ANSWERS)
+def test_whatever_a_stranger_tells_comes_to_one_short_printable_line(there: SpecAnswer) -> None:
     line = differences(spec(), there)
     assert line.isascii()
     assert line.isprintable()
@@ -146,27 +134,25 @@ def test_whatever_a_stranger_tells_comes_to_one_short_printable_line(there: Desc
 
 @given(st.binary(max_size=99))
 def test_whatever_marks_a_stranger_sends_the_answer_is_within_bounds(marks: bytes) -> None:
-    told = msgspec.msgpack.encode(describe(spec(), marks))
-    assert msgspec.msgpack.decode(told, type=Description).place is not None
+    told = msgspec.msgpack.encode(answer_of(spec(), marks, 1.0))
+    assert msgspec.msgpack.decode(told, type=SpecAnswer).place is not None
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"note": "\x1b[2J"},
-        {"note": "x" * 161},
-        {"options": RunOptions(codec="x" * 65)},
-        {"options": RunOptions(group_size=-1)},
-        {"terms": (("a", "b\n"),)},
-        {"terms": tuple((str(index), "") for index in range(33))},
-        {"values": -1},
+        {"table": (("a", "\x1b[2J"),)},
+        {"table": (("a", "b" * 257),)},
+        {"table": (("a" * 65, "b"),)},
+        {"table": tuple((str(index), "") for index in range(MAX_ROWS + 1))},
+        {"version": -1},
         {"place": 2**60},
     ],
 )
 def test_what_is_out_of_bounds_does_not_decode(change: dict[str, Any]) -> None:
-    wrong = msgspec.structs.replace(describe(spec(), b""), **change)
+    wrong = msgspec.structs.replace(answer_of(spec(), b"", 1.0), **change)
     with pytest.raises(msgspec.ValidationError):
-        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=Description)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(wrong), type=SpecAnswer)
 
 
 def test_too_many_marks_do_not_decode() -> None:

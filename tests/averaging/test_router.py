@@ -185,8 +185,8 @@ async def test_a_tensor_that_differs_is_named_to_both(cluster: Cluster) -> None:
     runs = await compare(cluster, {"one": spec_of(1000), "two": spec_of(1001)})
     for run in runs.values():
         await run.objection(10.0)
-    assert "'w' float32 [1000] here, 'w' float32 [1001] there" in runs["one"].reason
-    assert "'w' float32 [1001] here, 'w' float32 [1000] there" in runs["two"].reason
+    assert "here 'w' float32 [1000], there 'w' float32 [1001]" in runs["one"].reason
+    assert "here 'w' float32 [1001], there 'w' float32 [1000]" in runs["two"].reason
 
 
 async def test_a_dead_peers_record_turns_nobody_away(cluster: Cluster) -> None:

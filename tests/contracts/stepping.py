@@ -173,7 +173,7 @@ class SteppingContract:
                 "model: tensor 1 is 'b' float32 [2] here, 'b' float32 [2, 3] there "
                 "(here 4 values in 2 tensors, there 8 values in 2 tensors)",
             ),
-            ({"a": torch.zeros(2)}, {}, "model: tensor 1 is 'b' float32 [2] here, missing there"),
+            ({"a": torch.zeros(2)}, {}, "tensor 1: here 'b' float32 [2], there nothing"),
             (None, {"codec": "int8"}, "codec: here fp32, there int8:block="),
             (None, {"group_size": 8}, "group size: here 4, there 8"),
             (None, {"weights": "any"}, "weights: here capped:10, there any"),

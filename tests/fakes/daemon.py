@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from equipoise.averaging.aio.transfer import Room
-from equipoise.averaging.matchmaking.spec_diff import describe, differences
+from equipoise.averaging.matchmaking.spec_diff import answer_of, differences
 from equipoise.averaging.outcome import (
     Exchanging,
     FetchOutcome,
@@ -366,7 +366,7 @@ class FakeRunDriver:
             other = self._network.runs[self._spec.name].get(peer)
         if other is None or other.spec == self._spec.hash:
             return ""
-        return differences(self._spec, describe(other.described, self._spec.marks))
+        return differences(self._spec, answer_of(other.described, self._spec.marks, 0.0))
 
     async def objection(self, timeout: float) -> str:
         others = self._strangers()
