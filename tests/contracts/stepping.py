@@ -170,8 +170,8 @@ class SteppingContract:
             (
                 {"a": torch.zeros(2), "b": torch.zeros(2, 3)},
                 {},
-                "model: tensor 1 is 'b' float32 [2] here, 'b' float32 [2, 3] there "
-                "(here 4 values in 2 tensors, there 8 values in 2 tensors)",
+                "tensor 1: here 'b' float32 [2], there 'b' float32 [2, 3]; "
+                "model: here 4 values in 2 tensors, there 8 values in 2 tensors",
             ),
             ({"a": torch.zeros(2)}, {}, "tensor 1: here 'b' float32 [2], there nothing"),
             (None, {"codec": "int8"}, "codec: here fp32, there int8:block="),
