@@ -34,7 +34,7 @@ class Child(subprocess.Popen[bytes]):
         with errors.open("wb") as log:
             super().__init__(
                 command,
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=_environment(),
@@ -58,11 +58,6 @@ class Child(subprocess.Popen[bytes]):
             return None
         *lines, self._unfinished = (self._unfinished + chunk).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
-
-    def release(self) -> None:
-        """End its standard input, which tells it to go."""
-        if self.stdin is not None:
-            self.stdin.close()
 
     def reap(self, seconds: float) -> int:
         """Wait for its end, kill it where it takes longer than `seconds`, and return its exit status."""
@@ -104,7 +99,6 @@ class Family(AbstractContextManager["Family"]):
     def close(self) -> None:
         """End all children, the last started first: trainers before the daemons that they use."""
         for child in reversed(self._children):
-            child.release()
             child.terminate()
         deadline = time.monotonic() + STOP_SECONDS
         for child in self._children:

@@ -17,7 +17,7 @@ from rich.console import Console
 from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary
 from equipoise.peer.demo.options import DemoError, DemoOptions
 from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command
-from equipoise.peer.demo.summary import Failed, Ledger, Summary, decode_report
+from equipoise.peer.demo.summary import Failed, Ledger, Report, Summary
 
 HEAR_SECONDS = 0.5
 """Time to listen before the next look at the clock."""
@@ -39,8 +39,8 @@ class DemoSwarm:
         self._ledger = Ledger(options)
         self._daemons: list[Child] = []
         self._trainers: list[Child] = []
-        self._gone: set[Child] = set()
-        self._killed: set[int] = set()
+        self._ended: set[Child] = set()
+        self._killed: set[Child] = set()
         self._problems: list[str] = []
         self._start = time.monotonic()
 
@@ -53,9 +53,9 @@ class DemoSwarm:
         self._start_daemons()
         self._start_trainers()
         self._train()
-        self._dismiss()
-        seconds = time.monotonic() - self._start
-        return self._ledger.summarize(frozenset(self._killed), self._problems, seconds)
+        self._stop_daemons()
+        killed = frozenset(index for index, daemon in enumerate(self._daemons) if daemon in self._killed)
+        return self._ledger.summarize(killed, self._problems, time.monotonic() - self._start)
 
     def _start_daemons(self) -> None:
         peers = self._options.peers
@@ -93,7 +93,7 @@ class DemoSwarm:
             self._trainers.append(self._family.start(f"trainer {index + 1}", command))
 
     def _train(self) -> None:
-        while self._working():
+        while not self._ended.issuperset(self._trainers):
             if self._late:
                 self._problems.append(f"gave up after {self._options.limit:g} s")
                 return
@@ -104,16 +104,9 @@ class DemoSwarm:
                     self._take(self._trainers.index(child), line)
             self._kill_half_way()
 
-    def _working(self) -> bool:
-        """Return whether a trainer that can still finish has not."""
-        return any(child not in self._gone and not self._finished(child) for child in self._trainers)
-
-    def _finished(self, trainer: Child) -> bool:
-        return self._trainers.index(trainer) in self._ledger.finished
-
     def _take(self, trainer: int, line: str) -> None:
         try:
-            report = decode_report(line)
+            report = msgspec.json.decode(line, type=Report)
         except msgspec.DecodeError:
             # A library that prints is no reason to give up.
             self._display.note(f"trainer {trainer + 1}: {line}")
@@ -131,43 +124,30 @@ class DemoSwarm:
         made = min(self._ledger.updates(index) for index in range(self._options.peers))
         if made < max(1, self._options.rounds // 2):
             return
-        self._killed = set(range(self._options.kill))
-        for index in self._killed:
-            self._daemons[index].kill()
-            self._trainers[index].kill()  # It could only wait for its daemon to come back.
-        names = ", ".join(str(index + 1) for index in self._killed)
+        kill = self._options.kill
+        # A trainer alone could only wait for its daemon to come back.
+        self._killed = {*self._daemons[:kill], *self._trainers[:kill]}
+        for child in self._killed:
+            child.kill()
+        names = ", ".join(str(index + 1) for index in range(kill))
         self._display.note(f"killed daemon {names} after update {made}")
 
     def _bury(self, child: Child) -> None:
-        """A child has ended; a problem unless its daemon was killed."""
-        self._gone.add(child)
-        child.reap(DEATH_SECONDS)
-        if not self._was_killed(child):
+        """A child has ended: a problem, unless it was killed, or is a trainer that has finished."""
+        self._ended.add(child)
+        failed = child.reap(DEATH_SECONDS) != 0
+        finished = child in self._trainers and self._trainers.index(child) in self._ledger.finished
+        if child not in self._killed and (failed or not finished):
             self._problems.append(child.ending)
             self._display.note(child.ending)
 
-    def _was_killed(self, child: Child) -> bool:
-        """Return whether the child is a daemon that was killed, or the trainer of one."""
-        group = self._trainers if child in self._trainers else self._daemons
-        return group.index(child) in self._killed
-
-    def _dismiss(self) -> None:
-        """Let the trainers go, then the daemons; all must end well that were not killed."""
-        finished = [child for child in self._trainers if self._finished(child)]
-        for trainer in finished:
-            trainer.release()
-        self._expect_end(finished)
-        for daemon in self._daemons:
+    def _stop_daemons(self) -> None:
+        """Stop the daemons that are still there; all of them must end well."""
+        left = [daemon for daemon in self._daemons if daemon not in self._ended | self._killed]
+        for daemon in left:
             daemon.terminate()
-        self._expect_end(self._daemons)
-
-    def _expect_end(self, children: list[Child]) -> None:
         deadline = time.monotonic() + STOP_SECONDS
-        for child in children:
-            if self._was_killed(child) or child in self._gone:
-                continue
-            if child.reap(deadline - time.monotonic()) != 0:
-                self._problems.append(child.ending)
+        self._problems += [one.ending for one in left if one.reap(deadline - time.monotonic()) != 0]
 
     def _home(self, index: int) -> Path:
         return self._folder / f"peer{index + 1}"

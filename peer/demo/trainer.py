@@ -7,7 +7,6 @@ for the test, the rest dealt out to the peers.
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +19,9 @@ from torch import nn
 
 from equipoise.peer import Outcome, Run, connect
 from equipoise.peer.demo.options import BATCH, BATCHES_PER_PEER, EXCHANGE_STEPS, DemoOptions
-from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped, encode_report
+from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped
 from equipoise.peer.training import Gossip
+from equipoise.peer.training.image import digest
 
 TEST_FRACTION = 0.5
 """Share of the test: so few images remain that a peer's own are too few, which is what a swarm is for."""
@@ -100,11 +100,8 @@ class Learner:
             return float((self.model(test.pixels).argmax(1) == test.labels).float().mean())
 
     def digest(self) -> str:
-        """SHA-256 in hex of all parameters' bytes."""
-        content = hashlib.sha256()
-        for parameter in self.model.parameters():
-            content.update(parameter.detach().contiguous().numpy().tobytes())
-        return content.hexdigest()
+        """BLAKE3 in hex of all parameters."""
+        return digest(dict(self.model.named_parameters()))
 
 
 def train_alone(share: Digits, seed: int, updates: int) -> Learner:
@@ -143,7 +140,6 @@ def train(run: Run, learner: Learner, options: DemoOptions) -> None:
         elif optimizer.epoch > before:
             _say(_stepped(optimizer.epoch, sum(losses) / len(losses), outcome))
             losses.clear()
-    optimizer.finish()
 
 
 def gossip(run: Run, learner: Learner, options: DemoOptions) -> None:
@@ -162,7 +158,7 @@ def gossip(run: Run, learner: Learner, options: DemoOptions) -> None:
 
 
 def main() -> None:
-    """Train as told by the arguments HOME INDEX OPTIONS, report on standard output, stay until standard input ends."""
+    """Train as told by the arguments HOME INDEX OPTIONS, and report on standard output."""
     home, index = Path(sys.argv[1]), int(sys.argv[2])
     options = msgspec.json.decode(sys.argv[3], type=DemoOptions)
     torch.set_num_threads(1)
@@ -176,17 +172,8 @@ def main() -> None:
         ) as run,
     ):
         (gossip if run.strategy.pairs else train)(run, learner, options)
-        alone = train_alone(share, index, options.rounds)
-        _say(
-            Finished(
-                digest=learner.digest(),
-                accuracy=learner.accuracy(test),
-                alone=alone.accuracy(test),
-                values=sum(parameter.numel() for parameter in learner.model.parameters()),
-            )
-        )
-        # A neighbour may still need this peer to finish its last round.
-        sys.stdin.read()
+    alone = train_alone(share, index, options.rounds).accuracy(test)
+    _say(Finished(digest=learner.digest(), accuracy=learner.accuracy(test), alone=alone))
 
 
 def _stepped(update: int, loss: float, outcome: Outcome) -> Stepped:
@@ -196,12 +183,13 @@ def _stepped(update: int, loss: float, outcome: Outcome) -> Stepped:
         contributors=len(outcome.contributors),
         loss=loss,
         bytes_sent=outcome.bytes_sent,
+        bytes_saved=round(outcome.bytes_sent * (outcome.compression_ratio - 1)),
         seconds=outcome.seconds.get("total", 0.0),
     )
 
 
 def _say(report: Report) -> None:
-    print(encode_report(report), flush=True)
+    print(msgspec.json.encode(report).decode(), flush=True)
 
 
 if __name__ == "__main__":

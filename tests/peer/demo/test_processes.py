@@ -71,13 +71,6 @@ def test_leaving_ends_a_child_that_ignores_termination(
     assert child.poll() is not None
 
 
-def test_a_released_child_sees_the_end_of_its_input(family: Family) -> None:
-    child = python(family, "import sys; sys.stdin.read(); print('released')")
-    child.release()
-    assert hear(family)[0] == "released"
-    assert child.reap(30) == 0
-
-
 def test_a_users_settings_do_not_reach_the_children(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EQUIPOISE_HOME", "elsewhere")
     python(family, "import os; print(os.environ.get('EQUIPOISE_HOME'))")

@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from equipoise.peer.demo import DemoError, DemoOptions
-from equipoise.peer.demo.summary import Failed, Finished, Report, Round, Stepped, Summary, encode_report
+from equipoise.peer.demo.summary import Failed, Finished, Report, Round, Stepped, Summary
 from equipoise.peer.demo.swarm import DemoSwarm
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/Qm"
@@ -21,7 +22,7 @@ class FakeChild:
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name, self.command = name, list(command)
         self.status = 0
-        self.asked = ""
+        self.asked = False
 
     @property
     def ending(self) -> str:
@@ -30,11 +31,8 @@ class FakeChild:
     def kill(self) -> None:
         self.status = -9
 
-    def release(self) -> None:
-        self.asked = "release"
-
     def terminate(self) -> None:
-        self.asked = "terminate"
+        self.asked = True
 
     def reap(self, seconds: float) -> int:
         return self.status
@@ -62,7 +60,7 @@ class FakeFamily:
             said = self._script[int(child.name.split()[1]) - 1]
             if said:
                 report = said.popleft()
-                yield child, None if report is None else encode_report(report)
+                yield child, None if report is None else msgspec.json.encode(report).decode()
 
     @property
     def daemons(self) -> list[FakeChild]:
@@ -85,12 +83,12 @@ class Notes:
 
 
 def stepped(update: int) -> Stepped:
-    return Stepped(update=update, group=3, contributors=3, loss=1.0, bytes_sent=1, seconds=0.1)
+    return Stepped(update=update, group=3, contributors=3, loss=1.0, bytes_sent=1, bytes_saved=3, seconds=0.1)
 
 
-DONE = Finished(digest="d", accuracy=0.96, alone=0.9, values=10)
+DONE = Finished(digest="d", accuracy=0.96, alone=0.9)
 
-COURSE: list[Report | None] = [stepped(1), stepped(2), stepped(3), stepped(4), DONE]
+COURSE: list[Report | None] = [stepped(1), stepped(2), stepped(3), stepped(4), DONE, None]
 
 
 def play(options: DemoOptions, script: dict[int, list[Report | None]]) -> tuple[Summary, FakeFamily, Notes]:
@@ -99,12 +97,12 @@ def play(options: DemoOptions, script: dict[int, list[Report | None]]) -> tuple[
     return summary, family, notes
 
 
-def test_all_finish_and_are_let_go() -> None:
+def test_all_finish_and_the_daemons_are_stopped() -> None:
     summary, family, _ = play(DemoOptions(peers=3, rounds=4), {0: COURSE, 1: COURSE, 2: COURSE})
     assert summary.ok, summary.problems
     assert summary.rounds == 4
-    assert {child.asked for child in family.trainers} == {"release"}
-    assert {child.asked for child in family.daemons} == {"terminate"}
+    assert [child.asked for child in family.trainers] == 3 * [False]
+    assert [child.asked for child in family.daemons] == 3 * [True]
 
 
 def test_the_others_join_through_the_first_daemon() -> None:
