@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-from msgspec import field, structs
+from msgspec import field
 
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
 from equipoise.peer.control import messages
@@ -26,9 +26,6 @@ GRACE = 0.8
 """Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
 
 Named = Mapping[str, torch.Tensor]
-
-Reader = Callable[[torch.Tensor], tuple[Named, Named]]
-"""Takes a mean, f32 [D]; returns its values, and its buffers, by name."""
 
 DOWNLOAD_GRACE = 10.0
 """Seconds past its timeout in which the daemon must have answered; it may just then be busy with an image."""
@@ -147,16 +144,28 @@ class Recovered(MeanOutcome, frozen=True, kw_only=True):
     buffers: Named = field(default_factory=dict)
 
 
-class _Download(Pending[Ended]):
-    """A download by the daemon into memory of this process."""
+class Download(Pending[Ended]):
+    """A download by the daemon into memory of this process; see `Run.fetch` and `Run.recover`."""
 
     what = "download"
     grace = DOWNLOAD_GRACE
 
-    def __init__(self, link: Link, request: messages.FetchState | messages.FetchMean, size: int) -> None:
-        """Begin, with at most `size` bytes."""
+    def __init__(
+        self,
+        link: Link,
+        request: messages.FetchState | messages.FetchMean,
+        size: int,
+        take: Callable[[Any, SharedMemory], Ended],
+        lost: Callable[[str], Ended],
+    ) -> None:
+        """Begin, with at most `size` bytes.
+
+        `take` makes the result of the daemon's answer and the memory, `lost` of the reason why the daemon has gone.
+        """
         deadline = time.monotonic() + check_timeout(request.timeout)
         self._run = request.run
+        self._take = take
+        self._lost = lost
         self._memory = SharedMemory.reserve(size)  # It closes itself where the request cannot be sent.
         super().__init__(link, link.start(request, [self._memory.fd]), deadline)
 
@@ -168,52 +177,13 @@ class _Download(Pending[Ended]):
 
     def _collect(self, limit: float) -> Ended | EquipoiseError:
         try:
-            return self._take(limit)
+            return self._take(self._link.wait(self._reply, limit), self._memory)
         except DaemonLost as error:
-            return self._failed(str(error))
+            return self._lost(str(error))
         except EquipoiseError as error:
             return error
         finally:
             self._memory.close()
-
-    @abstractmethod
-    def _take(self, limit: float) -> Ended:
-        """Wait `limit` seconds for the end of the download, and return it."""
-
-    @abstractmethod
-    def _failed(self, reason: str) -> Ended:
-        """The end of a download whose daemon has gone."""
-
-
-class PendingFetch(_Download[Fetched]):
-    """The download of a state; see `Run.fetch`."""
-
-    def _take(self, limit: float) -> Fetched:
-        outcome = self._link.wait(self._reply, limit)
-        image = self._memory.view(outcome.size, writable=True) if outcome.ok else None
-        return Fetched(**structs.asdict(outcome), image=image)
-
-    def _failed(self, reason: str) -> Fetched:
-        return Fetched(ok=False, reason=reason)
-
-
-class PendingMean(_Download[Recovered]):
-    """The download of a mean; see `Run.recover`."""
-
-    def __init__(self, link: Link, request: messages.FetchMean, size: int, read: Reader) -> None:
-        super().__init__(link, request, size)
-        self._read = read
-
-    def _take(self, limit: float) -> Recovered:
-        found = self._link.wait(self._reply, limit)
-        if not found.round.ok:
-            return Recovered(**structs.asdict(found))
-        memory = self._memory.view(self._memory.capacity, writable=True)
-        values, buffers = self._read(torch.frombuffer(memory, dtype=torch.float32))
-        return Recovered(**structs.asdict(found), values=values, buffers=buffers)
-
-    def _failed(self, reason: str) -> Recovered:
-        return Recovered(round=Outcome(ok=False, reason=reason, run=self._run, started=time.time()))
 
 
 def check_timeout(timeout: float) -> float:

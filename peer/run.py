@@ -15,7 +15,16 @@ import torch
 from msgspec import structs
 
 from equipoise.averaging.options import RunOptions
-from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome, RunState, check_weight
+from equipoise.averaging.outcome import (
+    Exchanging,
+    FetchOutcome,
+    Idle,
+    MeanOutcome,
+    NoPeers,
+    Outcome,
+    RunState,
+    check_weight,
+)
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import check_terms
 from equipoise.averaging.state import StateId
@@ -25,9 +34,9 @@ from equipoise.peer.control import messages
 from equipoise.peer.control.client import Link
 from equipoise.peer.control.messages import Progress
 from equipoise.peer.errors import DaemonLost, EquipoiseError, Refused, RoundPending
-from equipoise.peer.futures import PendingFetch, PendingMean, PendingRound, check_timeout
+from equipoise.peer.futures import Download, Fetched, PendingRound, Recovered, check_timeout
 from equipoise.peer.purposes import AVERAGE, STEP
-from equipoise.peer.shared_memory import VALUE_BYTES, Region, shared_copy
+from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory, shared_copy
 from equipoise.peer.tensors import Binding, Gradients, Tensors, named_gradients
 
 if TYPE_CHECKING:
@@ -341,7 +350,7 @@ class Run:
 
     def fetch(
         self, at_least: int, limit: int, timeout: float = 60.0, among: tuple[str, ...] = ()
-    ) -> PendingFetch:
+    ) -> Download[Fetched]:
         """Download a snapshot of the run's state from all peers that offer the same one, verified; one at a time.
 
         Args:
@@ -355,11 +364,16 @@ class Run:
             Refused: The limit is too large for this machine; or, when `result` is called, a download was going on.
         """
         request = messages.FetchState(self.name, at_least, limit, timeout, among)
-        return PendingFetch(self._link, request, limit)
+
+        def take(outcome: FetchOutcome, memory: SharedMemory) -> Fetched:
+            image = memory.view(outcome.size, writable=True) if outcome.ok else None
+            return Fetched(**structs.asdict(outcome), image=image)
+
+        return Download(self._link, request, limit, take, lambda reason: Fetched(ok=False, reason=reason))
 
     def recover(
         self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
-    ) -> PendingMean:
+    ) -> Download[Recovered]:
         """Fetch from other peers the mean that the group applied to a state, if this peer missed it.
 
         Daemons keep the last few means of a run whose `step` is given states, with the signed votes of the round's
@@ -378,7 +392,16 @@ class Run:
         """
         size = VALUE_BYTES * self._binding.stepping.size
         request = messages.FetchMean(self.name, after, size, timeout, proved, patient)
-        return PendingMean(self._link, request, size, self._binding.named)
+
+        def take(found: MeanOutcome, memory: SharedMemory) -> Recovered:
+            flat = torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)
+            values, buffers = self._binding.named(flat) if found.round.ok else ({}, {})
+            return Recovered(**structs.asdict(found), values=values, buffers=buffers)
+
+        def lost(reason: str) -> Recovered:
+            return Recovered(round=Outcome(ok=False, reason=reason, run=self.name, started=time.time()))
+
+        return Download(self._link, request, size, take, lost)
 
     def take(self) -> Accumulator | None:
         """Take back the accumulated gradients that are not part of an open round; None without any."""

@@ -15,7 +15,7 @@ from equipoise.averaging.outcome import Exchanging, Idle, NoPeers, Outcome
 from equipoise.averaging.state import StateId
 from equipoise.peer.accumulate import Accumulator
 from equipoise.peer.errors import Refused
-from equipoise.peer.futures import Fetched, PendingFetch, PendingMean, PendingRound, Recovered
+from equipoise.peer.futures import Download, Fetched, PendingRound, Recovered
 from equipoise.peer.run import Run
 from equipoise.peer.shared_memory import VALUE_BYTES
 from equipoise.peer.tensors import Gradients, named_gradients
@@ -136,7 +136,7 @@ class Downloads:
         self.behind = self.unheard = 0
         self._run = run
         self._state = state
-        self._going: PendingFetch | PendingMean | None = None
+        self._going: Download[Fetched] | Download[Recovered] | None = None
         self._failed: type[events.FetchFailed | events.RecoveryFailed] = events.FetchFailed
         self._refused: events.Event | None = None
 
@@ -165,7 +165,7 @@ class Downloads:
 
     def _begin(
         self,
-        start: Callable[[], PendingFetch | PendingMean],
+        start: Callable[[], Download[Fetched] | Download[Recovered]],
         failed: type[events.FetchFailed | events.RecoveryFailed],
     ) -> None:
         self.stop()

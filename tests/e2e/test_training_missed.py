@@ -13,7 +13,7 @@ import torch
 from e2e.learners import shared_daemons
 from e2e.swarm import DaemonProcess, eventually
 from equipoise.peer import Run, connect
-from equipoise.peer.futures import PendingMean, Recovered
+from equipoise.peer.futures import Download, Recovered
 from equipoise.peer.training import DiLoCo, SwarmOptimizer
 from equipoise.peer.training.member import Finished
 from oracles.training import batch_of, loss_of, network
@@ -41,10 +41,10 @@ class Watched:
         self.run, self.index, self.batches = run, index, 0
         self.model: Any = run.source
         self.offers: list[object] = []
-        self._asked: list[PendingMean] = []
+        self._asked: list[Download[Recovered]] = []
         recover = run.recover
 
-        def watched(*args: Any, **options: Any) -> PendingMean:
+        def watched(*args: Any, **options: Any) -> Download[Recovered]:
             self._asked.append(recover(*args, **options))
             return self._asked[-1]
 
