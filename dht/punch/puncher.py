@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from equipoise.dht import streams
 from equipoise.dht.autonat import Reach
@@ -23,12 +24,26 @@ from equipoise.dht.direct.sockets import said, shown
 from equipoise.dht.direct.transport import DirectTransport
 from equipoise.dht.limits import LruDict, RateLimit, backoff
 from equipoise.dht.p2pd_client import P2pdClient, StreamListener
-from equipoise.dht.punch import machine
-from equipoise.dht.punch.machine import PUNCH_PROTOCOL, Candidates, Place, judge
+from equipoise.dht.punch.candidates import (
+    MAX_MESSAGE_BYTES,
+    MAX_REASON_CHARACTERS,
+    PUNCH_PROTOCOL,
+    Candidates,
+    End,
+    Go,
+    Message,
+    Place,
+    Probe,
+    decode,
+    encode,
+    judge,
+    obstacle,
+    targets,
+)
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.streams import Acceptor, Stream, StreamClosed
 from equipoise.dht.transport import FramedChannel
-from equipoise.tasks import Driver, TaskSet, sleep_until
+from equipoise.tasks import TaskSet, sleep_until
 
 WANTED_SECONDS = 600.0
 """Longest time after the last round with a peer in which it is still worth a hole: some rounds are minutes apart."""
@@ -51,22 +66,26 @@ MAX_ANSWERED = 32
 """Most punches under way that others began, an eighth of them for one peer; each holds a stream and a few sockets."""
 HANG_UP_SECONDS = 2.0
 """Longest time for a refused peer to read the reason: closing the stream at once would cut it off."""
-CALLS_PER_SECOND = 0.1
+CALLS_PER_SECOND = 1 / FIRST_RETRY_SECONDS
 BURST = 4.0
-"""Most punches that one peer may begin; an honest peer begins anew after 15 s at the earliest."""
+"""Most punches that one peer may begin: a member that lies, or was lied to, names a third party's address."""
+TRIES_PER_SECOND = 1.0
+TRIES_BURST = 60.0
+"""Most tries of one address, whichever peers name it: twenty punches with peers behind one router. A try is some five
+packets."""
 
-TRIES_PER_SECOND = 0.2
-TRIES_BURST = 12.0
-"""Most tries of one address that one peer names: a member that lies, or was lied to, names a third party's address. A
-try is some five packets, and a punch has three tries."""
-ADDRESS_TRIES_PER_SECOND = 1.0
-ADDRESS_TRIES_BURST = 60.0
-"""Most tries of one address, whichever peers name it: twenty punches with peers behind one router."""
-
+MAX_TRIES = 3
+"""Most tries of one punch, as in DCUtR: a hole that three tries do not open, thirty do not either."""
+TRY_SECONDS = 2.0
+"""Length of a try that opens no channel; the kernel repeats a connection's first packet after 1 s."""
+ANSWER_SECONDS = 8.0
+"""Longest wait for the other side's next message, which may measure first; a relay that is busy takes seconds."""
+MAX_LEAD_SECONDS = 1.0
+"""Longest wait for `Go` to reach the other side; with a slower relay the two sides would not be in step anyway."""
 MIRRORS = 3
 """Most public peers asked: two reveal a NAT that maps each destination to another port, a third outvotes a liar."""
 MIRROR_SECONDS = 2.0
-"""Longest wait for an answer: a connection and a round trip. Half of `machine.MEASURE_SECONDS`."""
+"""Longest wait for an answer: a connection and a round trip."""
 AGAIN_SECONDS = 0.1
 """First pause after a refusal: the other side, or its router, may not expect this peer yet. Each pause is twice the one
 before, so a member that names a third party's address causes few packets there."""
@@ -85,6 +104,8 @@ _PASSING = {
 """Errors that may pass; the last two occur while the same connection is being made from the other end."""
 
 _log = logging.getLogger(__name__)
+
+_Message = TypeVar("_Message", Candidates, Probe, Go)
 
 
 @dataclass
@@ -256,84 +277,127 @@ OpenChannel = Callable[[SharedPort, Place], Awaitable[FramedChannel]]
 
 
 class Attempt:
-    """Acts for one side of one attempt. `machine` decides and counts the tries; `channel` is the opened channel."""
+    """One side of one attempt to open a channel through a hole.
+
+        begins                                        the other side
+        measures, Candidates  ------------------->    measures
+                              <-------------------    Candidates
+        Probe                 ------------------->
+                              <-------------------    Probe
+        Go                    ------------------->    tries at once
+        tries half the way there and back later
+
+    The last four lines repeat until a channel opens. Each time the round trip is measured anew, so that both routers'
+    first packets cross (libp2p's DCUtR; its CONNECT is our Candidates, its SYNC our Go). `channel` is the opened
+    channel, `tries` counts the tries begun.
+    """
 
     def __init__(self, stream: Stream, begins: bool, mirrors: Sequence[Place], opens: OpenChannel) -> None:
         """`mirrors` are direct listeners of public peers; `begins` is True on the side that speaks first."""
         self.channel: FramedChannel | None = None
+        self.tries = 0
         self._stream = stream
-        self.machine = machine.Punch(begins)
+        self._begins = begins
         self._mirrors = mirrors
         self._opens = opens
         self._port = SharedPort()
-        self._driver = Driver(self.machine, self._perform, machine.Tick)
-        self._words: asyncio.Queue[machine.Say | machine.Finish] = asyncio.Queue()
-        self._tasks = TaskSet()
-        self._trying: asyncio.Task[None] | None = None
+        self._opened = asyncio.Event()
+        self._trying = TaskSet()
+        self._targets: tuple[Place, ...] = ()
+        self._obstacle = ""
+        self._failures: dict[Place, str] = {}
 
     async def run(self) -> str:
         """Return why no channel was opened; empty if one was."""
         try:
-            self._tasks.spawn(self._listen())
-            self._driver.perform(self.machine.start(asyncio.get_running_loop().time()))
-            while isinstance(word := await self._words.get(), machine.Say):
-                await streams.send_message(self._stream, machine.encode(word.message))
-            reason = word.reason
+            await self._agree()
+            reason = await self._try()
         except StreamClosed as error:
             reason = f"the relayed stream has ended: {error}"
+        except (OSError, Malformed) as error:
+            reason = said(error)
+            with contextlib.suppress(StreamClosed):
+                await self._say(End(reason[:MAX_REASON_CHARACTERS]))
         finally:
-            self._driver.stop()
-            await self._tasks.stop()
+            await self._trying.stop()
             self._port.close()
         # A channel that opened at the last moment counts too.
         return "" if self.channel is not None else reason
 
-    def _perform(self, action: machine.Action) -> None:
-        match action:
-            case machine.Say():
-                self._words.put_nowait(action)
-            case machine.Finish():
-                self._words.put_nowait(action)
-                self._driver.stop()
-            case machine.Measure():
-                self._tasks.spawn(self._measure())
-            case machine.Try(targets):
-                if self._trying is not None:
-                    self._trying.cancel()
-                self._trying = self._tasks.spawn(self._try(targets))
+    async def _agree(self) -> None:
+        """Find places that are worth trying."""
+        if self._begins:
+            own = await self._port.measure(self._mirrors)
+            await self._say(own)
+            theirs = await self._hear(Candidates)
+        else:
+            theirs = await self._hear(Candidates)
+            own = await self._port.measure(self._mirrors)
+        self._targets, self._obstacle = targets(own, theirs), obstacle(own, theirs)
+        if not self._targets:
+            raise ConnectionError(self._obstacle or "the two have no kind of address in common")
+        if not self._begins:
+            await self._say(own)
 
-    async def _listen(self) -> None:
-        try:
-            while True:
-                await self._stream.wait_readable()
-                data = await streams.receive_message(self._stream, machine.MAX_MESSAGE_BYTES)
-                self._driver.tell(machine.Heard(machine.decode(data)))
-        except (StreamClosed, Malformed) as error:
-            self._driver.tell(machine.Broke(str(error)))
+    async def _try(self) -> str:
+        """Try until a channel opens; return why none did.
 
-    async def _measure(self) -> None:
-        try:
-            measured = machine.Measured(await self._port.measure(self._mirrors))
-        except OSError as error:
-            measured = machine.Measured(None, said(error))
-        self._driver.tell(measured)
+        The other side learns nothing of what is found here, neither by words nor by the length of a try: it may have
+        named places in order to explore them.
+        """
+        while self.channel is None and self.tries < MAX_TRIES:
+            await self._get_in_step()
+            await self._trying.stop()
+            self.tries += 1
+            for place in self._targets:
+                self._trying.spawn(self._connect(place))
+            await sleep_until(self._opened, TRY_SECONDS)
+        sought = " or ".join(f"{host} port {port}" for host, port in self._targets)
+        found = "; ".join(self._failures.values()) or f"nobody answered at {sought}"
+        return "; ".join(filter(None, (f"{found}, in {self.tries} tries", self._obstacle)))
 
-    async def _try(self, targets: Sequence[Place]) -> None:
-        failures = await asyncio.gather(*(self._try_one(place) for place in targets))
-        if self.channel is None:
-            self._driver.tell(machine.Missed("; ".join(failures)))
+    async def _get_in_step(self) -> None:
+        """Return at about the moment at which the other side does."""
+        if self._begins:
+            asked = time.monotonic()
+            await self._say(Probe())
+            await self._hear(Probe)
+            lead = min((time.monotonic() - asked) / 2, MAX_LEAD_SECONDS)
+            await self._say(Go())
+            await asyncio.sleep(lead)
+        else:
+            await self._hear(Probe)
+            await self._say(Probe())
+            await self._hear(Go)
 
-    async def _try_one(self, place: Place) -> str:
+    async def _connect(self, place: Place) -> None:
         try:
             channel = await self._opens(self._port, place)
         except OSError as error:
-            return f"{shown(place)}: {said(error)}"
+            self._failures[place] = f"{shown(place)}: {said(error)}"
+            return
         if self.channel is None:
             self.channel = channel
-            self._driver.tell(machine.Opened())
+            self._opened.set()
         else:
             channel.close()
-        return ""
+
+    async def _say(self, message: Message) -> None:
+        await streams.send_message(self._stream, encode(message))
+
+    async def _hear(self, kind: type[_Message]) -> _Message:
+        """Return the other side's next message; raises ConnectionError if it is of another kind, or does not come."""
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                message = decode(await streams.receive_message(self._stream, MAX_MESSAGE_BYTES))
+        except TimeoutError:
+            late = f"the other side does not answer within {ANSWER_SECONDS:.0f} s"
+            raise ConnectionError(late) from None
+        if isinstance(message, End):
+            raise ConnectionError(f"the other side gave up: {printable(message.reason)}")
+        if not isinstance(message, kind):
+            raise ConnectionError(f"the other side said {type(message).__name__} out of turn")
+        return message
 
 
 class Puncher:
@@ -349,7 +413,6 @@ class Puncher:
         self.schedule = Schedule()
         self._limit = RateLimit(CALLS_PER_SECOND, BURST)
         self._tries = RateLimit(TRIES_PER_SECOND, TRIES_BURST)
-        self._address_tries = RateLimit(ADDRESS_TRIES_PER_SECOND, ADDRESS_TRIES_BURST)
         self.listener = StreamListener(PUNCH_PROTOCOL, folder / "punch.sock", MAX_ANSWERED, self._answer)
         self._tasks = TaskSet()
 
@@ -390,9 +453,9 @@ class Puncher:
             self._end(peer, f"no stream to it can be opened: {error}")
 
     async def _answer(self, peer: str, relayed: bool, stream: Stream) -> None:
-        refusal = self._refusal(peer)[: machine.MAX_REASON_CHARACTERS]
+        refusal = self._refusal(peer)[:MAX_REASON_CHARACTERS]
         if refusal:
-            await streams.send_message(stream, machine.encode(machine.End(refusal)))
+            await streams.send_message(stream, encode(End(refusal)))
             async with asyncio.timeout(HANG_UP_SECONDS):
                 await stream.wait_readable()
             return
@@ -414,8 +477,7 @@ class Puncher:
         """Punch a hole to `peer`, and note the result."""
 
         async def connect(port: SharedPort, place: Place) -> FramedChannel:
-            now, host = time.monotonic(), place[0]
-            if not (self._tries.allow(f"{peer} {host}", now) and self._address_tries.allow(host, now)):
+            if not self._tries.allow(place[0], time.monotonic()):
                 raise ConnectionError("that address is tried too often")
             connection = await port.connect(place)
             return await self._direct.punch(peer, connection, place, dialled=begins)
@@ -427,7 +489,7 @@ class Puncher:
             self._end(peer, failure)
         if attempt.channel is not None:
             self._direct.punched.park(attempt.channel, dialled=begins)
-            _log.info("a hole to %s is punched, at try %d", peer, attempt.machine.tries)
+            _log.info("a hole to %s is punched, at try %d", peer, attempt.tries)
 
     def _end(self, peer: str, failure: str) -> None:
         if failure:

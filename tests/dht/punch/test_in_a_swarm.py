@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
-from equipoise.dht.punch import machine, puncher
-from equipoise.dht.punch.machine import PUNCH_PROTOCOL, End, decode
+from equipoise.dht.punch import puncher
+from equipoise.dht.punch.candidates import PUNCH_PROTOCOL, End, decode
 from equipoise.dht.punch.puncher import SharedPort
 from equipoise.dht.streams import receive_message
 from equipoise.dht.swarm import Swarm
@@ -87,7 +87,7 @@ async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(SharedPort, "connect", swallow)
-    monkeypatch.setattr(machine, "TRY_SECONDS", 0.05)
+    monkeypatch.setattr(puncher, "TRY_SECONDS", 0.05)
     await trio.meet(until)
     for one, other in ((trio.first, trio.second), (trio.second, trio.first)):
         await until(lambda one=one, other=other: "punching failed" in one.reach(other.peer).reason)
@@ -101,7 +101,7 @@ async def test_a_hole_that_cannot_be_punched_is_told_of_and_the_relay_stays(
 @pytest.fixture
 def eager(monkeypatch) -> None:
     """Punches begin anew at once, and as often as there are tries left."""
-    monkeypatch.setattr(machine, "TRY_SECONDS", 0.01)
+    monkeypatch.setattr(puncher, "TRY_SECONDS", 0.01)
     monkeypatch.setattr(puncher, "FIRST_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(puncher, "CALLS_PER_SECOND", 1e9)
 

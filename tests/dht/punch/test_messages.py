@@ -10,14 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from equipoise.dht.punch.machine import (
+from equipoise.dht.punch.candidates import (
     MAX_INSIDE,
     MAX_MESSAGE_BYTES,
     MAX_REASON_CHARACTERS,
-    MAX_TRIES,
     MIN_PORT,
     Candidates,
-    Echo,
     End,
     Go,
     Probe,
@@ -42,9 +40,8 @@ def places(host: str, *inside: str, port: int = 5002) -> Candidates:
     [
         Candidates(ROUTER, (HOME,)),
         Candidates(("2001:4860::1", 65535), (), False),
-        Probe(1),
-        Echo(MAX_TRIES),
-        Go(2),
+        Probe(),
+        Go(),
         End(""),
         End("x" * MAX_REASON_CHARACTERS),
     ],
@@ -61,9 +58,7 @@ def test_messages_survive_the_wire(message) -> None:
         ["offer", ["44.0.0.1", 0], []],
         ["offer", ["44.0.0.1", 65536], []],
         ["offer", ["44.0.0.1", 1], [["10.0.0.1", 1]] * (MAX_INSIDE + 1)],
-        ["probe", 0],
-        ["echo", MAX_TRIES + 1],
-        ["go"],
+        ["echo"],
         ["end", "x" * (MAX_REASON_CHARACTERS + 1)],
         ["end", "x" * MAX_MESSAGE_BYTES],
         ["stop"],

@@ -12,8 +12,8 @@ from equipoise.dht.direct import listener, transport
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES
 from equipoise.dht.direct.transport import DirectTransport
-from equipoise.dht.punch import machine
-from equipoise.dht.punch.machine import Candidates, encode
+from equipoise.dht.punch import puncher
+from equipoise.dht.punch.candidates import Candidates, encode
 from equipoise.dht.punch.puncher import Attempt, SharedPort
 from equipoise.dht.streams import Stream, send_message
 from equipoise.dht.transport import FramedChannel
@@ -139,7 +139,7 @@ async def test_a_newer_one_takes_the_place_of_one_that_is_parked(peers: Peers, h
 
 
 async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "TRY_SECONDS", 0.5)
+    monkeypatch.setattr(puncher, "TRY_SECONDS", 0.5)
     hidden.first.admit(hidden.second.peer, hidden.second.credential)
     sides = hidden.side(hidden.first, hidden.second, True), hidden.side(hidden.second, hidden.first, False)
     reasons = await run(*sides)
@@ -151,7 +151,7 @@ async def test_no_hole_leads_to_who_was_not_admitted(hidden: Hidden, monkeypatch
 async def test_no_hole_leads_to_another_than_was_meant(
     hidden: Hidden, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "TRY_SECONDS", 0.5)
+    monkeypatch.setattr(puncher, "TRY_SECONDS", 0.5)
     third = peers.make("c", listen=())
     introduce(hidden.first, hidden.second, third)
     sides = hidden.side(hidden.first, hidden.second, True), hidden.side(hidden.second, third, False)
@@ -170,7 +170,7 @@ async def test_noise_on_the_relayed_stream_ends_it(hidden: Hidden) -> None:
 async def test_a_stream_that_ends_ends_it(hidden: Hidden) -> None:
     introduce(hidden.first, hidden.second)
     side = hidden.side(hidden.second, hidden.first, False)
-    await send_message(hidden.streams[0], encode(Candidates(("127.0.0.1", 9))))
+    await send_message(hidden.streams[0], encode(Candidates(("127.0.0.1", 9999))))
     hidden.streams[0].close()
     assert "the relayed stream has ended" in await side.run()
 
