@@ -5,10 +5,10 @@ may learn sizes and times of records. From the preface and the start of TLS, whi
 PeerIDs, the layer, and the fingerprint of the dialling side's certificate. It may end the connection. It learns none of
 the contents and changes none of them: the greeting inside TLS reveals an altered preface.
 
-Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Inside it each side sends 32 random bytes;
-then both leave TLS. Key of a direction = HKDF-SHA256 over both secrets, with the direction and both PeerIDs as info:
-the keys are fresh per connection, known only to those two, and forward secret because TLS' key exchange was. A record
-is `[kind, size of the plaintext][ciphertext][tag]`, its first four bytes the associated data.
+Construction: TLS 1.3 with mutual authentication comes first (`handshake`). Each direction's key is exported from it
+(RFC 8446, section 7.5), with the side that sends as context: the keys are fresh per connection, known only to the two
+that have proved their PeerIDs to each other, and forward secret because TLS' key exchange was. A record is `[kind, size
+of the plaintext][ciphertext][tag]`, its first four bytes the associated data.
 
 Nonces: the number of the record in its direction, 96 bits, never reset, never sent. Each direction has its own key.
 So no pair of key and nonce occurs twice, and a record that is replayed, reordered, dropped or of the other direction
@@ -32,10 +32,10 @@ When to choose TLS (`--channel tls`): if only well-known protocols may be used, 
 no review outside of this project; or if links carry up to about 1 Gbit/s, so that caution costs nothing. The dialling
 side decides for a channel, so all members of a group have to choose TLS.
 
-What to attack: both sides must stop and start reading at the same byte when they leave TLS (`tls.TlsSession.leave`
-hands over bytes that were read and not yet decrypted); two records under one nonce after an error or a cancelled send
-(the channel closes on both); sizes used before they are authenticated (only against fixed buffers); the info strings of
-the two directions.
+What to attack: both sides must stop and start reading at the same byte when they leave TLS (the accepting side's
+greeting is the last of TLS, and the dialling side reads no byte more); two records under one nonce after an error or a
+cancelled send (the channel closes on both); sizes used before they are authenticated (only against fixed buffers); the
+contexts of the two exported keys.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import struct
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from equipoise.dht.streams import Buffer, BytesRefused
 
@@ -71,16 +71,6 @@ NONCE_BYTES = 12
 _PREFIX = struct.Struct("!I")
 _LIMITS = {HEAD: MAX_HEAD_BYTES, BODY: PIECE_BYTES}
 _RATCHET = b"equipoise direct aead 1 ratchet"
-
-
-def traffic_key(secrets: tuple[bytes, bytes], peers: tuple[str, str], *, of_dialler: bool) -> bytes:
-    """Return the first key of one direction: from the dialling side if `of_dialler`, else from the accepting side.
-
-    `secrets` are 32 random bytes of the dialling and of the accepting side, `peers` their PeerIDs in that order.
-    """
-    direction = b"dialler" if of_dialler else b"acceptor"
-    info = b" ".join((b"equipoise direct aead 1", direction, *(peer.encode() for peer in peers)))
-    return HKDF(SHA256(), KEY_BYTES, None, info).derive(secrets[0] + secrets[1])
 
 
 class _Keyed:

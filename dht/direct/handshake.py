@@ -3,14 +3,14 @@
 First a preface in the clear, then TLS 1.3 with both certificates, then a greeting of each side inside TLS. The server
 needs the dialling PeerID before it can choose the certificate to trust: the preface claims it, TLS proves it. Preface
 and greeting have fixed sizes, so there are no lengths to trust. A TLS 1.3 client's handshake returns before the server
-has judged its certificate, so a stream is open only after the other side's greeting.
+has judged its certificate, so a stream is open only after the other side's greeting. The dialling side greets first,
+and reads no byte more than the answer: what follows may belong to another layer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import struct
 from collections.abc import Iterator
@@ -23,20 +23,18 @@ from equipoise.dht.direct import aead
 from equipoise.dht.direct.errors import Refused
 from equipoise.dht.direct.sockets import said
 from equipoise.dht.direct.streams import AeadStream, PlainStream, TlsStream
-from equipoise.dht.direct.tls import TlsSession
+from equipoise.dht.direct.tls import GREETING_RECORD_BYTES, TlsSession
 from equipoise.dht.identity import peer_of, public_key_of
-from equipoise.dht.streams import HEAD_BYTES
 
 Layer = Literal["tls", "aead", "plain"]
 """The carrier of frames once TLS has proved both PeerIDs; `plain` neither proves nor encrypts, for measurements."""
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"EQPD"
 _PREFACE = struct.Struct("!4sBB32s32s32s")
 PREFACE_BYTES = _PREFACE.size
-SECRET_BYTES = 32
-GREETING_BYTES = 1 + SECRET_BYTES
-"""Bytes of a greeting: the confirmed layer, and the side's secret for the keys of that layer."""
+HANDSHAKE_BYTES = 4096
+"""Most bytes of TLS' handshake that are read at once."""
 
 _LAYERS: tuple[Layer, ...] = get_args(Layer)
 
@@ -97,29 +95,25 @@ async def secure(
         tls = TlsSession(context, server=not dialler)
         while not tls.shake_hands():
             await loop.sock_sendall(connection, tls.seal())
-            await _read(connection, tls)
-        await loop.sock_sendall(connection, tls.seal())
+            await _read(connection, tls, HANDSHAKE_BYTES)
         if tls.certificate != expected:
             raise Refused("impostor", "it holds a certificate that another one vouches for, not its own")
-        layer, own = bytes([_LAYERS.index(preface.layer)]), secrets.token_bytes(SECRET_BYTES)
-        await loop.sock_sendall(connection, tls.seal(layer + own))
-        greeting = bytearray(GREETING_BYTES)
-        view = memoryview(greeting)
-        while view:
-            opened = tls.open_into(view)
-            if not opened:
-                await _read(connection, tls)
-            view = view[opened:]
-        if greeting[:1] != layer:  # An attacker in between has altered the preface.
+        layer, greeting = bytes([_LAYERS.index(preface.layer)]), bytearray(1)
+        most = GREETING_RECORD_BYTES
+        if dialler:
+            await loop.sock_sendall(connection, tls.seal(layer))
+        while not tls.open_into(memoryview(greeting)):
+            await _read(connection, tls, most)
+            most = 1  # It is no greeting, but an alert, which is a little longer.
+        if not dialler:
+            await loop.sock_sendall(connection, tls.seal(layer))
+        if greeting != layer:  # An attacker in between has altered the preface.
             raise Refused("tls failure", f"the greeting does not confirm the layer {preface.layer}")
         if preface.layer == "tls":
-            tls.stay()
             return TlsStream(connection, tls)
-        theirs, peers = bytes(greeting[1:]), (preface.dialler, preface.acceptor)
-        ordered = (own, theirs) if dialler else (theirs, own)
-        key = aead.traffic_key(ordered, peers, of_dialler=dialler)
-        their_key = aead.traffic_key(ordered, peers, of_dialler=not dialler)
-        return AeadStream(connection, aead.Sealer(key), aead.Opener(their_key), tls.leave())
+        of_dialler, of_acceptor = (tls.export_key(side, aead.KEY_BYTES) for side in (b"dialler", b"acceptor"))
+        own, theirs = (of_dialler, of_acceptor) if dialler else (of_acceptor, of_dialler)
+        return AeadStream(connection, aead.Sealer(own), aead.Opener(theirs))
 
 
 @contextlib.contextmanager
@@ -137,9 +131,8 @@ def _closed_if_refused(opened: socket.socket | PlainStream) -> Iterator[None]:
         raise
 
 
-async def _read(connection: socket.socket, tls: TlsSession) -> None:
-    # So few bytes that those after the end of TLS fit the next layer's buffer.
-    data = await asyncio.get_running_loop().sock_recv(connection, HEAD_BYTES)
+async def _read(connection: socket.socket, tls: TlsSession, most: int) -> None:
+    data = await asyncio.get_running_loop().sock_recv(connection, most)
     if data:
         tls.feed(data)
     else:

@@ -106,17 +106,13 @@ class TlsStream(PlainStream):
 class AeadStream(PlainStream):
     """Through records of `aead`."""
 
-    def __init__(
-        self, connection: socket.socket, sealer: aead.Sealer, opener: aead.Opener, ahead: bytes = b""
-    ) -> None:
-        """Begin with the bytes `ahead` of the first record, which were read already; fewer than `HEAD_BYTES`."""
+    def __init__(self, connection: socket.socket, sealer: aead.Sealer, opener: aead.Opener) -> None:
         super().__init__(connection)
         self._sealer = sealer
         self._opener = opener
         self._out = memoryview(bytearray(aead.MAX_HEAD_RECORD_BYTES + aead.MAX_RECORD_BYTES))
         self._in = memoryview(bytearray(aead.MAX_RECORD_BYTES + HEAD_BYTES))
-        self._start, self._end = 0, len(ahead)
-        self._in[: len(ahead)] = ahead
+        self._start = self._end = 0
 
     async def wait_readable(self) -> None:
         """Wait, without a bound, until there is something to read; may read ahead."""

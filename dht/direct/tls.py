@@ -19,11 +19,12 @@ RECORD_BYTES = 16 * 1024
 """Most plaintext of a record (RFC 8446, section 5.1): what comes out of OpenSSL at a time."""
 OVERHEAD_BYTES = 32
 """More than a record takes beside its plaintext: 5 of prefix, 16 of tag, one of type."""
+GREETING_RECORD_BYTES = 5 + 1 + 1 + 16
+"""Size of a record with one byte of plaintext."""
 EXTRA_BYTES = 32 * 1024
 """More than OpenSSL has to say of its own: a flight of the handshake, an alert, an answer to a change of keys."""
-PREFIX_BYTES = 5
-"""Of a record: type, version, and in two bytes the size of the rest."""
 
+_EXPORTER = b"EXPORTER-equipoise-direct"
 _EXPIRED = {9, 10}
 """X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED."""
 
@@ -59,11 +60,7 @@ def _verified(connection: SSL.Connection, _: crypto.X509, error: int, depth: int
 
 
 class TlsSession:
-    """TLS 1.3 between two memory buffers.
-
-    OpenSSL gets a record at a time, so that nothing of what follows TLS is lost in it, until the session is told to
-    `stay` or to `leave`.
-    """
+    """TLS 1.3 between two memory buffers."""
 
     def __init__(self, context: SSL.Context, *, server: bool) -> None:
         """`context` is from `make_context`; `server` is the side that accepts."""
@@ -72,8 +69,6 @@ class TlsSession:
             self._tls.set_accept_state()
         else:
             self._tls.set_connect_state()
-        self._kept: bytearray | None = bytearray()
-        self._left = 0
 
     @property
     def certificate(self) -> bytes | None:
@@ -83,21 +78,17 @@ class TlsSession:
 
     def shake_hands(self) -> bool:
         """Go on with the handshake; return whether it is over at this side. Raises Refused if it failed."""
-        while True:
-            try:
-                self._tls.do_handshake()
-                return True
-            except SSL.WantReadError:
-                if not self._pass_on():
-                    return False
-            except SSL.Error as error:
-                raise self._fault(error) from None
+        try:
+            self._tls.do_handshake()
+        except SSL.WantReadError:
+            return False
+        except SSL.Error as error:
+            raise self._fault(error) from None
+        return True
 
     def feed(self, data: memoryview | bytes) -> None:
         """Take in bytes from the network."""
-        if self._kept is not None:
-            self._kept += data
-        elif data:  # OpenSSL takes nothing for an error.
+        if data:  # OpenSSL takes nothing for an error.
             self._tls.bio_write(data)
 
     def end(self) -> None:
@@ -127,8 +118,7 @@ class TlsSession:
             while done < whole:
                 done += read(view[done:], RECORD_BYTES)
         except SSL.WantReadError:
-            if not done and self._pass_on():
-                return self.open_into(view)
+            pass
         except (SSL.ZeroReturnError, SSL.SysCallError) as error:
             if not done:
                 raise self._fault(error) from None
@@ -136,33 +126,9 @@ class TlsSession:
             raise self._fault(error) from None
         return done
 
-    def stay(self) -> None:
-        """Go on with TLS: OpenSSL may have all that has come, and that comes from now on, at once."""
-        kept, self._kept = self._kept, None
-        if kept:
-            self._tls.bio_write(bytes(kept))
-
-    def leave(self) -> bytes:
-        """Leave TLS: return what was fed and belongs to what comes after; raises Refused if more came inside TLS."""
-        if self._tls.pending():
-            raise Refused("tls failure", "it sent more than its greeting")
-        return bytes(self._kept or b"")
-
-    def _pass_on(self) -> bool:
-        """Give OpenSSL the received bytes of its record, or the prefix of the next; return False if no byte waits.
-
-        A record whose prefix is malformed is refused.
-        """
-        kept = self._kept
-        if not self._left and kept and len(kept) >= PREFIX_BYTES:
-            self._left = PREFIX_BYTES + int.from_bytes(kept[PREFIX_BYTES - 2 : PREFIX_BYTES], "big")
-        if not kept or not self._left:
-            return False
-        some = bytes(kept[: self._left])
-        del kept[: len(some)]
-        self._left -= len(some)
-        self._tls.bio_write(some)
-        return True
+    def export_key(self, sender: bytes, size: int) -> bytes:
+        """Return a key that only the two sides know, for what `sender` sends beyond TLS (RFC 8446, section 7.5)."""
+        return self._tls.export_keying_material(_EXPORTER, size, sender)
 
     def _fault(self, error: SSL.Error) -> Refused:
         """Say in a few words why TLS ended."""

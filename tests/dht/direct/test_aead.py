@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import aead
-from equipoise.dht.direct.aead import BODY, HEAD, Opener, Sealer, traffic_key
+from equipoise.dht.direct.aead import BODY, HEAD, Opener, Sealer
 from equipoise.dht.direct.streams import AeadStream
 from equipoise.dht.streams import BytesRefused
 from equipoise.dht.transport import MAX_BODY_BYTES, MAX_HEADER_BYTES, FramedChannel
 from fakes.alterations import ALTERATIONS, insert, replay
 
 KEY = bytes(range(32))
-PEERS = ("12D3KooWdialler", "12D3KooWacceptor")
 MUTANTS = 12_000
 """Streams of records, each altered in one of `ALTERATIONS`; with those of the other tests some 20,000."""
 
@@ -48,18 +47,6 @@ def test_records_open_in_their_order() -> None:
 def test_the_same_plaintext_is_never_sealed_alike() -> None:
     sealer = Sealer(KEY)
     assert len({sealed(sealer, HEAD, b"same") for _ in range(100)}) == 100
-
-
-def test_keys_differ_by_direction_peer_and_secret() -> None:
-    secrets = (bytes(32), bytes([1]) * 32)
-    keys = {
-        traffic_key(secrets, PEERS, of_dialler=True),
-        traffic_key(secrets, PEERS, of_dialler=False),
-        traffic_key(secrets[::-1], PEERS, of_dialler=True),
-        traffic_key(secrets, PEERS[::-1], of_dialler=True),
-        traffic_key((bytes(32), bytes(32)), PEERS, of_dialler=True),
-    }
-    assert len(keys) == 5
 
 
 def test_keys_are_replaced_after_so_many_records(monkeypatch) -> None:
