@@ -10,39 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from OpenSSL import SSL
-
-from equipoise.dht.direct.credential import Credential, OwnCertificate, fingerprint_of, parse
+from equipoise.dht.direct.credential import Credential, fingerprint_of, parse
 from equipoise.dht.direct.errors import Refused
-from equipoise.dht.direct.tls import make_context
 from equipoise.dht.limits import LruDict
 
 MAX_ADMITTED = 1024
-"""Most peers admitted: the members of some hours' rounds. The oldest is forgotten. A context takes some 30 KB."""
+"""Most peers admitted: the members of some hours' rounds. The oldest is forgotten."""
 
 
-@dataclass
-class Admitted:
-    """One peer that may connect: its latest credential, signed and decoded, and its certificate's fingerprint."""
-
-    signed: bytes
-    credential: Credential
-    fingerprint: bytes
-    _contexts: dict[tuple[bytes, bool], SSL.Context] = field(default_factory=dict)
-
-    def context(self, own: OwnCertificate, *, server: bool) -> SSL.Context:
-        """Return a TLS context that trusts this peer only; made at first use."""
-        key = (own.der, server)
-        if key not in self._contexts:
-            self._contexts = {one: kept for one, kept in self._contexts.items() if one[0] == own.der}
-            self._contexts[key] = make_context(own, self.credential.certificate, server=server)
-        return self._contexts[key]
-
-
-class Allowlist(LruDict[str, Admitted]):
-    """The peers that were admitted, by PeerID."""
+class Allowlist(LruDict[str, Credential]):
+    """The latest credentials of the peers that were admitted, by PeerID."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """Credentials expire by `clock`, the swarm's time in seconds since 1970."""
@@ -54,35 +32,32 @@ class Allowlist(LruDict[str, Admitted]):
         """Accept `peer` with this credential from now on; raises Refused if the credential is false or has expired."""
         known = self.get(peer)
         if known is not None and known.signed == data:  # Its two signatures (0.3 ms) were verified before.
-            known.credential.check(self._clock())
+            known.check(self._clock())
         else:
-            credential = parse(peer, bytes(data), self._clock())
-            if known is None or known.credential.certificate != credential.certificate:
-                known = Admitted(data, credential, fingerprint_of(credential.certificate))
-            known.signed, known.credential = bytes(data), credential
+            known = parse(peer, bytes(data), self._clock())
         self[peer] = known
         self._news.set()
         self._news = asyncio.Event()
 
-    def current(self, peer: str) -> Admitted:
-        """Return the admission of `peer`; raises Refused if it was not admitted, or its credential has expired."""
+    def current(self, peer: str) -> Credential:
+        """Return the credential of `peer`; raises Refused if it was not admitted, or its credential has expired."""
         found = self.get(peer)
         if found is None:
             raise Refused("not a member", f"{peer} is in no group with this peer")
-        found.credential.check(self._clock())
+        found.check(self._clock())
         return found
 
-    async def expect(self, peer: str, fingerprint: bytes, seconds: float) -> Admitted:
-        """Return the admission of `peer`; wait until it is admitted with the certificate that it claims to have.
+    async def expect(self, peer: str, fingerprint: bytes, seconds: float) -> Credential:
+        """Return the credential of `peer`; wait until it is admitted with the certificate that it claims to have.
 
         A peer may come before the news that it is a member or, after a restart, that it has a new certificate. Raises
         Refused if `peer` is not admitted in time, has another certificate, or its credential has expired.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while (known := self.get(peer)) is None or known.fingerprint != fingerprint:
+                while (known := self.get(peer)) is None or fingerprint_of(known.certificate) != fingerprint:
                     await self._news.wait()
         found = self.current(peer)
-        if found.fingerprint != fingerprint:
+        if fingerprint_of(found.certificate) != fingerprint:
             raise Refused("impostor", f"it has another certificate than {peer}")
         return found

@@ -1,16 +1,15 @@
 """The credential of a peer, by which others reach and recognise it: certificate and addresses, signed by its identity.
 
-The certificate is of an Ed25519 key that lives as long as the process and never leaves its memory; self-signed, with
-the PeerID inside, it vouches for nothing by itself. On the wire a credential is msgpack `[certificate DER, addresses,
-expiry, signature]`. The signature of the identity key covers, in a domain of its own, the PeerID, SHA-256 of the
-certificate, the addresses and the expiry.
+The certificate is of an Ed25519 key that never leaves the memory of the process; self-signed, with the PeerID inside,
+it vouches for nothing by itself. On the wire a credential is msgpack `[certificate DER, addresses, signature]`. The
+signature of the identity key covers, in a domain of its own, the PeerID, SHA-256 of the certificate, and the addresses.
+A credential expires with its certificate.
 """
 
 from __future__ import annotations
 
 import datetime
 import hashlib
-import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,11 @@ from equipoise.dht.direct.errors import Refused
 from equipoise.dht.identity import Identity, verify
 from equipoise.dht.sanitize import Malformed, decode
 
-CERTIFICATE_LIFE_SECONDS = 30 * 86400.0
-"""Life of a certificate; a daemon that runs longer makes a new one at half of it."""
+LIFE_SECONDS = 7 * 86400.0
+"""Life of a certificate; a daemon that runs longer makes a new one at half of it. A week bounds the use of a key that
+was stolen from a daemon's memory, its only place, and is far above the error of clocks."""
+MAX_LIFE_SECONDS = 60 * 86400.0
+"""Longest life of a certificate that this peer accepts: no peer needs more, and clocks are not off by months."""
 BACKDATED_SECONDS = 30 * 86400.0
 """Most seconds that a verifier's clock may be behind a fresh certificate: OpenSSL judges by the local clock. This is
 far above the day that clocks may be off. An early start is harmless: the key is no older than the process."""
@@ -38,11 +40,6 @@ MAX_CREDENTIAL_BYTES = 1024
 """Equal to `averaging.ports.MAX_CREDENTIAL_BYTES`, checked by a test: the packages do not know each other."""
 MAX_ADDRESSES = 4
 """Most addresses in a credential; of more addresses, the first count."""
-LIFE_SECONDS = 7 * 86400.0
-"""Life of a credential; it is signed anew, with the same certificate, at half of it. A week bounds the use of a key
-that was stolen from a daemon's memory, its only place, and is far above the error of clocks."""
-MAX_LIFE_SECONDS = 60 * 86400.0
-"""Longest life of a credential that this peer accepts: no peer needs a longer one, and clocks are not off by months."""
 
 _DOMAIN = "direct"
 
@@ -72,7 +69,7 @@ def make_certificate(peer: str, now: float) -> OwnCertificate:
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(_moment(now - BACKDATED_SECONDS))
-        .not_valid_after(_moment(now + CERTIFICATE_LIFE_SECONDS))
+        .not_valid_after(_moment(now + LIFE_SECONDS))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .sign(key, None)
     )
@@ -103,6 +100,8 @@ def check_certificate(der: bytes, peer: str, now: float) -> float:
         raise Refused("replayed certificate", f"expected a certificate of {peer}, got another peer's")
     if not begins.timestamp() <= now < ends.timestamp():
         raise Refused("expired", f"the certificate of {peer} is not valid at this time")
+    if ends.timestamp() > now + MAX_LIFE_SECONDS:
+        raise Refused("malformed credential", "expected an expiry within 60 days")
     return ends.timestamp()
 
 
@@ -117,7 +116,7 @@ def _moment(seconds: float) -> datetime.datetime:
 
 @dataclass(frozen=True)
 class Credential:
-    """A verified credential, valid until `expires`.
+    """A verified credential, `signed`, valid until `expires`.
 
     `peer` has the one `certificate` (DER), and listens at `addresses`, best first; empty if it does not listen.
     """
@@ -126,6 +125,7 @@ class Credential:
     certificate: bytes
     addresses: tuple[tuple[str, int], ...]
     expires: float
+    signed: bytes
 
     def check(self, now: float) -> None:
         """Raise Refused if the credential has expired."""
@@ -136,7 +136,6 @@ class Credential:
 class _Wire(msgspec.Struct, frozen=True, array_like=True):
     certificate: bytes
     addresses: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_ADDRESSES)]
-    expires: float
     signature: bytes
 
 
@@ -144,15 +143,12 @@ _decoder = msgspec.msgpack.Decoder(_Wire)
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def issue(
-    identity: Identity, certificate: OwnCertificate, addresses: Sequence[tuple[str, int]], now: float
-) -> bytes:
+def issue(identity: Identity, certificate: OwnCertificate, addresses: Sequence[tuple[str, int]]) -> bytes:
     """Sign a credential; leave out addresses that no peer would accept and, if not all fit, the last ones."""
     told = [f"{host} {port}" for host, port in addresses if is_host(host)][:MAX_ADDRESSES]
-    expires = min(now + LIFE_SECONDS, certificate.expires)
     while True:
-        signed = _signed(identity.peer, certificate.der, tuple(told), expires)
-        data = _encode(_Wire(certificate.der, tuple(told), expires, identity.sign(_DOMAIN, signed)))
+        signed = _signed(identity.peer, certificate.der, tuple(told))
+        data = _encode(_Wire(certificate.der, tuple(told), identity.sign(_DOMAIN, signed)))
         if len(data) <= MAX_CREDENTIAL_BYTES or not told:
             return data
         told.pop()
@@ -165,15 +161,9 @@ def parse(peer: str, data: bytes, now: float) -> Credential:
     except Malformed as error:
         raise Refused("malformed credential", str(error)) from None
     addresses = tuple(_address(text) for text in wire.addresses)
-    if not math.isfinite(wire.expires) or wire.expires > now + MAX_LIFE_SECONDS:
-        raise Refused("malformed credential", "expected an expiry within 60 days")
-    signed = _signed(peer, wire.certificate, wire.addresses, wire.expires)
-    if not verify(peer, _DOMAIN, signed, wire.signature):
+    if not verify(peer, _DOMAIN, _signed(peer, wire.certificate, wire.addresses), wire.signature):
         raise Refused("impostor", f"the credential is not signed by {peer}")
-    ends = check_certificate(wire.certificate, peer, now)
-    found = Credential(peer, wire.certificate, addresses, min(wire.expires, ends))
-    found.check(now)
-    return found
+    return Credential(peer, wire.certificate, addresses, check_certificate(wire.certificate, peer, now), data)
 
 
 def _address(text: str) -> tuple[str, int]:
@@ -184,13 +174,13 @@ def _address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _signed(peer: str, certificate: bytes, addresses: tuple[str, ...], expires: float) -> bytes:
+def _signed(peer: str, certificate: bytes, addresses: tuple[str, ...]) -> bytes:
     # The encoder writes the length of each value, so no two contents give the same bytes.
-    return _encode([peer, fingerprint_of(certificate), addresses, expires])
+    return _encode([peer, fingerprint_of(certificate), addresses])
 
 
 class Presence:
-    """This peer's certificate, the addresses of its direct listener, and its credential, renewed before they expire."""
+    """This peer's certificate, the addresses of its direct listener, and its credential, renewed before it expires."""
 
     def __init__(self, identity: Identity, clock: Callable[[], float]) -> None:
         """`clock` returns the swarm's time, seconds since 1970."""
@@ -199,18 +189,16 @@ class Presence:
         self._identity = identity
         self._clock = clock
         self._credential = b""
-        self._renew_at = 0.0
 
     @property
     def credential(self) -> bytes:
         """The signed credential; renewed at half of its life, and when addresses change."""
         now = self._clock()
-        if now >= self._renew_at or not self._credential:
-            if self.certificate.expires - now < CERTIFICATE_LIFE_SECONDS / 2:
-                # Peers that know only the old certificate cannot connect until the next round's joins have spread.
-                self.certificate = make_certificate(self._identity.peer, now)
-            self._credential = issue(self._identity, self.certificate, self.addresses, now)
-            self._renew_at = now + LIFE_SECONDS / 2
+        if self.certificate.expires - now < LIFE_SECONDS / 2:
+            # Peers that know only the old certificate cannot connect until the next round's joins have spread.
+            self.certificate = make_certificate(self._identity.peer, now)
+            self._credential = b""
+        self._credential = self._credential or issue(self._identity, self.certificate, self.addresses)
         return self._credential
 
     def tell(self, addresses: Sequence[tuple[str, int]]) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from equipoise.dht.address import ListenAddress, is_loopback
 from equipoise.dht.dialpolicy import DialPolicy, Place, private_networks
 from equipoise.dht.direct import handshake
-from equipoise.dht.direct.allowlist import Admitted, Allowlist
-from equipoise.dht.direct.credential import Presence, fingerprint_of
+from equipoise.dht.direct.allowlist import Allowlist
+from equipoise.dht.direct.credential import Credential, Presence, fingerprint_of
 from equipoise.dht.direct.errors import Refusals, Refused, Why
 from equipoise.dht.direct.handshake import Layer, Preface, parse_preface
 from equipoise.dht.direct.listener import ORIGIN_QUESTION, Gate, Listener, endpoints, origin_answer
 from equipoise.dht.direct.sockets import connect, keep_alive, said, shown, tune
 from equipoise.dht.direct.streams import PlainStream
+from equipoise.dht.direct.tls import make_context
 from equipoise.dht.identity import Identity
 from equipoise.dht.limits import LruDict
 from equipoise.dht.state import DirectStatus
@@ -176,7 +177,7 @@ class DirectTransport:
     def reaches(self, peer: str) -> bool:
         """Tell whether `peer` was admitted, and either names addresses or has a channel kept here."""
         admitted = self._allowlist.get(peer)
-        return admitted is not None and (bool(admitted.credential.addresses) or self.punched.keeps(peer))
+        return admitted is not None and (bool(admitted.addresses) or self.punched.keeps(peer))
 
     def failure(self, peer: str) -> str:
         """Return why the last dial of `peer` failed; empty if a channel opened since, or `peer` cannot be dialled."""
@@ -217,7 +218,7 @@ class DirectTransport:
         try:
             admitted = self._allowlist.current(peer)
             async with asyncio.timeout(OPEN_SECONDS):
-                for host, port in admitted.credential.addresses:
+                for host, port in admitted.addresses:
                     try:
                         return self._enter(peer, await self._try(admitted, host, port))
                     except OSError as error:
@@ -229,8 +230,8 @@ class DirectTransport:
         reason = self._failures[peer] = "; ".join(failures) or "it listens nowhere"
         raise ConnectionError(f"cannot open a direct channel to {peer}: {reason}")
 
-    async def _try(self, admitted: Admitted, host: str, port: int) -> PlainStream:
-        peer, place, failure = admitted.credential.peer, (host, port), "it was broken off"
+    async def _try(self, admitted: Credential, host: str, port: int) -> PlainStream:
+        peer, place, failure = admitted.peer, (host, port), "it was broken off"
         refusal = self._policy.begin(peer, place, time.monotonic())
         if refusal is not None:
             raise ConnectionError(refusal.reason)
@@ -270,10 +271,10 @@ class DirectTransport:
         finally:
             connection.close()
 
-    async def _claim(self, connection: socket.socket, admitted: Admitted, address: Place) -> PlainStream:
+    async def _claim(self, connection: socket.socket, admitted: Credential, address: Place) -> PlainStream:
         """Send the preface on a connection that this peer has opened, and prove its PeerID."""
         own = fingerprint_of(self._presence.certificate.der)
-        preface = Preface(self._layer, self.peer, admitted.credential.peer, own)
+        preface = Preface(self._layer, self.peer, admitted.peer, own)
         try:
             if self._layer == "plain" and not is_loopback(address[0]):
                 raise Refused("plain", "channels without encryption are for loopback addresses only")
@@ -282,19 +283,18 @@ class DirectTransport:
             return await self._secure(connection, admitted, preface, dialler=True)
         except Refused as error:
             if error.why in ("impostor", "expired", "replayed certificate"):
-                self._refuse(error.why, f"{admitted.credential.peer} at {shown(address)}: {error}")
+                self._refuse(error.why, f"{admitted.peer} at {shown(address)}: {error}")
             raise
         finally:
             connection.close()
 
     async def _secure(
-        self, connection: socket.socket, admitted: Admitted, preface: Preface, *, dialler: bool
+        self, connection: socket.socket, admitted: Credential, preface: Preface, *, dialler: bool
     ) -> PlainStream:
         if preface.layer == "plain":
             return await handshake.forgo(connection, dialler=dialler)
-        context = admitted.context(self._presence.certificate, server=not dialler)
-        expected = admitted.credential.certificate
-        return await handshake.secure(connection, context, expected, preface, dialler=dialler)
+        context = make_context(self._presence.certificate, admitted.certificate, server=not dialler)
+        return await handshake.secure(connection, context, admitted.certificate, preface, dialler=dialler)
 
     def _accept(self, connection: socket.socket, address: Place) -> None:
         task = self._tasks.spawn(self._welcome(connection, address))

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
 
-from equipoise.dht.direct import allowlist, credential, handshake, transport
+from equipoise.dht.direct import credential, handshake, transport
 from equipoise.dht.direct.credential import (
-    CERTIFICATE_LIFE_SECONDS,
+    LIFE_SECONDS,
     OwnCertificate,
     fingerprint_of,
     issue,
@@ -179,7 +179,7 @@ async def test_equal_subjects_do_not_matter(peers, dial, layer, monkeypatch) -> 
 
 async def test_an_expired_credential_is_refused(peers, monkeypatch) -> None:
     first, second = peers.pair()
-    with pytest.raises(ValueError, match="expired"):
+    with pytest.raises(ValueError, match="not valid at this time"):
         first.admit(second.peer, forge(peers, "second", [], now=time.time() - 8 * 86400))
     monkeypatch.setattr(first._allowlist, "_clock", lambda: time.time() + 8 * 86400)
     with pytest.raises(ValueError, match="expired"):
@@ -191,15 +191,12 @@ async def test_an_expired_credential_is_refused(peers, monkeypatch) -> None:
 
 async def test_an_expired_certificate_is_refused(peers, dial, layer) -> None:
     member, target = peers.pair(layer)
-    old = make_certificate(member.peer, time.time() - CERTIFICATE_LIFE_SECONDS - 60)
+    old = make_certificate(member.peer, time.time() - LIFE_SECONDS - 60)
     with pytest.raises(ValueError, match="not valid at this time"):
-        target.admit(
-            member.peer, forge(peers, "first", (), dataclasses.replace(old, expires=time.time() + 60))
-        )
+        target.admit(member.peer, forge(peers, "first", (), old))
     # TLS refuses it as well, should it expire between admission and connection.
     known = target._allowlist[member.peer]
-    credential = dataclasses.replace(known.credential, certificate=old.der)
-    target._allowlist[member.peer] = allowlist.Admitted(known.signed, credential, fingerprint_of(old.der))
+    target._allowlist[member.peer] = dataclasses.replace(known, certificate=old.der)
     await turned_away(dial, member.peer, target, old, layer)
     assert refused(target) == {"expired": 2}
 
@@ -265,8 +262,7 @@ async def test_who_forgoes_encryption_leaves_no_socket_behind(monkeypatch, diall
 def forge(peers, name: str, where, own: OwnCertificate | None = None, now: float = 0.0) -> bytes:
     """A credential of the identity `name` with whatever certificate and addresses."""
     identity = peers.identity(name)
-    own = own or make_certificate(identity.peer, time.time())
-    return issue(identity, own, where, now or time.time())
+    return issue(identity, own or make_certificate(identity.peer, now or time.time()), where)
 
 
 def certificate_of(peer) -> bytes:
@@ -276,7 +272,7 @@ def certificate_of(peer) -> bytes:
 async def knock(dial, claimed: str, target, own: OwnCertificate, layer):
     """Dial `target` as an attacker would, with any certificate behind a claim that is as good as can be."""
     connection = await dial(target)
-    preface = Preface(layer, claimed, target.peer, target._allowlist.get(claimed).fingerprint)
+    preface = Preface(layer, claimed, target.peer, fingerprint_of(target._allowlist[claimed].certificate))
     await asyncio.get_running_loop().sock_sendall(connection, preface.encode())
     trusted = certificate_of(target)
     context = make_context(own, trusted, server=False)

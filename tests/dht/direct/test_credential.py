@@ -34,7 +34,7 @@ def own(author):
 
 @pytest.fixture(scope="module")
 def genuine(author, own) -> bytes:
-    return issue(author, own, [("192.0.2.1", 4000), ("2001:db8::1", 4001)], NOW)
+    return issue(author, own, [("192.0.2.1", 4000), ("2001:db8::1", 4001)])
 
 
 def test_what_was_issued_is_taken(author, own, genuine) -> None:
@@ -51,22 +51,18 @@ def test_the_key_is_not_shown(own) -> None:
 
 def test_addresses_that_do_not_fit_or_cannot_be_dialled_are_left_out(author, own) -> None:
     long = [(f"{'a' * 60}.{'b' * 60}.{'c' * 60}.host{number}", 65535) for number in range(4)]
-    data = issue(author, own, [("fe80::1%eth0", 1), *long], NOW)
+    data = issue(author, own, [("fe80::1%eth0", 1), *long])
     assert len(data) <= MAX_CREDENTIAL_BYTES
     assert parse(author.peer, data, NOW).addresses == tuple(
         long[: len(parse(author.peer, data, NOW).addresses)]
     )
-    many = issue(author, own, [(f"192.0.2.{number}", 1) for number in range(20)], NOW)
+    many = issue(author, own, [(f"192.0.2.{number}", 1) for number in range(20)])
     assert len(parse(author.peer, many, NOW).addresses) == credential.MAX_ADDRESSES
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"expires": NOW - 1}, "expired"),
-        ({"expires": NOW + 1e9}, "malformed credential"),
-        ({"expires": float("nan")}, "malformed credential"),
-        ({"expires": float("inf")}, "malformed credential"),
         ({"addresses": ("192.0.2.1 0",)}, "malformed credential"),
         ({"addresses": ("192.0.2.1 65536",)}, "malformed credential"),
         ({"addresses": ("192.0.2.1 \u0661",)}, "malformed credential"),
@@ -80,7 +76,7 @@ def test_addresses_that_do_not_fit_or_cannot_be_dialled_are_left_out(author, own
     ],
 )
 def test_signed_nonsense_is_refused(author, own, changes, why) -> None:
-    wire = {"certificate": own.der, "addresses": (), "expires": NOW + 60} | changes
+    wire = {"certificate": own.der, "addresses": ()} | changes
     with pytest.raises(Refused) as caught:
         parse(author.peer, _signed(author, **wire), NOW)
     assert caught.value.why == why
@@ -90,7 +86,7 @@ def test_signed_nonsense_is_refused(author, own, changes, why) -> None:
 def test_a_certificate_signed_by_another_key_is_refused(author, own) -> None:
     altered = own.der[:-1] + bytes([own.der[-1] ^ 1])
     with pytest.raises(Refused, match="not signed with its own key"):
-        parse(author.peer, _signed(author, certificate=altered, addresses=(), expires=NOW + 60), NOW)
+        parse(author.peer, _signed(author, certificate=altered, addresses=()), NOW)
 
 
 def test_no_altered_credential_is_taken(author, genuine) -> None:
@@ -121,7 +117,7 @@ def test_no_altered_certificate_breaks_the_parser(author, own) -> None:
         for _ in range(rng.randrange(1, 4)):
             altered[rng.randrange(len(altered))] = rng.randrange(256)
         if altered != own.der:
-            data = _signed(author, certificate=bytes(altered), addresses=(), expires=NOW + 60)
+            data = _signed(author, certificate=bytes(altered), addresses=())
             # The signature does not cover the name of its own algorithm; what it covers is as it was.
             with contextlib.suppress(Refused):
                 taken = x509.load_der_x509_certificate(parse(author.peer, data, NOW).certificate)
@@ -135,15 +131,22 @@ def test_noise_is_no_credential(noise: bytes) -> None:
         parse("12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN", noise, NOW)
 
 
-def test_a_credential_is_renewed_with_the_same_certificate_then_with_another(author) -> None:
+@pytest.mark.parametrize(("days", "why"), [(-1, "expired"), (61, "malformed credential")])
+def test_a_certificate_that_is_too_old_or_lasts_too_long_is_refused(author, monkeypatch, days, why) -> None:
+    monkeypatch.setattr(credential, "LIFE_SECONDS", days * 86400.0)
+    with pytest.raises(Refused) as caught:
+        parse(author.peer, issue(author, make_certificate(author.peer, NOW), []), NOW)
+    assert caught.value.why == why
+
+
+def test_a_credential_is_renewed_with_another_certificate(author) -> None:
     days = 0.0
     presence = Presence(author, lambda: NOW + days * 86400)
     first, certificate = presence.credential, presence.certificate
     assert presence.credential is first
+    days = 3.0
+    assert presence.credential is first
     days = 4.0
-    assert presence.credential != first
-    assert presence.certificate is certificate
-    days = 16.0
     second = presence.credential
     assert presence.certificate.der == parse(author.peer, second, NOW + days * 86400).certificate
     assert presence.certificate is not certificate
@@ -180,6 +183,6 @@ def test_where_a_listener_is_reached(hosts, bound, forwarded, found) -> None:
     assert endpoints(hosts, bound, forwarded=forwarded) == found
 
 
-def _signed(author: Identity, certificate: bytes, addresses: tuple[str, ...], expires: float) -> bytes:
-    signature = author.sign("direct", credential._signed(author.peer, certificate, addresses, expires))
-    return msgspec.msgpack.encode([certificate, addresses, expires, signature])
+def _signed(author: Identity, certificate: bytes, addresses: tuple[str, ...]) -> bytes:
+    signature = author.sign("direct", credential._signed(author.peer, certificate, addresses))
+    return msgspec.msgpack.encode([certificate, addresses, signature])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equipoise.dht.direct import listener, transport
+from equipoise.dht.direct.credential import fingerprint_of
 from equipoise.dht.direct.errors import Refusals, Refused
 from equipoise.dht.direct.handshake import PREFACE_BYTES, Preface, parse_preface
 from equipoise.dht.direct.listener import MAX_WAITING, Gate
@@ -141,7 +142,8 @@ async def test_a_member_fed_with_noise_after_its_handshake_is_dropped(peers) -> 
 
 def claim(layer, member, target) -> bytes:
     """The preface that the member itself would send."""
-    return Preface(layer, member.peer, target.peer, target._allowlist.get(member.peer).fingerprint).encode()
+    fingerprint = fingerprint_of(target._allowlist[member.peer].certificate)
+    return Preface(layer, member.peer, target.peer, fingerprint).encode()
 
 
 def _noise(rng: random.Random, member, target) -> bytes:
