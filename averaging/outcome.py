@@ -106,6 +106,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
         size: Bytes of the image.
         sources: PeerID -> bytes that came from it.
         seconds: Time from the first question to the last byte.
+        voters: PeerIDs of all peers that had a vote on which snapshot to take, whether they offered one or not.
         behind: After a failed search for a mean: number of peers that are not as far as this one.
         unheard: After a failed search for a mean: number of peers that have not said whether they have it.
     """
@@ -116,6 +117,7 @@ class FetchOutcome(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 0
     sources: dict[str, int] = {}
     seconds: float = 0.0
+    voters: tuple[str, ...] = ()
     behind: int = 0
     unheard: int = 0
 

@@ -372,18 +372,25 @@ class Run:
         return Download(self._link, request, limit, take, lambda reason: Fetched(ok=False, reason=reason))
 
     def recover(
-        self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
+        self,
+        after: StateId,
+        timeout: float = 60.0,
+        circle: tuple[str, ...] = (),
+        proved: bool = False,
+        patient: bool = False,
     ) -> Download[Recovered]:
         """Fetch from other peers the mean that the group applied to a state, if this peer missed it.
 
-        Daemons keep the last few means of a run whose `step` is given states, with the signed votes of the round's
-        majority, which prove them. One download at a time, by this call or by `fetch`.
+        Daemons keep the last few means of a run whose `step` is given states. One download at a time, by this call or
+        by `fetch`.
 
         Args:
             after: The state.
             timeout: Seconds after which the download has ended; if no peer has the mean, it ends soon.
-            proved: Whether the caller will check the state after the mean. If not, most of the peers that vouch for
-                this peer's state, by its last round or snapshot, must have voted for the mean.
+            circle: PeerIDs, at most 256, of the peers that vouch for the state: they held it in a round with this peer,
+                or had a vote on its snapshot.
+            proved: Whether the caller will check the state after the mean. If not, more than half of the circle must
+                offer the same mean.
             patient: Whether to wait for peers that are not as far, if no peer has the mean.
 
         Raises:
@@ -391,7 +398,7 @@ class Run:
             Refused: The machine has not enough memory.
         """
         size = VALUE_BYTES * self._binding.stepping.size
-        request = messages.FetchMean(self.name, after, size, timeout, proved, patient)
+        request = messages.FetchMean(self.name, after, size, timeout, circle, proved, patient)
 
         def take(found: MeanOutcome, memory: SharedMemory) -> Recovered:
             flat = torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)

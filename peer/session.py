@@ -242,7 +242,8 @@ class Session:
             memory.allocate(size)
             return torch.frombuffer(memory.view(size, writable=True), dtype=torch.float32)
 
-        return await transfer.recover(request.after, request.timeout, result, request.proved, request.patient)
+        after, circle = request.after, frozenset(request.circle)
+        return await transfer.recover(after, request.timeout, result, circle, request.proved, request.patient)
 
     def status(self) -> RunStatus:
         """The run's part of the daemon's status."""

@@ -25,7 +25,7 @@ from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.statesync.update import EncodedMean, Prove
+from equipoise.averaging.statesync.update import EncodedMean
 from equipoise.averaging.weights import cap_of
 from equipoise.compression import CodecError, NonFiniteError
 from equipoise.tasks import Driver
@@ -127,7 +127,7 @@ class RoundDriver:
         task: The round.
         sessions: Sends frames.
         closed: Called with its id when the round can be forgotten.
-        keep: Called with the encoded mean, if the round succeeds, and with a function that returns the votes for it.
+        keep: Called with the encoded mean, if the round succeeds.
         executor: Reduces parts, one after another. Without one the loop does: a CPU takes less time for a part than a
             thread needs to get the interpreter's lock.
     """
@@ -137,7 +137,7 @@ class RoundDriver:
         task: Task,
         sessions: Sessions,
         closed: Callable[[bytes], None],
-        keep: Callable[[EncodedMean, Prove], None],
+        keep: Callable[[EncodedMean], None],
         executor: Executor | None = None,
     ) -> None:
         self.id = task.manifest.id
@@ -342,8 +342,7 @@ class RoundDriver:
 
     def _finished(self, end: events.Finish) -> Outcome:
         counted, capped = weights_of(self.group, self._peers, end.decision.contributors)
-        mean = EncodedMean(self.task.manifest, end.decision.contributors, self._store.means())
-        self._keep(mean, partial(self._vote_signatures.proof, end.decision, end.digest))
+        self._keep(EncodedMean(self.task.manifest, end.decision.contributors, self._store.means()))
         reason = f"mean over {len(counted)} of {self.group.size} members"
         digest, apart = end.digest.hex(), self._apart(counted)
         return self._outcome(True, reason, contributors=counted, capped=capped, digest=digest, apart=apart)
@@ -415,7 +414,7 @@ class Rounds:
         """True if a round exchanges values now."""
         return any(not round.outcome.done() for round in self.open.values())
 
-    def begin(self, task: Task, keep: Callable[[EncodedMean, Prove], None]) -> RoundDriver:
+    def begin(self, task: Task, keep: Callable[[EncodedMean], None]) -> RoundDriver:
         """Start a round, which gets the frames that came before it; `keep` is called with its mean."""
         name = task.spec.name
         over = [one for one in self.open.values() if one.task.spec.name == name and one.outcome.done()]

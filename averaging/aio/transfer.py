@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import mmap
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sized
 
 import msgspec
 import torch
 from blake3 import blake3
 
-from equipoise.averaging.aio import update_verification
 from equipoise.averaging.aio.round_driver import Rounds
 from equipoise.averaging.aio.sessions import Sessions
-from equipoise.averaging.allreduce.messages import Commit
+from equipoise.averaging.aio.update_verification import decode, most_bytes
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
@@ -29,9 +28,9 @@ from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, Image, ImageId, is_chunk
 from equipoise.averaging.statesync.client import Fetch, Request
-from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Chunk, Digests, TransferMessage, encode
+from equipoise.averaging.statesync.messages import Ask, Bulk, Chunk, Digests, TransferMessage, encode
 from equipoise.averaging.statesync.server import Server
-from equipoise.averaging.statesync.update import Circle, EncodedMean, MeanError, Prove
+from equipoise.averaging.statesync.update import EncodedMean
 from equipoise.tasks import Driver, TaskSet
 
 TRANSFER_FRAME = b"T"
@@ -55,10 +54,6 @@ that catches up asks for one mean after another. A question that is dropped come
 Room = Callable[[int], Awaitable[memoryview]]
 """Makes room for an image, given its bytes. It returns a writable view of that size, or raises ValueError."""
 
-Examine = Callable[[memoryview, Sequence[Commit]], str]
-"""Looks, in a thread, whether the votes prove that the image of a mean is the group's; returns why not, or nothing.
-Raises NoRoomError."""
-
 log = logging.getLogger(__name__)
 
 
@@ -75,24 +70,21 @@ class Download:
         sessions: Sends frames.
         timeout: Seconds for everything.
         room: Makes memory for the image.
-        examine: Looks at the image of a mean; None for a snapshot.
 
     Attributes:
         machine: Decides which donor is asked for which chunks.
         driver: Feeds it events.
-        ended: The machine's last action.
+        ended: Its outcome.
     """
 
-    def __init__(
-        self, request: Request, sessions: Sessions, timeout: float, room: Room, examine: Examine | None = None
-    ) -> None:
+    def __init__(self, request: Request, sessions: Sessions, timeout: float, room: Room) -> None:
         self._loop = asyncio.get_running_loop()
         self.machine = Fetch(request, self._loop.time(), timeout)
-        self.ended: asyncio.Future[events.Finish] = self._loop.create_future()
+        self.ended: asyncio.Future[FetchOutcome] = self._loop.create_future()
         self._sessions = sessions
         self._room = room
-        self._examine = examine
         self._ticket = request.ticket
+        self._circle = request.circle
         self._image: ImageId | None = None
         self._digests = b""
         self._memory = memoryview(b"")
@@ -106,10 +98,9 @@ class Download:
         """Take note of the peers of the run, and of their credentials for direct channels."""
         before = self._credentials
 
-        def lot(
-            peer: str,
-        ) -> tuple[bool, bytes]:  # It differs from download to download: no name is sure of a place.
-            return peer not in before, blake3(self._ticket + peer.encode()).digest()
+        def lot(peer: str) -> tuple[bool, bool, bytes]:
+            # It differs from download to download: no name outside of the circle is sure of a place.
+            return peer not in self._circle, peer not in before, blake3(self._ticket + peer.encode()).digest()
 
         chosen = heapq.nsmallest(MAX_DONORS, credentials, lot)
         self._credentials = {peer: credentials[peer] for peer in chosen}
@@ -166,10 +157,8 @@ class Download:
                 if self._making is not None:
                     self._making.cancel()
                 self._making = self._tasks.spawn(self._make_room(image))
-            case events.Check(proofs):
-                self._tasks.spawn(self._look_at(proofs))
-            case events.Finish():
-                self._end(action)
+            case events.Finish(outcome):
+                self._end(outcome)
 
     def _broken(self, peer: str, reason: str) -> FrameRefused:
         self.driver.tell(events.ProtocolBroken(peer, reason))
@@ -195,35 +184,12 @@ class Download:
         else:
             self.driver.tell(events.MemoryReady(image.size))
 
-    async def _look_at(self, proofs: Sequence[Commit]) -> None:
-        assert self._examine is not None, "a download of a mean has a way to look at it"
-        event: events.FetchEvent
-        try:
-            problem = await self._loop.run_in_executor(None, self._examine, self._memory, proofs)
-            event = events.Checked(problem)
-        except update_verification.NoRoomError as error:
-            event = events.MemoryRefused(str(error))
-        except (
-            Exception
-        ):  # The image is broken in a way that is not foreseen; another donor may have a better one.
-            log.exception("an image of %d bytes could not be looked at", len(self._memory))
-            event = events.Checked("looking at the mean from it failed here; the daemon's log says more")
-        self.driver.tell(event)
-
-    def _end(self, finish: events.Finish) -> None:
+    def _end(self, outcome: FetchOutcome) -> None:
         for peer in self._due:
             self._sessions.leave(flow_of(self._ticket, peer))
         self._memory = memoryview(b"")
         self.driver.stop()
-        self.ended.set_result(finish)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A mean, or the name of the image that has been made of it, and what tells the votes for it."""
-
-    mean: EncodedMean | ImageId
-    prove: Prove
+        self.ended.set_result(outcome)
 
 
 class Transfer:
@@ -260,8 +226,7 @@ class Transfer:
         self._donor = Server()
         self._asks = Allowance(ASKS_SECONDS, MAX_ASKS, MAX_ASKS_OF_ONE)
         self._held: dict[bytes, Image] = {}
-        self._means: dict[StateId, _Kept] = {}
-        self._circle = self._attended = Circle()
+        self._means: dict[StateId, EncodedMean | ImageId] = {}
         self._flows: dict[str, bytes] = {}
         self._download: Download | None = None
         self._offering = asyncio.Lock()
@@ -334,31 +299,27 @@ class Transfer:
         request = Request(self._spec.name, self._spec.hash, ticket, at_least, limit, circle=among)
         self._driver.tell(events.FetchChanged(True))
         try:
-            finish = await self._get(request, timeout, room)
+            got = await self._get(request, timeout, room)
         finally:
             self._driver.tell(events.FetchChanged(False))
-        got, run = finish.outcome, self._spec.name
+        run = self._spec.name
         if got.state is None:
             log.info("run %s: no state fetched: %s", run, got.reason)
         else:
-            self._circle = Circle(got.state, finish.voters)
             what = f"{got.size / 1e6:.1f} MB from {len(got.sources)} peers in {got.seconds:.2f} s"
             log.info("run %s: fetched the state of epoch %d, %s (%s)", run, got.state.epoch, what, got.reason)
         return got
 
-    def keep(self, mean: EncodedMean, prove: Prove) -> None:
+    def keep(self, mean: EncodedMean) -> None:
         """Keep a round's mean for peers that missed it, if it leads on from a state."""
         before = mean.manifest.before
         if before is not None and not self._left:
-            self._circle = self._circle.ended(before, mean.manifest, self._sessions.peer)
-            self._attended = Circle.attended(before, mean.manifest, self._sessions.peer)
             self._drop(before)
-            self._means[before] = _Kept(mean, prove)
+            self._means[before] = mean
             self._driver.tell(events.MeanKept(before, mean.size, KEPT_BYTES // max(len(self._runs), 1)))
 
     def begin(self, manifest: Manifest) -> None:
         """Note that a round of this run exchanges values here; the run driver calls `over` when it has ended."""
-        self._circle = self._circle.begun(manifest, self._sessions.peer)
         if manifest.before is not None:
             self._driver.tell(events.RoundBegan(manifest.before))
 
@@ -371,6 +332,7 @@ class Transfer:
         after: StateId,
         timeout: float,
         result: Callable[[], torch.Tensor],
+        circle: frozenset[str] = frozenset(),
         proved: bool = False,
         patient: bool = False,
     ) -> MeanOutcome:
@@ -379,9 +341,11 @@ class Transfer:
         Args:
             after: A state.
             timeout: Seconds for everything.
-            result: Makes room for the mean, f32 [D], once it is here and proved; called in a thread.
+            result: Makes room for the mean, f32 [D], once it is here; called in a thread. It raises ValueError if there
+                is no room.
+            circle: PeerIDs of the peers that vouch for that state.
             proved: True if the caller will know by its digest whether it is the group's. If not, this peer stands at
-                that state, and the peers from which it has the state prove the mean.
+                that state, and more than half of the circle must offer the same mean.
             patient: True to wait for the peers that are not as far, if no other peer has it.
 
         Raises:
@@ -389,28 +353,26 @@ class Transfer:
         """
         if not proved:
             self.reach(after.epoch)
-            if self._attended.knows(after) and not self._circle.knows(after):
-                self._circle = self._attended
-        found: list[Outcome] = []
-        circle = None if proved else self._circle
+        memory = memoryview(b"")
 
-        def examine(image: memoryview, proofs: Sequence[Commit]) -> str:
+        async def room(size: int) -> memoryview:
+            nonlocal memory
+            memory = memoryview(mmap.mmap(-1, size))  # It takes no memory before it is written to.
+            return memory
+
+        spec, ticket = self._spec, os.urandom(TICKET_BYTES)
+        limit = most_bytes(spec)
+        request = Request(spec.name, spec.hash, ticket, 0, limit, after, circle, patient, proved)
+        got = await self._get(request, timeout, room)
+        found = Outcome(ok=False, reason=got.reason, run=spec.name)
+        if got.ok:
             try:
-                args = (image, self._spec, after, circle, proofs, self._verify, result)
-                found.append(update_verification.decode(*args))
-            except MeanError as error:
-                return str(error)
-            return ""
-
-        ticket, limit = os.urandom(TICKET_BYTES), update_verification.most_bytes(self._spec)
-        near = self._circle.peers
-        request = Request(self._spec.name, self._spec.hash, ticket, 0, limit, after, near, patient, proved)
-        got = (await self._get(request, timeout, update_verification.room, examine)).outcome
-        if got.ok and not proved:
-            self._circle = self._circle.followed(after)
-        round_ = found[-1] if got.ok else Outcome(ok=False, reason=got.reason, run=self._spec.name)
-        log.info("run %s, after epoch %d: %s", self._spec.name, after.epoch, round_.reason)
-        return MeanOutcome(round=round_, sources=got.sources, behind=got.behind, unheard=got.unheard)
+                args = memory, spec, after, self._verify, result
+                found = await self._loop.run_in_executor(None, decode, *args)
+            except ValueError as error:
+                found = msgspec.structs.replace(found, reason=str(error))
+        log.info("run %s, after epoch %d: %s", spec.name, after.epoch, found.reason)
+        return MeanOutcome(round=found, sources=got.sources, behind=got.behind, unheard=got.unheard)
 
     def withdraw(self, reason: str) -> None:
         """End the download that is going on, if any."""
@@ -428,7 +390,7 @@ class Transfer:
     @property
     def kept_bytes(self) -> int:
         """Bytes of all means and snapshots that are kept."""
-        means = (kept.mean.size for kept in self._means.values() if isinstance(kept.mean, EncodedMean))
+        means = (mean.size for mean in self._means.values() if isinstance(mean, EncodedMean))
         return sum(means) + sum(image.name.size for image in self._held.values())
 
     def stop(self, reason: str) -> None:
@@ -480,26 +442,25 @@ class Transfer:
         self._driver.tell(events.SnapshotReady(state, image.name))
 
     async def _make_image(self, before: StateId) -> None:
-        kept = self._means.get(before)
-        if kept is None or isinstance(kept.mean, ImageId):
+        mean, image = self._means.get(before), None
+        if not isinstance(mean, EncodedMean):
             return
-        mean, image = kept.mean, None
         try:
             image = await self._loop.run_in_executor(None, lambda: Image.of(memoryview(mean.image())))
         except MemoryError:
             name, epoch = self._spec.name, before.epoch
             log.warning("run %s: the mean after epoch %d is not passed on: no memory", name, epoch)
-        if self._means.get(before) is not kept:
+        if self._means.get(before) is not mean:
             return  # Another has taken its place, or none.
         if image is not None:
-            self._means[before] = _Kept(image.name, kept.prove)
+            self._means[before] = image.name
             self._held[image.name.digest] = image
         self._driver.tell(events.MeanReady(before, None if image is None else image.name))
 
     def _drop(self, before: StateId) -> None:
         kept = self._means.pop(before, None)
-        if kept is not None and isinstance(kept.mean, ImageId):
-            self._held.pop(kept.mean.digest, None)
+        if isinstance(kept, ImageId):
+            self._held.pop(kept.digest, None)
 
     async def _on_ask(self, peer: str, ask: Ask) -> None:
         found = next((one for one in await self._mates() if one.peer == peer), None)
@@ -533,15 +494,7 @@ class Transfer:
                 self._leave(peer)
 
     def _post(self, peer: str, message: TransferMessage) -> None:
-        if isinstance(message, Answer):
-            message = self._proved(message)
         self._sessions.post(peer, TRANSFER_FRAME + encode(message))
-
-    def _proved(self, answer: Answer) -> Answer:
-        """Add all votes that are known by now for the mean that the answer offers."""
-        image = answer.offers[0].image if answer.offers else None
-        prove = next((one.prove for one in self._means.values() if one.mean == image), None)
-        return answer if prove is None else msgspec.structs.replace(answer, proof=prove())
 
     def _post_body(self, peer: str, message: Bulk) -> None:
         def sent() -> (
@@ -570,11 +523,9 @@ class Transfer:
         if self._download is not None:
             raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
 
-    async def _get(
-        self, request: Request, timeout: float, room: Room, examine: Examine | None = None
-    ) -> events.Finish:
+    async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
         self._require_idle()
-        download = self._download = Download(request, self._sessions, timeout, room, examine)
+        download = self._download = Download(request, self._sessions, timeout, room)
         if self._left:
             self.withdraw(self._left)
         looking = self._tasks.spawn(self._look_regularly(download))

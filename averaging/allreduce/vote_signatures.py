@@ -1,10 +1,9 @@
 """Votes that others can check, so that no member, not even the leader, can claim a majority that does not exist.
 
-Members that cannot be dialled do not hear each other: they learn from a `Commit` which members voted. A peer that
-missed the round learns the votes later, from the signatures in a `proof`. So each vote carries its voter's signature
-over the round, the ballot, the decision and the digest. An unsigned vote does not count, even from the voter itself: no
-other member could be convinced by it, and the members would disagree on the chosen mean. No signature is checked twice:
-a round costs each member one signature, and a check of 0.07 ms for each other member.
+Members that cannot be dialled do not hear each other: they learn from a `Commit` which members voted. So each vote
+carries its voter's signature over the round, the ballot, the decision and the digest. An unsigned vote does not count,
+even from the voter itself: no other member could be convinced by it, and the members would disagree on the chosen mean.
+No signature is checked twice: a round costs each member one signature, and a check of 0.07 ms for each other member.
 
 A member can still vote for a mean that it does not hold, or for two means. Paxos promises no more here than this: with
 one liar, a majority still takes a majority less one of honest votes. To tolerate more liars would take two thirds.
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 import msgspec
 
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.paxos import Vote, members_of
 from equipoise.averaging.manifest import Sign, Verify
 
@@ -91,17 +89,6 @@ class VoteSignatures:
                 return msgspec.structs.replace(message, holders=proved)
         return message
 
-    def proof(self, decision: Decision, digest: bytes) -> wire.Commit:
-        """Return all known votes for this mean, which is whole here: the proof of the round's result for other peers.
-
-        The voters are a majority as soon as the round has ended here.
-        """
-        same = [vote for vote in self._signatures if (vote.decision, vote.digest) == (decision, digest)]
-        vote = max(same, key=lambda one: len(self._signatures[one]), default=Vote(0, decision, digest))
-        self._sign(vote)
-        signed = sorted(self._signatures[vote].items())
-        return wire.Commit(vote.ballot, decision, digest, sum(1 << one for one, _ in signed), tuple(signed))
-
     def _proved(self, teller: int, voter: int, vote: Vote, signature: bytes | None) -> bool:
         known = self._signatures.get(vote)
         if known is not None and voter in known:
@@ -128,13 +115,3 @@ class VoteSignatures:
 def statement(round_id: bytes, vote: Vote) -> bytes:
     """Return the bytes that a member of a round signs to cast a vote."""
     return DOMAIN + round_id + wire.encode(wire.Held(vote.ballot, vote.decision, vote.digest))
-
-
-def signers(round_id: bytes, peers: Sequence[str], commit: wire.Commit, verify: Verify) -> int:
-    """Bitmask of the members whose own valid signature of the vote is in the commit; `peers` by member index."""
-    said = statement(round_id, Vote(commit.ballot, commit.decision, commit.digest))
-    return sum(
-        1 << member
-        for member, signature in dict(commit.signatures).items()
-        if member < len(peers) and verify(peers[member], said, signature)
-    )

@@ -28,7 +28,7 @@ class Agreement:
     offer: Offer
     donors: tuple[str, ...]
     reason: str
-    voters: frozenset[str] = frozenset()
+    voters: tuple[str, ...] = ()
 
 
 class Answers:

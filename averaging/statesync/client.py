@@ -6,9 +6,8 @@ digest proves each chunk. A donor that sends a wrong byte is barred at once. If 
 asked for its chunks at once. If no donor is left, the newcomer asks again, and keeps its chunks if the same image is
 offered. It ends with the whole image or, at its timeout, with the reason why it has none.
 
-A newcomer gets a mean that it missed in the same way, or learns once all donors have answered that none has it
-(`update_query`). When the whole mean is here, the newcomer checks whether it is the group's. If not, it bars the donors
-and tries another offer. At any time, it also changes to an offer of donors that are more credible.
+A newcomer gets a mean that it missed in the same way, or learns once the donors have answered that it cannot have it
+(`update_query`). If no donor delivers anything of a mean, the newcomer tries another that is offered.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: the newcomer looks for the mean that the group applied to it, not for a snapshot.
-        circle: PeerIDs of the peers that vouch for that state, whose offers are tried first. For a snapshot: PeerIDs
-            of the only peers to take it from, while any of them is there.
+        circle: PeerIDs of the peers that vouch for that state, of which more than half must offer the same mean. For a
+            snapshot: PeerIDs of the only peers to take it from, while any of them is there.
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
-        proved: Whether the asking peer knows that mean's digest, so that it can take the mean from any donor.
+        proved: Whether the asking peer will know that mean by its digest, so that it can take it from any donor.
     """
 
     run: str
@@ -75,14 +74,14 @@ class Fetch:
         self._request = request
         self._began, self._expires = now, now + timeout
         after, circle = request.after, request.circle
-        self._missed = UpdateQuery(after, circle, request.patient, request.proved) if after else None
+        self._missed = None
+        if after is not None:
+            self._missed = UpdateQuery(after, request.limit, circle, request.patient, request.proved)
         self._poll = self._missed or SnapshotQuorum(request.at_least, circle)
         self._agreement: Agreement | None = None
         self._sources = ChunkScheduler(0)
         self._image: ImageId | None = None
         self._digests_known = False
-        self._checking: frozenset[str] = frozenset()
-        self._proved = after is None
         self._withdrawn = ""
         self._memory = 0
         self._slow: set[str] = set()
@@ -94,9 +93,7 @@ class Fetch:
     @property
     def deadline(self) -> float:
         """When `Woke` is due."""
-        if self._checking or self.ended:
-            return float("inf")
-        return min(self._expires, self._ask_at, self._next_change)
+        return float("inf") if self.ended else min(self._expires, self._ask_at, self._next_change)
 
     @property
     def standing(self) -> str:
@@ -137,11 +134,9 @@ class Fetch:
                 self._fail(reason, now)
             case events.Withdrew(reason):
                 self._withdrawn = reason
-            case events.Checked(problem):
-                self._on_checked(problem)
             case events.ProtocolBroken(peer, reason):
                 self._bar(peer, reason)
-        if not self.ended and not self._checking:
+        if not self.ended:
             self._advance(now)
         out, self._out = self._out, []
         return out
@@ -180,13 +175,6 @@ class Fetch:
             self._slow.add(peer)  # The donor broke off before it sent the digests.
         self._poll.forget(peer)
         self._leave_out(peer, reason)
-
-    def _on_checked(self, problem: str) -> None:
-        offered, self._checking = self._checking, frozenset()
-        self._proved = not problem
-        if problem:
-            for peer in sorted(offered):
-                self._bar(peer, problem)
 
     def _bar(self, peer: str, reason: str) -> None:
         self._poll.bar(peer, reason)
@@ -228,15 +216,11 @@ class Fetch:
                 self._ask_at = now
             return
         size, limit = agreement.offer.image.size, self._request.limit
-        problem = f"expected an image of at most {limit} bytes, {agreement.reason}: {size} bytes"
         if size <= limit:
             self._begin(agreement, now)
-        elif self._request.after is None:
-            self._fail(problem, now)
         else:
-            for peer in agreement.donors:
-                self._bar(peer, problem)
-            self._seek(now)
+            problem = f"expected an image of at most {limit} bytes, {agreement.reason}: {size} bytes"
+            self._fail(problem, now)
 
     def _outranked(self, offer: Offer, now: float) -> bool:
         """True if another mean may come sooner, or is more likely to be the group's, than the mean on its way."""
@@ -293,34 +277,28 @@ class Fetch:
     # ---- the end ----
 
     def _complete(self, agreement: Agreement, now: float) -> None:
-        offer = agreement.offer
-        if self._missed is not None and not self._proved:
-            offering = (peer for peer in self._poll.peers if self._poll.offers(peer, offer))
-            self._checking = frozenset({*offering, *self._sources.donors})
-            self._out.append(events.Check(self._missed.proofs(offer)))
-            return
-        size, delivered = offer.image.size, self._sources.delivered.items()
+        size, delivered = agreement.offer.image.size, self._sources.delivered.items()
         outcome = FetchOutcome(
             ok=True,
             reason="; ".join([agreement.reason, *self._notes]),
-            state=offer.state,
+            state=agreement.offer.state,
             size=size,
             sources={peer: min(chunks * CHUNK_BYTES, size) for peer, chunks in delivered},
             seconds=now - self._began,
+            voters=agreement.voters,
         )
-        self._end(Finish(outcome, agreement.voters))
+        self._end(outcome)
 
     def _fail(self, reason: str, now: float) -> None:
         behind, unheard = (self._missed.behind, self._missed.unheard) if self._missed else (0, 0)
         reason = "; ".join([reason, *(note for note in self._notes if note not in reason)])
         seconds = now - self._began
-        outcome = FetchOutcome(ok=False, reason=reason, seconds=seconds, behind=behind, unheard=unheard)
-        self._end(Finish(outcome))
+        self._end(FetchOutcome(ok=False, reason=reason, seconds=seconds, behind=behind, unheard=unheard))
 
-    def _end(self, finish: Finish) -> None:
+    def _end(self, outcome: FetchOutcome) -> None:
         self.ended = True
         bye = messages.Finished(self._request.run, self._request.ticket)
-        self._out += [*(events.Send(peer, bye) for peer in self._poll.peers), finish]
+        self._out += [*(events.Send(peer, bye) for peer in self._poll.peers), Finish(outcome)]
 
 
 def _index(message: Bulk) -> int:

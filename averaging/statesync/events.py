@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.chunks import ImageId
@@ -198,12 +197,6 @@ class ProtocolBroken(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Checked(msgspec.Struct, frozen=True):
-    """A whole mean was checked: `problem` says why the proofs do not make it the group's; empty if they do."""
-
-    problem: str
-
-
 class Withdrew(msgspec.Struct, frozen=True):
     """The caller does not want the image any more."""
 
@@ -211,7 +204,7 @@ class Withdrew(msgspec.Struct, frozen=True):
 
 
 SourceEvent = AnswerReceived | BodyReceived | ProtocolBroken | PeerLost
-FetchEvent = PeersSeen | SourceEvent | MemoryReady | MemoryRefused | Checked | Withdrew | Woke
+FetchEvent = PeersSeen | SourceEvent | MemoryReady | MemoryRefused | Withdrew | Woke
 
 
 class Allocate(msgspec.Struct, frozen=True):
@@ -220,22 +213,10 @@ class Allocate(msgspec.Struct, frozen=True):
     image: ImageId
 
 
-class Check(msgspec.Struct, frozen=True):
-    """Check by these proofs whether a complete mean is the group's; report `Checked`."""
-
-    proofs: tuple[Commit, ...]
-
-
 class Finish(msgspec.Struct, frozen=True):
-    """The download is over.
-
-    Attributes:
-        outcome: The result. If it is ok, the image is complete; a mean is then the group's.
-        voters: PeerIDs of all peers that had a vote on which snapshot to take, whether they offered one or not.
-    """
+    """The download is over; if its outcome is ok, the image is complete."""
 
     outcome: FetchOutcome
-    voters: frozenset[str] = frozenset()
 
 
-FetchAction = Send | Allocate | Check | Finish
+FetchAction = Send | Allocate | Finish

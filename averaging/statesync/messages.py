@@ -3,8 +3,7 @@
 A newcomer sends `Ask` to every peer of its run. Each peer sends an `Answer`, and another whenever its answer changes.
 When enough peers offer the same image, the newcomer sends `AskDigests` to one of them and `AskChunks` to all. Each
 message carries the newcomer's ticket, which sets it apart from messages of an earlier download. A peer that has missed
-means asks for each in the same way. The votes that prove a mean come beside its image, not in it: donors know different
-votes, but the image must be the same at all donors.
+means asks for each in the same way: the image of a mean is the same at all donors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Annotated
 
 import msgspec
 
-from equipoise.averaging.allreduce.messages import Commit
 from equipoise.averaging.manifest import SpecHash, Ticket
 from equipoise.averaging.matchmaking.messages import Detail, RunName
 from equipoise.averaging.ports import Buffer, parser
@@ -88,14 +86,12 @@ class Answer(_Message, frozen=True, tag=True):
         epoch: The donor's epoch; None if it holds no state.
         noted: The wanted epochs of which the donor will take a snapshot, or is just taking one.
         offers: The snapshots that it holds, of epochs that are of use; or the mean that was asked for.
-        proof: The mean's proof: votes of its round's majority, up to 64 signatures of up to 128 bytes.
         left: Whether its trainer has left the run: its epoch stays, and it takes no snapshot.
     """
 
     epoch: Epoch | None
     noted: Epochs = ()
     offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=MAX_OFFERS)] = ()
-    proof: Commit | None = None
     left: bool = False
 
 

@@ -173,7 +173,7 @@ class SnapshotQuorum(Answers):
         # Late peers count as voters too, so that the peers which answered first are not all. This gives liars no new
         # power: if they are most, they could also have answered in time and outvoted the others.
         late = self.peers.keys() - self._answers.keys() - self._silent
-        return replace(super()._agreed(offer, reason), voters=frozenset({*self._voters, *late}))
+        return replace(super()._agreed(offer, reason), voters=(*self._voters, *late))
 
     def _keeps_up(self, epoch: int | None) -> bool:
         return epoch is not None and epoch + LAG_EPOCHS >= self._at_least

@@ -47,6 +47,9 @@ Weight = Annotated[float, msgspec.Meta(ge=0, le=sys.float_info.max)]
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_TIMEOUT)]
 """Seconds; what is decoded needs no other check."""
 
+Peers = Annotated[tuple[str, ...], msgspec.Meta(max_length=256)]
+"""PeerIDs: as many as a replica remembers."""
+
 
 class Request(msgspec.Struct, Generic[Answer], frozen=True, tag=True):
     """A request of a client; `Answer` is the type of the daemon's answer, if it does not refuse."""
@@ -159,7 +162,7 @@ class FetchState(RunRequest[FetchOutcome], frozen=True):
     at_least: int
     limit: int
     timeout: Timeout
-    among: Annotated[tuple[str, ...], msgspec.Meta(max_length=256)] = ()
+    among: Peers = ()
 
 
 class StopRound(RunRequest[None], frozen=True):
@@ -176,6 +179,7 @@ class FetchMean(RunRequest[MeanOutcome], frozen=True):
     """Get the mean that the group applied to the state `after`, into the `size` bytes of shared memory, f32.
 
     Attributes:
+        circle: PeerIDs of the peers that vouch for that state.
         proved: Whether the client will know by its digest whether it is the group's.
         patient: Whether to wait for peers that are not as far, where nobody has it.
     """
@@ -183,6 +187,7 @@ class FetchMean(RunRequest[MeanOutcome], frozen=True):
     after: StateId
     size: int
     timeout: Timeout
+    circle: Peers = ()
     proved: bool = False
     patient: bool = False
 

@@ -36,9 +36,10 @@ class RoundFailed(NamedTuple):
 
 
 class ImageFetched(NamedTuple):
-    """An image of this state is here, checked, ready to load."""
+    """An image of this state is here, checked, ready to load; `voters` had a vote on which snapshot to take."""
 
     state: StateId
+    voters: tuple[str, ...] = ()
 
 
 class FetchFailed(NamedTuple):

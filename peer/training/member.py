@@ -158,10 +158,15 @@ class Downloads:
         )
 
     def recover(
-        self, after: StateId, timeout: float = RECOVER_SECONDS, proved: bool = False, patient: bool = False
+        self,
+        after: StateId,
+        circle: tuple[str, ...],
+        timeout: float = RECOVER_SECONDS,
+        proved: bool = False,
+        patient: bool = False,
     ) -> None:
         """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
-        self._begin(lambda: self._run.recover(after, timeout, proved, patient), events.RecoveryFailed)
+        self._begin(lambda: self._run.recover(after, timeout, circle, proved, patient), events.RecoveryFailed)
 
     def _begin(
         self,
@@ -210,7 +215,7 @@ class Downloads:
         if image.id != fetched.state:
             raise ImageError(f"donors offered {fetched.state}, the image says {image.id}")
         self.image = image
-        return events.ImageFetched(image.id)
+        return events.ImageFetched(image.id, fetched.voters)
 
     def _recovered(self, found: Recovered) -> events.Event:
         outcome, self.behind, self.unheard = found.round, found.behind, found.unheard
@@ -698,12 +703,13 @@ class Member:
         """Begin to fetch a mean; unless astray or at its end, this peer waits for it and handles it."""
         if self._stays_away_until is None:
             self._stays_away_until = self._clock() + STAY_AWAY_SECONDS
-        astray = self._replica.phase is machine.Phase.ASTRAY
+        astray, circle = self._replica.phase is machine.Phase.ASTRAY, self._replica.circle
         if self._ends_at is not None:
             left = max(self._ends_at - self._clock(), LEAST_SECONDS)
-            self._downloads.recover(after, left, proved=astray, patient=not astray and self.has_company())
+            patient = not astray and self.has_company()
+            self._downloads.recover(after, circle, left, proved=astray, patient=patient)
             return
-        self._downloads.recover(after, proved=astray)
+        self._downloads.recover(after, circle, proved=astray)
         if astray:
             return
         self._downloads.wait(LOOK_AHEAD_SECONDS)

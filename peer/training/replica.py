@@ -145,6 +145,8 @@ class Replica:
         state: Id of the state that this peer holds.
         phase: This peer's phase.
         reason: Reason for the phase, one line.
+        circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
+            the snapshot.
         deadline: Infinity: the replica needs no time events.
     """
 
@@ -167,6 +169,7 @@ class Replica:
         self.state = state
         self.phase = Phase.MEETING
         self.reason = "it has not met the group yet"
+        self.circle: tuple[str, ...] = ()
         self._alone = alone
         self._patience = patience
         self._company_at = now
@@ -226,8 +229,8 @@ class Replica:
                 return self._round_succeeded(event, now)
             case events.RoundFailed(reason, formed):
                 return self._round_failed(reason, formed, now)
-            case events.ImageFetched(state):
-                return self._image_fetched(state, now)
+            case events.ImageFetched():
+                return self._image_fetched(event, now)
             case events.FetchFailed(reason):
                 return self._fetch_failed(reason, now)
             case events.MeanFetched(before, digest, counted):
@@ -287,6 +290,8 @@ class Replica:
         if group is None:
             return self._nobody_knows(now)
         self._group = group
+        holders = tuple(name for name, state in event.states.items() if state == group and name != self._name)
+        self.circle = holders or self.circle
         givers = {name for name, weight in event.weights.items() if weight > MEETING_WEIGHT}
         # Peers without a contribution count too: they will contribute next time, and then need a second contributor.
         lasting = {name for name in event.members if event.states.get(name) == group}
@@ -338,8 +343,8 @@ class Replica:
         self._links.append(link)
         return [*forgotten, events.Hold(link.before)]
 
-    def _image_fetched(self, state: StateId, now: float) -> list[Action]:
-        self._fetching = False
+    def _image_fetched(self, event: events.ImageFetched, now: float) -> list[Action]:
+        state, self._fetching = event.state, False
         if self.phase is Phase.IN_STEP or (self.phase is Phase.MEETING and state.epoch <= self.state.epoch):
             return []
         if any(link.before.epoch == state.epoch and link.before != state for link in self._links):
@@ -354,10 +359,11 @@ class Replica:
         self.state = state
         while self._links and self._links[0].before.epoch < state.epoch:
             actions.append(events.Forget(self._links.popleft().before))
-        lone = not self._links
-        actions += self._replay(now)
+        if self._links:
+            return [*actions, *self._replay(now)]
+        self.circle = event.voters
         # This peer does not know which means the group has applied since.
-        return [*actions, *self._look_ahead(lineage.MAX_MISSED)] if lone else actions
+        return [*actions, *self._replay(now), *self._look_ahead(lineage.MAX_MISSED)]
 
     # ---- means that were missed ----
 

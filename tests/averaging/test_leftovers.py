@@ -50,7 +50,7 @@ async def test_a_straggler_gets_an_update_of_those_who_have_left(cluster: Cluste
     straggler = cluster.routers["c"]._runs[SPEC.name]
     await until(lambda: isinstance(straggler.state, NoPeers))
     transfer = straggler.transfer
-    found, result, sources = await recovered(transfer, STATE, proved=False)
+    found, result, sources = await recovered(transfer, STATE, "ab")
     assert found.ok, found.reason
     assert torch.equal(result, mean)
     assert sources.keys() <= {"a", "b"}

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from equipoise.averaging.allreduce.messages import MAX_BALLOT, Commit, Decision
-from equipoise.averaging.ports import MAX_HEADER_BYTES, FrameRefused
+from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import answers, messages, snapshot_quorum
 from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
@@ -30,7 +29,6 @@ from equipoise.averaging.statesync.events import (
     Woke,
 )
 from equipoise.averaging.statesync.messages import (
-    Answer,
     Ask,
     AskChunks,
     AskDigests,
@@ -47,22 +45,12 @@ from fakes.transfer import RUN, SPEC, TICKET, answer, ask, chunk_came, digests_c
 # ---- messages ----
 
 
-def proved(*signatures: tuple[int, bytes], ballot: int = 0, digest: bytes = b"d" * 32) -> Answer:
-    """Offers a mean, with votes for it."""
-    votes = Commit(ballot, Decision(2**64 - 1, 2**64 - 1), digest, 2**64 - 1, signatures)
-    return Answer(RUN, TICKET, 7, (), (offer_of(7),), votes)
-
-
-LARGEST = proved(*((member, b"s" * 128) for member in range(64)), ballot=MAX_BALLOT)
-
-
 @pytest.mark.parametrize(
     "message",
     [
         ask(3, (4, 5)),
         answer(7, offer_of(7), noted=(8,)),
         answer(None),
-        LARGEST,
         Refusal(RUN, TICKET, "no"),
         AskDigests(RUN, TICKET, b"d" * 32),
         Digests(RUN, TICKET, b"d" * 32),
@@ -93,12 +81,6 @@ def test_messages_come_back_as_they_were(message: messages.TransferMessage) -> N
         answer(1, Offer(StateId(1, "1" * 64), ImageId(b"d" * 32, 0))),
         answer(1, Offer(StateId(1, "1" * 64), ImageId(b"d" * 32, MAX_IMAGE_BYTES + 1))),
         Refusal(RUN, TICKET, "\x1b[2J"),
-        proved(*((member % 64, b"s") for member in range(65))),
-        proved((0, b"s" * 129)),
-        proved((64, b"s")),
-        proved((-1, b"s")),
-        proved(digest=b"short"),
-        proved(ballot=MAX_BALLOT + 1),
     ],
 )
 def test_messages_out_of_bounds_are_refused(message: messages.TransferMessage) -> None:
@@ -110,25 +92,6 @@ def test_messages_out_of_bounds_are_refused(message: messages.TransferMessage) -
 def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
     with contextlib.suppress(FrameRefused):
         messages.decode(data)
-
-
-def test_the_largest_proof_is_no_larger_than_a_frame_s_header() -> None:
-    assert len(messages.encode(LARGEST)) < MAX_HEADER_BYTES / 8
-
-
-@given(st.lists(st.tuples(st.integers(0, 10**5), st.integers(0, 255)), min_size=1, max_size=8), st.booleans())
-def test_changed_proofs_are_decoded_within_their_bounds_or_refused(
-    changes: list[tuple[int, int]], large: bool
-) -> None:
-    data = bytearray(messages.encode(LARGEST if large else proved((0, b"s" * 64), (2, b"s" * 64))))
-    for at, byte in changes:
-        data[at % len(data)] = byte
-    with contextlib.suppress(FrameRefused):
-        message = messages.decode(data)
-        if isinstance(message, Answer) and message.proof is not None:
-            assert len(message.proof.signatures) <= 64
-            assert all(0 <= at < 64 and len(signature) <= 128 for at, signature in message.proof.signatures)
-            assert messages.decode(messages.encode(message)) == message
 
 
 # ---- images ----
@@ -232,7 +195,7 @@ def test_who_answers_first_does_not_become_all_who_count() -> None:
     agreement = asked.agreement(0.1)
     assert agreement is not None
     assert agreement.donors == tuple("abwxyz")
-    assert agreement.voters == frozenset("abcdewxyz")
+    assert set(agreement.voters) == set("abcdewxyz")
 
 
 def test_the_only_one_is_believed_once_the_others_were_given_time() -> None:

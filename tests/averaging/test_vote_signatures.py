@@ -16,7 +16,6 @@ from equipoise.averaging.allreduce.vote_signatures import (
     MAX_VOTES_PER_MEMBER,
     Keys,
     VoteSignatures,
-    signers,
 )
 
 A, B, C, D = range(4)
@@ -122,36 +121,6 @@ def test_a_signature_is_of_one_voter_and_domain() -> None:
     genuine = dict(commit([A, B]).signatures)
     forged = wire.Commit(0, DECISION, DIGEST, 0b0110, ((C, genuine[B]), (B, HELD.digest)))
     assert believed(vote_signatures(D), A, forged) == 0
-
-
-def test_strangers_are_convinced_by_all_votes_that_are_known_when_they_ask() -> None:
-    keeper = vote_signatures(A)
-    keeper.check(B, held(B))
-    assert proved_by(keeper) == 0b0011, "its own too, sent to anybody or not"
-    keeper.check(C, held(C))
-    assert proved_by(keeper) == 0b0111
-
-
-def test_of_several_ballots_the_votes_of_the_one_that_most_voted_in_are_told() -> None:
-    keeper = vote_signatures(A)
-    liar = vote_signatures(D).seal(wire.Held(7, DECISION, DIGEST))
-    keeper.check(D, liar)
-    for voter in (B, C):
-        keeper.check(voter, held(voter))
-    assert proved_by(keeper) == 0b0111
-
-
-def test_a_false_vote_convinces_nobody() -> None:
-    keeper = vote_signatures(A)
-    keeper.check(B, held(B))
-    keeper.check(C, wire.Held(0, DECISION, DIGEST, b"false"))
-    assert proved_by(keeper) == 0b0011
-
-
-def proved_by(keeper: VoteSignatures) -> int:
-    proof = keeper.proof(DECISION, DIGEST)
-    assert wire.decode(wire.encode(proof)) == proof
-    return signers(bytes(16), PEERS, proof, verify)
 
 
 def test_strangers_hold_nothing() -> None:

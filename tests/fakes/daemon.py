@@ -242,6 +242,7 @@ class FakeTransfer:
         after: StateId,
         timeout: float,
         result: Callable[[], torch.Tensor],
+        circle: frozenset[str] = frozenset(),
         proved: bool = False,
         patient: bool = False,
     ) -> MeanOutcome:
@@ -250,8 +251,8 @@ class FakeTransfer:
         if found is None:
             return MeanOutcome(round=Outcome(ok=False, reason="nobody keeps it", run=self._spec.name))
         outcome, mean = found
-        if not proved and self._peer not in outcome.group:
-            reason = "it knows nobody by whom it has its state"
+        if not proved and 2 * len(circle & set(outcome.group)) <= len(circle):
+            reason = "too few that vouch for this peer's state offer it"
             return MeanOutcome(round=Outcome(ok=False, reason=reason, run=self._spec.name))
         result().copy_(mean)
         return MeanOutcome(round=outcome, sources=dict.fromkeys(outcome.group, 4 * len(mean)))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 
 import torch
 
 from equipoise.averaging.aio.round_driver import group_of
 from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.allreduce.messages import Commit, Decision
-from equipoise.averaging.allreduce.paxos import Vote
-from equipoise.averaging.allreduce.vote_signatures import statement
 from equipoise.averaging.manifest import Join, Manifest
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
@@ -35,52 +33,38 @@ async def rounds(
     return await asyncio.gather(*map(one, names))
 
 
-def kept_by(keeper: Transfer, before: StateId) -> tuple[EncodedMean, Commit]:
-    """The mean that a peer keeps, and the votes for it."""
+def kept_by(keeper: Transfer, before: StateId) -> EncodedMean:
+    """The mean that a peer keeps."""
     kept = keeper._means[before]
-    assert isinstance(kept.mean, EncodedMean)
-    return kept.mean, kept.prove()
+    assert isinstance(kept, EncodedMean)
+    return kept
 
 
 async def recovered(
-    transfer: Transfer, after: StateId, proved: bool
+    transfer: Transfer, after: StateId, circle: Iterable[str] = "", proved: bool = False
 ) -> tuple[Outcome, torch.Tensor, dict[str, int]]:
     """What comes of the mean after that state."""
     result = torch.empty(transfer.values)
-    got = await transfer.recover(after, 20.0, lambda: result, proved)
+    got = await transfer.recover(after, 20.0, lambda: result, frozenset(circle), proved)
     return got.round, result, got.sources
 
 
-def round_of(
-    names: str, state: StateId | None, spec: RunSpec = SPEC, states: dict[str, StateId | None] | None = None
-) -> Manifest:
-    """These peers, who hold that state, or some of them others, in one round."""
+def round_of(names: str, state: StateId, spec: RunSpec = SPEC) -> Manifest:
+    """These peers, who hold that state, in one round."""
     joins = []
     for name in names:
-        nonce, held = name.encode().ljust(16, b"."), (states or {}).get(name, state)
-        number = 1 if state is None else state.epoch
-        stated = Join(name, spec.hash, number, 1.0, 0.0, True, nonce, b"", held, b"")
+        nonce = name.encode().ljust(16, b".")
+        stated = Join(name, spec.hash, state.epoch, 1.0, 0.0, True, nonce, b"", state, b"")
         joins.append(stated.signed(FakeIdentity(name).sign))
     return Manifest.of(names[0], joins)
 
 
-def mean_of(
-    names: str,
-    state: StateId,
-    votes: str = "",
-    spec: RunSpec = SPEC,
-    states: dict[str, StateId | None] | None = None,
-) -> tuple[EncodedMean, Commit]:
-    """What these peers came to by themselves in such a round, and the votes of all of them, or of some."""
-    manifest = round_of(names, state, spec, states)
+def mean_of(names: str, state: StateId, spec: RunSpec = SPEC) -> EncodedMean:
+    """What these peers came to by themselves in such a round."""
+    manifest = round_of(names, state, spec)
     parts = []
     for part in group_of(spec, manifest).parts:
         codec = spec.layout.codec_of(part)
         parts.append(memoryview(bytearray(codec.encoded_size(part.size))))
         codec.encode(torch.full((part.size,), float(len(names))), parts[-1])
-    everyone = (1 << len(names)) - 1
-    mean = EncodedMean(manifest, everyone, tuple(parts))
-    decision, digest = Decision(everyone, everyone), mean.digest()
-    said = statement(manifest.id, Vote(0, decision, digest))
-    signed = tuple((manifest.index(name), FakeIdentity(name).sign(said)) for name in sorted(votes or names))
-    return mean, Commit(0, decision, digest, sum(1 << member for member, _ in signed), signed)
+    return EncodedMean(manifest, (1 << len(names)) - 1, tuple(parts))

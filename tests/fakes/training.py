@@ -297,7 +297,12 @@ class FakeRun(Run):
         return FakeFetch(self, at_least, timeout, among)
 
     def recover(
-        self, after: StateId, timeout: float = 60.0, proved: bool = False, patient: bool = False
+        self,
+        after: StateId,
+        timeout: float = 60.0,
+        circle: tuple[str, ...] = (),
+        proved: bool = False,
+        patient: bool = False,
     ) -> Any:
         return FakeRecovery(self, after, timeout if patient else 0.0)
 

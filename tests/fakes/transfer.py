@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.events import BodyReceived
@@ -22,17 +21,6 @@ def ask(at_least: int = 0, wanted: tuple[int, ...] = (), ticket: bytes = TICKET)
 
 def answer(epoch: int | None, *offers: Offer, noted: tuple[int, ...] = (), ticket: bytes = TICKET) -> Answer:
     return Answer(RUN, ticket, epoch, noted, offers)
-
-
-def proof_of(*members: int, ballot: int = 0) -> Commit:
-    """Votes of these members, which nobody has looked at."""
-    holders = sum(1 << member for member in members)
-    return Commit(ballot, Decision(0b11, 0b11), b"d" * 32, holders, tuple((one, b"vote") for one in members))
-
-
-def mean_answer(epoch: int, offer: Offer, proof: Commit | None = None) -> Answer:
-    """One that offers a mean, by default with as many votes as any needs."""
-    return Answer(RUN, TICKET, epoch, (), (offer,), proof or proof_of(0, 1))
 
 
 def digests_came(peer: str, offer: Offer, genuine: bool = True) -> BodyReceived:

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from equipoise.averaging.statesync.answers import LONE_SECONDS
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES
 from equipoise.averaging.statesync.server import KEPT_MEANS
 from equipoise.averaging.statesync.upload_queue import MAX_SNAPSHOTS, SNAPSHOTS_SECONDS
@@ -191,28 +192,33 @@ def test_a_missed_mean_comes_whatever_a_minority_does_and_without_a_snapshot(fir
 
 def test_one_liar_among_three_makes_up_no_mean_and_one_that_dies_costs_little() -> None:
     for seed in range(20):
-        donors = (FINE, FINE, Trouble(lies="image"), Trouble(killed_at=2.0 + 0.1 * seed))
+        donors = (FINE, FINE, FINE, Trouble(lies="image"), Trouble(killed_at=2.0 + 0.1 * seed))
         world = World(Scenario(donors, step=(1.0, 1.2), chunk=0.01, chunks=40, missed=2), seed)
         (result,) = world.run().values()
         assert has_the_mean(world.scenario, world, "new0", result), result
         assert result.ended_at < 6.0
 
 
-def test_one_honest_donor_is_enough_however_many_liars_there_are() -> None:
+@pytest.mark.parametrize(
+    "others", [(Trouble(lies="image"),), (Trouble(absent=True),), (Trouble(stopped=(1.0, 99.0)),)]
+)
+def test_where_half_of_a_circle_lie_or_are_gone_the_newcomer_soon_knows_that_there_is_none(
+    others: tuple[Trouble, ...],
+) -> None:
     for seed in range(20):
-        donors = (*(Trouble(lies="image"),) * 6, FINE)
-        world = World(Scenario(donors, step=(1.0, 1.2), chunk=0.001, chunks=10, missed=1), seed)
+        world = World(Scenario((FINE, FINE, *others * 2), step=(1.0, 1.2), missed=1), seed)
         (result,) = world.run().values()
-        assert has_the_mean(world.scenario, world, "new0", result), result
-        assert result.outcome.ok
-        assert set(result.outcome.sources) == {"donor6"}
+        assert "2 of the 4 peers that vouch for this peer's state" in result.outcome.reason
+        assert result.outcome.unheard
+        assert result.ended_at < LONE_SECONDS + 0.1
 
 
 def test_liars_that_give_nothing_of_what_they_offer_do_not_keep_the_newcomer_from_the_others() -> None:
     for seed in range(20):
         late = Trouble(stopped=(1.9, 1.9 + 0.2 * seed))
         donors = (*(Trouble(lies="silent"),) * 3, late, late)
-        world = World(Scenario(donors, step=(1.0, 1.2), chunk=0.001, chunks=10, missed=1), seed)
+        scenario = Scenario(donors, step=(1.0, 1.2), chunk=0.001, chunks=10, missed=1, proved=True)
+        world = World(scenario, seed)
         (result,) = world.run().values()
         assert has_the_mean(world.scenario, world, "new0", result), (seed, result)
         assert result.ended_at < 20.0

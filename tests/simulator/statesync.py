@@ -10,10 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-import msgspec
 from blake3 import blake3
 
-from equipoise.averaging.allreduce.messages import Commit, Decision
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import events, messages
@@ -28,14 +26,8 @@ RUN, SPEC = "sim/step", "5" * 64
 MEAN = "mean"
 """Kind of the images of means."""
 
-VOTES = Commit(0, Decision(0b11, 0b11), bytes(32), 0b11, ((0, b""), (1, b"")))
-"""With every offer, a liar's too: here the image alone tells whether a mean is genuine."""
-
 DIGEST_SECONDS_PER_CHUNK = 0.0002
 """BLAKE3 of one chunk, as measured."""
-
-CHECK_SECONDS = 0.02
-"""To check a mean's votes and decode it."""
 
 RECORD_SECONDS = 15.0
 """How long the directory lists whoever says nothing any more."""
@@ -87,6 +79,7 @@ class Scenario:
         newcomers: How many fetch at the same time, nearly.
         at_least: How many epochs after the donors' present one is of use.
         missed: How many means newcomers have missed, of which they ask for the first; 0: they are after a snapshot.
+        proved: Whether they will know the mean by its digest.
         timeout: Of each fetch.
     """
 
@@ -101,6 +94,7 @@ class Scenario:
     newcomers: int = 1
     at_least: int = 1
     missed: int = 0
+    proved: bool = False
     timeout: float = 120.0
 
 
@@ -288,7 +282,6 @@ class SimDonor(Driver):
         )
 
     def _bend(self, answer: messages.Answer) -> messages.Answer:
-        answer = msgspec.structs.replace(answer, proof=VOTES if answer.offers else None)
         match self.trouble.lies:
             case "epoch":
                 return messages.Answer(answer.run, answer.ticket, MAX_EPOCH - 1, (), ())
@@ -324,6 +317,7 @@ class SimNewcomer(Driver):
             scenario.chunks * CHUNK_BYTES,
             state_of(max(present - scenario.missed, 0)) if scenario.missed else None,
             frozenset(world.donors),
+            proved=scenario.proved,
         )
         super().__init__(world, Fetch(self.request, world.now, scenario.timeout), events.Woke())
         self._world = world
@@ -351,8 +345,6 @@ class SimNewcomer(Driver):
             case events.Allocate(image):
                 self._image, self._chunks = image, {}
                 self.after(0.01, self.tell, events.MemoryReady(image.size))
-            case events.Check():
-                self.after(CHECK_SECONDS, self.tell, self._checked())
             case events.Finish(outcome):
                 took = self._world.now - self._began
                 self._world.results[self._name] = Result(took, outcome, self._image, self._chunks)
@@ -367,10 +359,3 @@ class SimNewcomer(Driver):
             if genuine and isinstance(message, messages.Chunk):
                 self._chunks[message.chunk] = True
             self.tell(events.BodyReceived(peer, message, genuine))
-
-    def _checked(self) -> events.Checked:
-        """Votes tell a mean that the group came to from any other."""
-        after = self.request.after
-        assert after is not None, "it is after a mean"
-        genuine = self._image == image_of(after, self._world.scenario.chunks, MEAN)
-        return events.Checked("" if genuine else "it is made up")

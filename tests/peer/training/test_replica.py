@@ -177,6 +177,39 @@ def test_a_snapshot_a_few_means_too_old_serves_if_those_can_be_had() -> None:
     assert machine.contributes
 
 
+def test_its_circle_are_the_others_that_held_the_group_s_state_in_the_last_round() -> None:
+    machine = in_step(state_at(4))
+    machine.handle(succeeded(state_at(4), weights=dict.fromkeys("abcd", 8.0)), 1.0)
+    assert machine.circle == ("b", "c", "d")
+    held = {"a": state_at(5), "b": state_at(5), "c": OTHER, "n": START}
+    machine.handle(RoundSucceeded(state_at(5), held, "m5", {"a": 8.0, "b": 8.0}, tuple("abcn")), 2.0)
+    assert machine.circle == ("b",)
+    machine.handle(RoundFailed("lost b", formed=True), 3.0)
+    assert machine.circle == ("b",), "a round that failed takes nobody away"
+
+
+def test_strangers_do_not_become_the_circle_of_one_that_keeps_its_state() -> None:
+    machine = in_step(state_at(4))
+    machine.handle(succeeded(state_at(4)), 1.0)
+    strange = {"a": state_at(5), **dict.fromkeys("xyz", state_at(9, OTHER))}
+    machine.handle(
+        RoundSucceeded(state_at(9, OTHER), strange, "m9", {"x": 8.0, "y": 8.0}, tuple("axyz")), 2.0
+    )
+    assert machine.circle == ("b", "c")
+
+
+def test_those_that_had_a_vote_on_its_snapshot_are_its_circle_until_the_first_round() -> None:
+    machine = Replica("a", OTHER, 0.0)
+    machine.handle(OthersBegun(), 0.1)
+    machine.handle(ImageFetched(state_at(5), ("b", "c", "late")), 2.0)
+    assert machine.circle == ("b", "c", "late")
+    machine.handle(succeeded(state_at(5)), 3.0)
+    assert machine.circle == ("b", "c")
+    other = astray(state_at(5))
+    other.handle(ImageFetched(state_at(5), ("x", "y", "z")), 11.0)
+    assert other.circle == ("b", "c"), "the round that it attended says more"
+
+
 def test_an_image_of_another_lineage_is_not_loaded() -> None:
     machine = astray(state_at(5))
     assert machine.handle(ImageFetched(StateId(5, "f" * 64)), 11.0) == []
