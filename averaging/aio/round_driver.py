@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -39,11 +39,9 @@ ROUND_FRAME = b"R"
 HEADER_PREFIX_BYTES = 17
 """Length of that byte and the id."""
 
-MAX_EARLY_ROUNDS = 8
-"""Most unknown rounds of which the frames of one peer are kept; one per run that both wait in is usual."""
-
-MAX_EARLY_FRAMES = 16
-"""Most control frames that are kept of one peer for an unknown round: a hello or two are usual."""
+MAX_EARLY_FRAMES = 128
+"""Most control frames of unknown rounds that are kept of one peer: a hello or two are usual for each run that both wait
+in."""
 
 MAX_EARLY_BYTES = 512
 """Most bytes of such a frame: a hello takes 40, and no peer says much to a member that has not spoken yet."""
@@ -407,7 +405,7 @@ class Rounds:
         self.open: dict[bytes, RoundDriver] = {}
         self._sessions = sessions
         self._closed: OrderedDict[bytes, None] = OrderedDict()
-        self._early: OrderedDict[str, OrderedDict[bytes, list[bytes]]] = OrderedDict()
+        self._early: OrderedDict[str, deque[bytes]] = OrderedDict()
 
     @property
     def busy(self) -> bool:
@@ -424,8 +422,8 @@ class Rounds:
         self.open[round.id] = round
         round.start()
         for peer in task.manifest.peers:
-            early = self._early.get(peer)
-            for header in early.pop(round.id, []) if early else ():
+            early = self._early.get(peer, ())
+            for header in [one for one in early if one[1:HEADER_PREFIX_BYTES] == round.id]:
                 try:
                     round.frame(peer, header, memoryview(b""))
                 except FrameRefused as error:
@@ -437,13 +435,10 @@ class Rounds:
         if round_id in self._closed:
             return False
         # By peer, so that a peer that floods this daemon pushes out only its own frames.
-        rounds = self._early.setdefault(peer, OrderedDict())
+        frames = self._early.setdefault(peer, deque(maxlen=MAX_EARLY_FRAMES))
         self._early.move_to_end(peer)
-        frames = rounds.setdefault(round_id, [])
-        if len(frames) < MAX_EARLY_FRAMES and len(header) <= MAX_EARLY_BYTES:
+        if len(header) <= MAX_EARLY_BYTES:
             frames.append(header)
-        if len(rounds) > MAX_EARLY_ROUNDS:
-            rounds.popitem(last=False)
         if len(self._early) > MAX_EARLY_PEERS:
             self._early.popitem(last=False)
         return True

@@ -24,28 +24,41 @@ class _Lane:
 
     Attributes:
         waiting: The frames of each flow that waits.
-        had: Bytes that each flow has had while others waited too, since the lane was last empty.
-        reached: Virtual time: the least bytes that any waiting flow has had.
     """
 
     def __init__(self) -> None:
         self.waiting: dict[bytes, deque[Bulk]] = {}
-        self.had: dict[bytes, int] = {}
-        self.reached = 0
+        self._had: dict[bytes, int] = {}
+        self._reached = 0
 
-    def enter(self, flow: bytes) -> deque[Bulk]:
-        """A flow has something to send; while it had not, it saved nothing up, and what it had before still counts."""
-        if self.waiting:
-            self.had[flow] = max(self.had.get(flow, 0), self.reached)
-        else:
-            self.had, self.reached = {flow: 0}, 0
-        frames = self.waiting[flow] = deque()
-        return frames
+    def add(self, flow: bytes, make: Bulk) -> None:
+        """Queue a frame. A flow that had none to send has saved nothing up; what it had before still counts."""
+        if not self.waiting:
+            self._had, self._reached = {}, 0
+        if flow not in self.waiting:
+            self._had[flow] = max(self._had.get(flow, 0), self._reached)
+            self.waiting[flow] = deque()
+        self.waiting[flow].append(make)
+
+    def take(self) -> tuple[Frame, bytes, Bulk] | None:
+        """Take the next frame that is still wanted; see `SendQueue.next_bulk`."""
+        while self.waiting:
+            flow = min(self.waiting, key=self._had.__getitem__)
+            self._reached = self._had[flow]
+            frames = self.waiting[flow]
+            make = frames.popleft()
+            if not frames:
+                del self.waiting[flow]
+            if frame := make():
+                if flow in self._had:
+                    self._had[flow] += len(frame[0]) + len(frame[1])
+                return frame, flow, make
+        return None
 
     def drop(self, flow: bytes) -> None:
         """Forget a flow."""
         self.waiting.pop(flow, None)
-        self.had.pop(flow, None)
+        self._had.pop(flow, None)
 
 
 class SendQueue:
@@ -70,11 +83,7 @@ class SendQueue:
 
     def add_bulk(self, flow: bytes, make: Bulk, late: bool = False) -> None:
         """Queue a bulk frame; those of a flow (a round's id) stay in order, flows share alike, late ones come last."""
-        lane = self._late if late else self._rounds
-        frames = lane.waiting.get(flow)
-        if frames is None:
-            frames = lane.enter(flow)
-        frames.append(make)
+        (self._late if late else self._rounds).add(flow, make)
 
     def next_bulk(self) -> tuple[Frame, bytes, Bulk] | None:
         """Take the next bulk frame that is still wanted, from the flow that has had the fewest bytes.
@@ -82,25 +91,7 @@ class SendQueue:
         Returns:
             The frame, its flow, and what made it.
         """
-        for lane in (self._rounds, self._late):
-            while waiting := lane.waiting:
-                shared = len(waiting) > 1
-                if shared:
-                    flow = min(waiting, key=lane.had.__getitem__)
-                    lane.reached = lane.had[flow]
-                else:
-                    flow = next(iter(waiting))
-                frames = waiting[flow]
-                make = frames.popleft()
-                if not frames:
-                    del waiting[flow]
-                frame = make()
-                if frame is None:
-                    continue
-                if shared and flow in lane.had:
-                    lane.had[flow] += len(frame[0]) + len(frame[1])
-                return frame, flow, make
-        return None
+        return self._rounds.take() or self._late.take()
 
     def drop_bulk(self, flow: bytes) -> None:
         """Forget the bulk frames of a flow."""

@@ -311,8 +311,8 @@ async def test_what_is_kept_of_rounds_unknown_is_bounded_and_by_peer() -> None:
         router.frame("b", ROUND_FRAME + good, memoryview(b""))
         router.frame(f"s{stranger}", ROUND_FRAME + good, memoryview(b""))
     assert len(router._rounds._early) <= round_driver.MAX_EARLY_PEERS
-    assert len(router._rounds._early.get("m", ())) <= round_driver.MAX_EARLY_ROUNDS
-    assert len(router._rounds._early["b"][good]) == round_driver.MAX_EARLY_FRAMES
+    assert len(router._rounds._early.get("m", ())) <= round_driver.MAX_EARLY_FRAMES
+    assert len(router._rounds._early["b"]) == round_driver.MAX_EARLY_FRAMES
     await scene.stop()
 
 
