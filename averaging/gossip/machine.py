@@ -1,8 +1,8 @@
 """Pairing: the machine that forms pairs, of one peer in one run.
 
 A free peer proposes to a random live partner, with its signed join, and to one at a time. A free partner puts the
-manifest of the pair together, begins the round, and sends it. Any other declines at once and says after how long to ask
-again. Two peers that propose to each other make one pair: the one with the smaller PeerID puts it together.
+manifest of the pair together, begins the round, and sends it. Any other declines at once. Two peers that propose to
+each other make one pair: the one with the smaller PeerID puts it together.
 
 A peer that was declined listens for a while before it asks again: it is then free for those that ask it. If all free
 peers kept asking, none would be free to be asked.
@@ -29,9 +29,8 @@ from equipoise.averaging.timing import SILENT_SECONDS
 
 PAIR = 2
 
-LEAST_WAIT, MOST_WAIT = 0.05, 5.0
-"""Bounds on the seconds after which a peer that declined says it may be asked again: what it says is a guess from its
-past, and a peer that trains may become free at any moment."""
+BUSY_SECONDS = 0.1
+"""Time for which a peer that was not free is not asked again: after the first pause another one is asked."""
 
 LISTEN_SECONDS, MAX_LISTEN_SECONDS = 0.05, 1.0
 """Least and most time that a declined peer listens, on average, before it asks again: twice as long each time. An
@@ -39,9 +38,6 @@ answer from another continent takes a third of a second."""
 
 REFUSED_SECONDS = 30.0
 """Time for which a peer is not asked that refused for a reason which does not pass: another version, another spec."""
-
-MEMORY = 0.2
-"""Weight of the last duration in the moving averages that waits are guessed from."""
 
 
 class Pairing(Matchmaker):
@@ -64,8 +60,6 @@ class Pairing(Matchmaker):
         self._asks_at = float("-inf")
         self._listens = LISTEN_SECONDS
         self._away: dict[str, float] = {}
-        self._since = float("-inf")
-        self._usual = {"exchange": LEAST_WAIT, "pause": LEAST_WAIT}
         self._announced = False
 
     @property
@@ -83,7 +77,7 @@ class Pairing(Matchmaker):
                 self._begin(event, now)
             case events.Withdrew():
                 self._wants = self._asked = self._exchanging = None
-                self._since, self.reason = now, "withdrawn"
+                self.reason = "withdrawn"
             case events.MessageReceived(peer, message):
                 self._receive(peer, message, now)
             case events.PeerLost(peer) if peer == self._asked:
@@ -91,14 +85,12 @@ class Pairing(Matchmaker):
             case events.RoundEnded(round):
                 if self._exchanging is not None and self._exchanging.round == round:
                     self._exchanging = None
-                    self._learn("exchange", now)
                     self.reason = f"exchange {round} is over"
 
     def _begin(self, event: events.BecameReady, now: float) -> None:
         self._own = self._context.join(event)
         self._wants, self._exchanging = event, None
         self._asks_at, self._listens = now, LISTEN_SECONDS
-        self._learn("pause", now)
 
     def _receive(self, peer: str, message: object, now: float) -> None:
         match message:
@@ -107,7 +99,7 @@ class Pairing(Matchmaker):
             case wire.JoinRefused(ticket=ticket) if (
                 peer == self._asked and self._own and ticket == self._own.ticket
             ):
-                self._listen(now, message.wait if message.why is wire.Why.BUSY else REFUSED_SECONDS)
+                self._listen(now, BUSY_SECONDS if message.why is wire.Why.BUSY else REFUSED_SECONDS)
             case wire.GroupFormed():
                 self._formed(peer, message, now)
 
@@ -118,16 +110,16 @@ class Pairing(Matchmaker):
         if objection is None and not self._takes(peer):
             objection = wire.Why.BUSY, "it is not free"
         if objection is None:
-            objection = self._context.forgery(peer, join, now) or self._accept(join, now)
+            objection = self._context.forgery(peer, join, now) or self._accept(join)
         if objection is not None:
-            self._context.refuse(peer, join, *objection, wait=self._wait(now))
+            self._context.refuse(peer, join, *objection)
 
     def _takes(self, peer: str) -> bool:
         """True if this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
         crossing = self._asked == peer and self._context.peer < peer
         return self.ready and (self._asked is None or crossing)
 
-    def _accept(self, join: Join, now: float) -> Objection | None:
+    def _accept(self, join: Join) -> Objection | None:
         context = self._context
         assert self._wants is not None, "it takes the join"
         manifest = Manifest.of(context.peer, [join, context.join(self._wants, join.round)])
@@ -135,15 +127,8 @@ class Pairing(Matchmaker):
         if problem:
             return wire.Why.NOT_VALID, problem
         context.send(join.peer, wire.GroupFormed(context.run, manifest, 0.0))
-        self._exchange(manifest, join.peer, now)
+        self._exchange(manifest, join.peer)
         return None
-
-    def _wait(self, now: float) -> float:
-        """Guess after how many seconds this peer is free."""
-        if self.ready:
-            return LEAST_WAIT
-        usual = self._usual["pause"] + (self._usual["exchange"] if self._exchanging else 0.0)
-        return min(max(usual - (now - self._since), LEAST_WAIT), MOST_WAIT)
 
     # ---- the peer that proposes ----
 
@@ -159,7 +144,7 @@ class Pairing(Matchmaker):
             if peer == self._asked:
                 self._listen(now, REFUSED_SECONDS)
             return
-        self._exchange(manifest, peer, now)
+        self._exchange(manifest, peer)
 
     def _listen(self, now: float, away: float) -> None:
         """The peer that was asked does not answer, or not before so many seconds have passed."""
@@ -193,20 +178,13 @@ class Pairing(Matchmaker):
 
     # ---- both ----
 
-    def _exchange(self, manifest: Manifest, partner: str, now: float) -> None:
-        self._learn("seek", now)
+    def _exchange(self, manifest: Manifest, partner: str) -> None:
         self._wants = self._own = self._asked = None
         self._exchanging = manifest
         self._context.round += 1
         self._membership.shared(manifest.peers)
         self.reason = f"exchange {manifest.round} with {partner}"
         self._context.out.append(events.Form(manifest, self.reason))
-
-    def _learn(self, what: str, now: float) -> None:
-        """One of this peer's states is over: `pause`, `seek` or `exchange`."""
-        if self._since > float("-inf") and what in self._usual:
-            self._usual[what] += MEMORY * (now - self._since - self._usual[what])
-        self._since = now
 
     def _settle(self, now: float) -> None:
         membership = self._membership

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
 from equipoise.averaging.matchmaking import messages as wire
@@ -70,10 +69,12 @@ class Context:
         """Ask for a message to be sent."""
         self.out.append(Send(peer, message))
 
-    def refuse(self, peer: str, join: Join, why: wire.Why, detail: str, round: int = 0, **more: Any) -> None:
-        """Refuse a join that `peer` sent; `more` as in `JoinRefused`."""
+    def refuse(
+        self, peer: str, join: Join, why: wire.Why, detail: str, round: int = 0, redirect: str | None = None
+    ) -> None:
+        """Refuse a join that `peer` sent; the arguments are those of `JoinRefused`."""
         detail = detail[: wire.MAX_DETAIL_CHARS]
-        self.send(peer, wire.JoinRefused(self.run, join.ticket, why, detail, round, **more))
+        self.send(peer, wire.JoinRefused(self.run, join.ticket, why, detail, round, redirect))
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
         """This peer's round as a message; with `asks`, the receiver answers with its own."""

@@ -121,7 +121,6 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
         detail: The reason that people read.
         round: The coordinator's next round.
         redirect: The coordinator to ask instead.
-        wait: Seconds after which to ask again.
     """
 
     run: RunName
@@ -130,7 +129,6 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
     detail: Detail
     round: RoundNumber = 0
     redirect: PeerName | None = None
-    wait: Wait = 0.0
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, tag=True):
