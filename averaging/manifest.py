@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -61,6 +61,16 @@ Verify = Callable[[str, bytes, bytes], bool]
 """(peer, data, signature) -> whether the identity key behind that PeerID signed the data."""
 
 
+class Identity(Protocol):
+    """Signs what this peer says, and checks what others say."""
+
+    def sign(self, data: bytes) -> bytes:
+        """Sign with this peer's identity key."""
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Return whether the key behind `peer` signed `data`."""
+
+
 class ManifestError(ValueError):
     """A peer must not act on a manifest; the message says what was expected and what came."""
 
@@ -96,12 +106,10 @@ class Join(msgspec.Struct, frozen=True, array_like=True):
         """Return the join with its signature; the configuration and the transport bound the other values.
 
         Raises:
-            ValueError: The caller's weight or nonce is out of its range.
+            ValueError: The caller's weight is out of its range.
         """
         if check_weight(self.weight) > MAX_WEIGHT:
             raise ValueError(f"expected a weight of at most {MAX_WEIGHT:g}, got {self.weight!r}")
-        if len(self.nonce) != NONCE_BYTES:
-            raise ValueError(f"expected a nonce of {NONCE_BYTES} bytes, got {len(self.nonce)}")
         numbers = {"weight": float(self.weight), "bandwidth": float(self.bandwidth)}
         unsigned = msgspec.structs.replace(self, **numbers)
         return msgspec.structs.replace(unsigned, signature=sign(unsigned.content))
@@ -163,16 +171,6 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True):
     def peers(self) -> tuple[str, ...]:
         """PeerIDs in member order."""
         return tuple(join.peer for join in self.members)
-
-    def index(self, peer: str) -> int:
-        """The member's place in member order.
-
-        Raises:
-            ManifestError: The peer is no member.
-        """
-        if peer not in self.peers:
-            raise ManifestError(f"expected {peer} among the {len(self.members)} members, it is not")
-        return self.peers.index(peer)
 
     def check(self, verify: Verify, *, spec: str, group_size: int, own: Join | None, quorum: int = 2) -> None:
         """Refuse a manifest that this peer must not act on.

@@ -18,8 +18,8 @@ from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.paxos import members_of
-from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
-from equipoise.averaging.manifest import Manifest
+from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
+from equipoise.averaging.manifest import Identity, Manifest
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
@@ -76,7 +76,7 @@ class Task:
         contribution: f32 [D]; read only.
         result: f32 [D]; holds the mean if the outcome is ok, else undefined.
         timeout: Seconds.
-        keys: Signs votes, and checks others'.
+        identity: Signs votes, and checks others'.
     """
 
     spec: RunSpec
@@ -84,7 +84,7 @@ class Task:
     contribution: torch.Tensor
     result: torch.Tensor
     timeout: float
-    keys: Keys
+    identity: Identity
 
 
 def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
@@ -150,7 +150,7 @@ class RoundDriver:
         self._jobs: set[asyncio.Future[Reduction]] = set()
         self._loop = asyncio.get_running_loop()
         self._peers: Sequence[str] = task.manifest.peers
-        self._me = task.manifest.index(sessions.peer)
+        self._me = task.manifest.peers.index(sessions.peer)
         self._header = ROUND_FRAME + self.id
         tensors = task.contribution, task.result
         self._store = RoundBuffers(
@@ -159,7 +159,7 @@ class RoundDriver:
         self._began = self._loop.time()
         self._endpoint = Endpoint(self.group, self._me, self._began, task.timeout)
         self._machine = self._endpoint.machine
-        self._vote_signatures = VoteSignatures(self.id, self._me, self._peers, task.keys)
+        self._vote_signatures = VoteSignatures(self.id, self._me, self._peers, task.identity)
         self._members = {self._peers[index]: index for index in self._endpoint.others}
         self._phases: dict[str, float] = {}
         self._phase_began = self._began

@@ -13,9 +13,10 @@ from collections import OrderedDict
 from concurrent.futures import Executor
 
 from equipoise.averaging.aio.round_driver import HEADER_PREFIX_BYTES, ROUND_FRAME, Rounds
-from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, Identity, RunDriver
+from equipoise.averaging.aio.run_driver import MATCHMAKING_FRAME, RunDriver
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
+from equipoise.averaging.manifest import Identity
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.messages import JoinRequest, refuse_unknown_run
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport

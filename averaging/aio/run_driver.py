@@ -10,7 +10,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Sized
-from typing import Protocol
 
 import msgspec
 import torch
@@ -19,9 +18,8 @@ from equipoise.averaging.aio.round_driver import ROUND_FRAME, RoundDriver, Round
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import Transfer
 from equipoise.averaging.allreduce import messages as wire
-from equipoise.averaging.allreduce.vote_signatures import Keys
 from equipoise.averaging.claims import Claims
-from equipoise.averaging.manifest import NONCE_BYTES, Manifest
+from equipoise.averaging.manifest import NONCE_BYTES, Identity, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
 from equipoise.averaging.matchmaking.context import Context
@@ -46,16 +44,6 @@ LOOK_SECONDS = 0.25
 without a peer that is new here."""
 
 log = logging.getLogger(__name__)
-
-
-class Identity(Protocol):
-    """Signs what this peer says, and checks what others say."""
-
-    def sign(self, data: bytes) -> bytes:
-        """Sign with this peer's identity key."""
-
-    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
-        """Return whether the key behind `peer` signed `data`."""
 
 
 class RunDriver:
@@ -96,7 +84,7 @@ class RunDriver:
         self._told_bandwidth = bandwidth
         self._rounds = rounds
         self._loop = asyncio.get_running_loop()
-        self._keys = Keys(identity.sign, identity.verify)
+        self._identity = identity
         context = Context(
             run=spec.name,
             spec=spec.hash,
@@ -153,7 +141,7 @@ class RunDriver:
             outcome = manifest
         else:
             left = max(timeout - matched, 0.0)
-            task = Task(self.spec, manifest, contribution, result, left, self._keys)
+            task = Task(self.spec, manifest, contribution, result, left, self._identity)
             outcome = await self._exchange(task)
         seconds = {"matchmaking": matched, **outcome.seconds, "total": self._loop.time() - began}
         short = self._claims.settle(promised, outcome.contributors) if outcome.ok else ""
@@ -244,11 +232,9 @@ class RunDriver:
     async def leave(self, reason: str, serves: bool) -> None:
         """Stop taking part; an open round fails with `reason`. The directory learns whether the daemon `serves` on."""
         self._left = reason
-        if self._formed is not None and not self._formed.done():
-            self._formed.set_result(self._failed(reason))
+        self.stop_search(reason)
         if self._round is not None:
             self._round.withdraw(reason)
-        self._driver.tell(events.Withdrew())
         self._driver.stop()
         self._differ.stop()
         await self._tasks.stop()

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.paxos import Vote, members_of
-from equipoise.averaging.manifest import Sign, Verify
+from equipoise.averaging.manifest import Identity
 
 DOMAIN = b"equipoise vote 1\0"
 """Prefix of signed votes: no other bytes that an identity signs begin with it."""
@@ -31,14 +30,6 @@ MAX_BAD_SIGNATURES = 128
 """Most false signatures of one sender in a round, 0.1 ms each. An honest sender may pass on one per liar and vote."""
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """The functions that sign as this peer and check the signatures of all peers."""
-
-    sign: Sign
-    verify: Verify
-
-
 class VoteSignatures:
     """Signs one member's own votes in a round, and checks the votes that other members report.
 
@@ -46,14 +37,14 @@ class VoteSignatures:
         round_id: The round.
         me: This member's index.
         peers: PeerIDs by member.
-        keys: Signs as this member, and checks every member's signatures.
+        identity: Signs as this member, and checks every member's signatures.
     """
 
-    def __init__(self, round_id: bytes, me: int, peers: Sequence[str], keys: Keys) -> None:
+    def __init__(self, round_id: bytes, me: int, peers: Sequence[str], identity: Identity) -> None:
         self._round_id = round_id
         self._me = me
         self._peers = tuple(peers)
-        self._keys = keys
+        self._identity = identity
         self._signatures: dict[Vote, dict[int, bytes]] = {}
         self._told: Counter[int] = Counter()
         self._bad: Counter[int] = Counter()
@@ -96,7 +87,7 @@ class VoteSignatures:
         too_many = known is None and self._told[teller] >= MAX_VOTES_PER_MEMBER
         if signature is None or too_many or self._bad[teller] >= MAX_BAD_SIGNATURES:
             return False
-        if not self._keys.verify(self._peers[voter], statement(self._round_id, vote), signature):
+        if not self._identity.verify(self._peers[voter], statement(self._round_id, vote), signature):
             self._bad[teller] += 1
             return False
         if known is None:
@@ -108,7 +99,7 @@ class VoteSignatures:
     def _sign(self, vote: Vote) -> bytes:
         signed = self._signatures.setdefault(vote, {})
         if self._me not in signed:
-            signed[self._me] = self._keys.sign(statement(self._round_id, vote))
+            signed[self._me] = self._identity.sign(statement(self._round_id, vote))
         return signed[self._me]
 
 

@@ -82,10 +82,8 @@ class Joiner:
         """Start to seek.
 
         Raises:
-            ValueError: The weight, the nonce or the patience is not valid.
+            ValueError: The weight is not valid.
         """
-        if not ready.patience >= 0:
-            raise ValueError(f"expected a patience of 0 or more seconds, got {ready.patience!r}")
         self._context.join(ready)
         self._membership.dialable = ready.dialable
         self._membership.own_misses = 0

@@ -50,7 +50,7 @@ class Matchmaker(ABC):
         """Take in an event; return the actions, in order.
 
         Raises:
-            ValueError: The caller's mistake: `BecameReady` while ready, or with a weight or nonce that is not valid.
+            ValueError: The caller's mistake: `BecameReady` while ready, or with a weight that is not valid.
         """
         context = self._context
         match event:

@@ -93,7 +93,6 @@ class Membership:
         self.peer = peer
         self.dialable = True
         self._client_mode = False
-        self._strangers = 0
         self.own_misses = 0
         self.seen_at = float("-inf")
         self.changed_at = float("-inf")
@@ -108,16 +107,14 @@ class Membership:
         """Take over a view of the directory; knowledge that came from the peers themselves stays."""
         candidates, met = list(candidates), self.met
         self._client_mode = any(one.peer == self.peer and not one.dialable for one in candidates)
-        others = [one for one in candidates if one.peer != self.peer]
-        same = [one for one in others if one.spec == self._spec][:MAX_PEERS]
+        others = [one for one in candidates if one.peer != self.peer and one.spec == self._spec]
         known, self._others = self._others, {}
-        for one in same:
+        for one in others[:MAX_PEERS]:
             heard_at = self._early.pop(one.peer, float("-inf"))
             other = known.get(one.peer) or _Other(one.ready, one.round, one.dialable, heard_at=heard_at)
             self._others[one.peer] = other
             other.ready, other.dialable = one.ready, one.dialable
             self.advance(one.peer, one.round)
-        self._strangers = len(others) - len(same)
         self.seen_at = now
         if set(met) != set(self.met):
             self._change(now)
@@ -131,9 +128,6 @@ class Membership:
     @property
     def why_nobody(self) -> str:
         """Why no other peer answers, one line."""
-        if self._strangers:
-            differ = "have another spec: schema or options of the run differ"
-            return f"{self._strangers} peers of this name {differ}"
         return f"no other peer of this run {'has answered' if self._others else 'is known'}"
 
     @property

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import msgspec
 import torch
 from blake3 import blake3
 
@@ -113,7 +114,7 @@ class TrainingState:
         tensors, metadata = unpack(image)
         try:
             about = json.loads(metadata["equipoise"])
-            found, state = about["format"], StateId(about["epoch"], about["lineage"])
+            found, state = about["format"], msgspec.convert((about["epoch"], about["lineage"]), StateId)
             trees = {name: _join(about["plain"][name], tensors) for name in self._parts}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             told = f"{type(error).__name__}: {str(error)[:120]}"

@@ -17,7 +17,6 @@ from equipoise.averaging.outcome import Exchanging, Gathering, Idle, NoPeers
 from equipoise.averaging.timing import KEEPALIVE, OVERDUE_SECONDS, REPLY_SECONDS
 from fakes.matchmaking import (
     NAMES,
-    OTHER_SPEC,
     asks,
     elapse,
     formed,
@@ -362,13 +361,6 @@ def test_states() -> None:
     assert isinstance(state, Gathering)
     assert (state.ready, state.target) == (2, 3)
     assert state.reason
-
-
-def test_peers_of_another_spec_are_named_as_the_reason() -> None:
-    one = machine("alice")
-    one.handle(seen("bob", "carol", spec=OTHER_SPEC), 1.0)
-    assert isinstance(one.state, NoPeers)
-    assert "2 peers of this name have another spec" in one.state.reason
 
 
 def test_a_client_mode_peer_does_not_convene() -> None:

@@ -51,26 +51,18 @@ def test_an_outcome_says_its_groups_state() -> None:
     assert Outcome(ok=True, reason="").state is None
 
 
-@pytest.mark.parametrize("epoch", [-1, MAX_EPOCH + 1, 1.0, True, "1", None])
-def test_an_epoch_out_of_range_is_refused(epoch: object) -> None:
-    with pytest.raises(ValueError, match="expected an epoch"):
-        StateId(epoch, LINEAGES[0])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "lineage", ["", "0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n", "g" * 64, None, b"0" * 64]
-)
-def test_a_lineage_that_is_none_is_refused(lineage: object) -> None:
-    with pytest.raises(ValueError, match="expected a lineage"):
-        StateId(1, lineage)  # type: ignore[arg-type]
-
-
 @given(states)
 def test_it_survives_the_wire(state: StateId) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=StateId) == state
 
 
-@pytest.mark.parametrize("wire", [[-1, "0" * 64], [2**60, "0" * 64], [1, "x" * 64], [True, "0" * 64], [1]])
+EPOCHS = [-1, MAX_EPOCH + 1, 1.5, True, "1", None]
+HEX = ["", "0" * 63, "0" * 65, "A" * 64, "0" * 64 + "\n", "g" * 64, None, b"0" * 64]
+
+
+@pytest.mark.parametrize(
+    "wire", [*([epoch, "0" * 64] for epoch in EPOCHS), *([1, text] for text in HEX), [1]]
+)
 def test_what_is_out_of_range_does_not_decode(wire: list[object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(wire), type=StateId)

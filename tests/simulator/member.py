@@ -9,26 +9,32 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from equipoise.averaging.allreduce import events
 from equipoise.averaging.allreduce import messages as wire
 from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.machine import AllReduce
 from equipoise.averaging.allreduce.paxos import members_of
-from equipoise.averaging.allreduce.vote_signatures import Keys, VoteSignatures
+from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from simulator.arithmetic import encode, exact_mean, mean
 from simulator.core import Violation
 
 Values = tuple[float, ...]
 
 
-def _verify(peer: str, data: bytes, signature: bytes) -> bool:
-    return signature == _signature(peer, data)
+@dataclass(frozen=True)
+class Signer:
+    """An identity that anybody could forge: nobody does."""
 
+    peer: str
 
-def _signature(peer: str, data: bytes) -> bytes:
-    return hashlib.sha256(peer.encode() + data).digest()
+    def sign(self, data: bytes) -> bytes:
+        """Sign as this peer."""
+        return hashlib.sha256(self.peer.encode() + data).digest()
+
+    def verify(self, peer: str, data: bytes, signature: bytes) -> bool:
+        """Whether `peer` signed this."""
+        return signature == Signer(peer).sign(data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +94,8 @@ class Member:
         self.index = index
         self.values = values
         self.endpoint = (AllReduce if bare else Endpoint)(group, index, now, timeout)
-        keys = Keys(partial(_signature, group.names[index]), _verify)
-        self.vote_signatures = VoteSignatures(group.round_id, index, group.names, keys)
+        signer = Signer(group.names[index])
+        self.vote_signatures = VoteSignatures(group.round_id, index, group.names, signer)
         self.ended: events.Finish | events.Fail | None = None
         self.closed = False
         self.result: bytes | None = None
