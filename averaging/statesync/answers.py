@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from equipoise.averaging.statesync.messages import Answer, Offer
@@ -93,8 +93,9 @@ class Answers:
         """The peers whose answers are worth some time."""
         return self.peers.keys()
 
-    def _agreed(self, offer: Offer, reason: str) -> Agreement:
-        return Agreement(offer, tuple(peer for peer in self.peers if self.offers(peer, offer)), reason)
+    def _agreed(self, offer: Offer, reason: str, voters: Iterable[str] = ()) -> Agreement:
+        donors = tuple(peer for peer in self.peers if self.offers(peer, offer))
+        return Agreement(offer, donors, reason, tuple(voters))
 
     @property
     def _nobody(self) -> str:

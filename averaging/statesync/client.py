@@ -153,8 +153,6 @@ class Fetch:
                     self._sources.add(peer)
             case messages.Refusal(reason=reason):
                 self._lose(peer, f"refuses: {reason}")
-            case messages.Gone(reason=reason):
-                self._lose(peer, reason)
 
     def _on_body(self, peer: str, message: Bulk, genuine: bool, now: float) -> None:
         if not self.expects(peer, message) or self._image is None:
@@ -271,8 +269,7 @@ class Fetch:
     def _changes_at(self, now: float) -> float:
         if self._agreement is None:
             return self._poll.deadline(now)
-        change = self._sources.deadline(now)
-        return change if self._missed is None else min(change, self._poll.deadline(now))
+        return min(self._sources.deadline(now), self._poll.deadline(now))
 
     # ---- the end ----
 

@@ -96,7 +96,7 @@ class Answer(_Message, frozen=True, tag=True):
 
 
 class Refusal(_Message, frozen=True, tag=True):
-    """The donor refuses to serve the newcomer."""
+    """The donor does not serve the newcomer, or sends no more of an image."""
 
     reason: Detail
 
@@ -121,19 +121,13 @@ class Chunk(_ImageMessage, frozen=True, tag=True):
     chunk: ChunkIndex
 
 
-class Gone(_ImageMessage, frozen=True, tag=True):
-    """The donor does not hold the image, or sends no more of it."""
-
-    reason: Detail
-
-
 class Finished(_Message, frozen=True, tag=True):
     """The newcomer needs nothing more of the donor, which may forget its wishes."""
 
 
 AskBulk = AskDigests | AskChunks
 ToDonor = Ask | AskBulk | Finished
-ToNewcomer = Answer | Refusal | Digests | Chunk | Gone
+ToNewcomer = Answer | Refusal | Digests | Chunk
 Bulk = Digests | Chunk
 """The messages that have a body."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
 from equipoise.averaging.statesync.chunks import ImageId
-from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Gone, Offer
+from equipoise.averaging.statesync.messages import Answer, Ask, Bulk, Offer, Refusal
 from equipoise.averaging.statesync.upload_queue import MAX_SERVINGS, Quota, Serving
 from equipoise.averaging.timing import ASKER_SECONDS
 
@@ -30,40 +30,6 @@ MAX_ASKERS = 64
 HOLD_SECONDS, HOLD_SECONDS_PER_CHUNK = 600.0, 8.0
 """Longest time that an image is held for its downloads: a quarter of a link of 4 Mbit/s is enough. Without this limit,
 two newcomers that never finish would keep both places, and no other newcomer would get a state."""
-
-
-class Cache:
-    """At most two snapshots, which bounds a donor's memory to two images.
-
-    Attributes:
-        offers: The last snapshot from the trainer, and one that is still being downloaded.
-    """
-
-    def __init__(self) -> None:
-        self.offers: tuple[Offer, ...] = ()
-
-    def find(self, digest: bytes) -> Offer | None:
-        """The snapshot whose image has this digest."""
-        return next((offer for offer in self.offers if offer.image.digest == digest), None)
-
-    def put(self, offer: Offer, read: Collection[bytes]) -> list[Offer]:
-        """Hold a new snapshot; return the snapshots that must go.
-
-        Args:
-            offer: The new snapshot.
-            read: Digests of the images that are being downloaded. Of two, the older stays: more of it has been sent.
-        """
-        before = self.offers
-        kept = [one for one in before if one.image != offer.image and one.image.digest in read]
-        self.offers = (offer, *kept[-1:])
-        held = {one.image for one in self.offers}
-        return [one for one in before if one.image not in held]
-
-    def drop_unread(self, read: Collection[bytes]) -> tuple[Offer, ...]:
-        """Let the older snapshot go if no newcomer downloads it any more; return it."""
-        gone = tuple(offer for offer in self.offers[1:] if offer.image.digest not in read)
-        self.offers = tuple(offer for offer in self.offers if offer not in gone)
-        return gone
 
 
 @dataclass
@@ -158,7 +124,7 @@ class Server:
 
     def __init__(self) -> None:
         self._askers: dict[str, _Asker] = {}
-        self._shelf = Cache()
+        self._snapshots: tuple[Offer, ...] = ()
         self._kept = Kept()
         self._serving = Serving()
         self._epoch: int | None = None
@@ -185,7 +151,7 @@ class Server:
     def standing(self) -> str:
         """The service to others, in one line; empty while no newcomer is served or waits."""
         if readers := self._serving.readers:
-            epochs = " and ".join(str(offer.state.epoch) for offer in self._shelf.offers)
+            epochs = " and ".join(str(offer.state.epoch) for offer in self._snapshots)
             return f"serving the state of epoch {epochs} to {readers} peers"
         if (wanted := self.wanted) is not None:
             return f"{len(self._askers)} peers want the state of epoch {wanted}: waiting for the trainer's snapshot"
@@ -234,7 +200,7 @@ class Server:
                 self._serving.busy = busy
         for peer in [peer for peer, one in self._askers.items() if now >= one.expires]:
             self._forget(peer)
-        self._out += [events.Release(offer.image) for offer in self._shelf.drop_unread(self._read)]
+        self._hold(self._snapshots)
         while body := self._serving.next(now):
             self._out.append(events.SendBody(*body))
         out, self._out = self._out, []
@@ -246,7 +212,7 @@ class Server:
         asker = self._askers.get(peer)
         if asker is None and len(self._askers) >= MAX_ASKERS:
             reason = f"{MAX_ASKERS} peers are being served already"
-            refusal = messages.Refusal(ask.run, ask.ticket, reason)
+            refusal = Refusal(ask.run, ask.ticket, reason)
             self._out += [events.Send(peer, refusal), events.Forget(peer)]
             return
         if asker is None or asker.ask.ticket != ask.ticket:
@@ -270,13 +236,13 @@ class Server:
             if asker is None
             else self._serve(peer, asker, message)
         ):
-            gone = Gone(message.run, message.ticket, message.digest, problem)
-            self._out.append(events.Send(peer, gone))
+            self._out.append(events.Send(peer, Refusal(message.run, message.ticket, problem)))
 
     def _serve(self, peer: str, asker: _Asker, message: messages.AskBulk) -> str:
         """Queue the bodies that a newcomer asks for; returns the reason if it is refused, else an empty string."""
         asker.expires = self._now + ASKER_SECONDS
-        offer = self._shelf.find(message.digest) or self._kept.find(message.digest)
+        held = (one for one in self._snapshots if one.image.digest == message.digest)
+        offer = next(held, None) or self._kept.find(message.digest)
         if offer is None:
             return "it holds that image no longer"
         asker.reading = message.digest
@@ -303,13 +269,22 @@ class Server:
         if self._taking == offer.state.epoch:
             self._taking = None
         self._epoch = max(self._epoch or 0, offer.state.epoch)
-        self._out += [events.Release(one.image) for one in self._shelf.put(offer, self._read)]
+        self._hold((offer, *self._snapshots))
         until = self._now + HOLD_SECONDS + HOLD_SECONDS_PER_CHUNK * offer.image.chunks
-        held = (one.image.digest for one in self._shelf.offers)
+        held = (one.image.digest for one in self._snapshots)
         self._held_until = {digest: self._held_until.get(digest, until) for digest in held}
         self._answer_those(
             lambda one: one.ask.at_least <= offer.state.epoch and not one.reading and one.ask.after is None
         )
+
+    def _hold(self, offers: tuple[Offer, ...]) -> None:
+        """Hold the first of these snapshots, and the last of the others if newcomers download it: more of it has been
+        sent. So a donor's memory is bounded to two images."""
+        before, read = self._snapshots, self._read
+        others = [one for one in offers[1:] if one.image != offers[0].image and one.image.digest in read]
+        self._snapshots = (*offers[:1], *others[-1:])
+        held = {one.image for one in self._snapshots}
+        self._out += [events.Release(one.image) for one in before if one.image not in held]
 
     def _has_ended(self, after: StateId | None) -> bool:
         """True if no round from this state goes on here, and no image is made of its mean."""
@@ -340,7 +315,7 @@ class Server:
             if mean := self._kept.offer(ask.after):
                 offers = (mean,)
         else:
-            offers = tuple(one for one in self._shelf.offers if one.state.epoch >= ask.at_least)
+            offers = tuple(one for one in self._snapshots if one.state.epoch >= ask.at_least)
             wishes = self._wishes(peer)
             noted = tuple(epoch for epoch in ask.wanted if epoch == self._taking or epoch in wishes)
             if offers:
@@ -352,7 +327,7 @@ class Server:
     def _wishes(self, peer: str) -> list[int]:
         """The epochs of which the donor asks its trainer for a snapshot for this newcomer."""
         read = {asker.reading for asker in self._askers.values() if self._holds(asker.reading)}
-        full = sum(offer.image.digest in read for offer in self._shelf.offers) > 1
+        full = sum(offer.image.digest in read for offer in self._snapshots) > 1
         worn = self._wear.worn(self._now) or not self._wear.may_wish(peer, self._now)
         if full or worn or self._fetching or self._left:
             return []
@@ -361,7 +336,7 @@ class Server:
 
     def _awaits(self, ask: Ask, epoch: int) -> bool:
         """True if the trainer may still take a snapshot of `epoch`, and the newcomer can use it."""
-        held = any(one.state.epoch == epoch for one in self._shelf.offers)
+        held = any(one.state.epoch == epoch for one in self._snapshots)
         return epoch >= max(ask.at_least, self._epoch or 0) and not held and epoch != self._taking
 
     @property

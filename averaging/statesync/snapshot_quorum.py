@@ -13,7 +13,7 @@ epoch too.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Set
 
 from equipoise.averaging.state import MAX_EPOCH
 from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Agreement, Answers, counted
@@ -112,7 +112,8 @@ class SnapshotQuorum(Answers):
         if len(voters) - len(moving) <= count:
             voters = moving
         if 2 * count > len(voters):
-            return self._agreed(offer, f"{count} of {counted(len(voters))} with a state offer it")
+            why = f"{count} of {counted(len(voters))} with a state offer it"
+            return self._agreed(offer, why, self._heard_or_late)
         others = [n for one, n in tally.items() if one.state.epoch == offer.state.epoch and one != offer]
         if count < 2 or count <= max(others, default=0) or now < self._since[offer] + PATIENCE_SECONDS:
             return None
@@ -120,7 +121,7 @@ class SnapshotQuorum(Answers):
         if 2 * sum(self._has_reached(peer, offer) for peer in voters) <= len(voters):
             return None
         why = f"{counted(count)} of {len(self._voters)} offer it, the others none in time"
-        return self._agreed(offer, why)
+        return self._agreed(offer, why, self._heard_or_late)
 
     def wish(self, now: float) -> bool:
         """Choose the epochs to ask for; returns whether they have changed."""
@@ -169,11 +170,11 @@ class SnapshotQuorum(Answers):
         """Answers of the peers whose state is of use, or soon will be: newcomers at their first epoch do not vote."""
         return {peer: one for peer, one in self._answers.items() if one.offers or self._keeps_up(one.epoch)}
 
-    def _agreed(self, offer: Offer, reason: str) -> Agreement:
+    @property
+    def _heard_or_late(self) -> Set[str]:
         # Late peers count as voters too, so that the peers which answered first are not all. This gives liars no new
         # power: if they are most, they could also have answered in time and outvoted the others.
-        late = self.peers.keys() - self._answers.keys() - self._silent
-        return replace(super()._agreed(offer, reason), voters=(*self._voters, *late))
+        return self._voters.keys() | (self.peers.keys() - self._answers.keys() - self._silent)
 
     def _keeps_up(self, epoch: int | None) -> bool:
         return epoch is not None and epoch + LAG_EPOCHS >= self._at_least

@@ -35,7 +35,6 @@ from equipoise.averaging.statesync.messages import (
     Chunk,
     Digests,
     Finished,
-    Gone,
     Offer,
     Refusal,
 )
@@ -56,7 +55,6 @@ from fakes.transfer import RUN, SPEC, TICKET, answer, ask, chunk_came, digests_c
         Digests(RUN, TICKET, b"d" * 32),
         AskChunks(RUN, TICKET, b"d" * 32, (0, 7)),
         Chunk(RUN, TICKET, b"d" * 32, 7),
-        Gone(RUN, TICKET, b"d" * 32, "it went"),
         Finished(RUN, TICKET),
     ],
 )

@@ -27,7 +27,6 @@ from equipoise.averaging.statesync.messages import (
     AskDigests,
     Chunk,
     Finished,
-    Gone,
     Offer,
     Refusal,
 )
@@ -99,7 +98,7 @@ def test_what_is_downloaded_is_held_beside_the_newest_and_no_more() -> None:
     giver.offer(offer_of(2))
     assert giver.offer(offer_of(3)) == [Release(offer_of(2).image)]
     assert not any(
-        isinstance(one, Gone) for one in giver.ask(AskChunks(RUN, TICKET, offer_of(1).image.digest, (0,)))
+        isinstance(one, Refusal) for one in giver.ask(AskChunks(RUN, TICKET, offer_of(1).image.digest, (0,)))
     )
     assert giver.ask(Finished(RUN, TICKET)) == [Forget("new"), Release(offer_of(1).image)]
 
@@ -149,12 +148,12 @@ def test_nothing_is_served_to_whom_has_not_asked() -> None:
     digest = offer_of(1).image.digest
     for message in (AskDigests(RUN, TICKET, digest), AskChunks(RUN, TICKET, digest, (0,))):
         (gone,) = giver.ask(message)
-        assert isinstance(gone, Gone)
+        assert isinstance(gone, Refusal)
     giver.ask(ask(0))
     (gone,) = giver.ask(AskChunks(RUN, b"another.", digest, (0,)))
-    assert isinstance(gone, Gone)
+    assert isinstance(gone, Refusal)
     (gone,) = giver.ask(AskChunks(RUN, TICKET, b"x" * 32, (0,)))
-    assert isinstance(gone, Gone)
+    assert isinstance(gone, Refusal)
 
 
 def test_one_newcomer_is_not_served_for_ever() -> None:

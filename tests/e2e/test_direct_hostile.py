@@ -269,7 +269,6 @@ def _messages(me: str, daemon: str, spec: RunSpec) -> dict[bytes, list[bytes]]:
                 transfers.Refusal(run, ticket, "no"),
                 transfers.AskDigests(run, ticket, bytes(32)),
                 transfers.AskChunks(run, ticket, bytes(32), (0,)),
-                transfers.Gone(run, ticket, bytes(32), "gone"),
                 transfers.Finished(run, ticket),
             )
         ],
