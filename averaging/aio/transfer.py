@@ -177,10 +177,6 @@ class Download:
             self._memory = await self._room(image.size)
         except ValueError as error:
             self.driver.tell(events.MemoryRefused(str(error)))
-        except Exception:
-            log.exception("no memory for an image of %d bytes", image.size)
-            problem = "making room for the image failed here; the daemon's log says more"
-            self.driver.tell(events.MemoryRefused(problem))
         else:
             self.driver.tell(events.MemoryReady(image.size))
 
@@ -294,15 +290,9 @@ class Transfer:
         Raises:
             ValueError: A download of this run is going on already.
         """
-        self._require_idle()
-        ticket = os.urandom(TICKET_BYTES)
-        request = Request(self._spec.name, self._spec.hash, ticket, at_least, limit, circle=among)
-        self._driver.tell(events.FetchChanged(True))
-        try:
-            got = await self._get(request, timeout, room)
-        finally:
-            self._driver.tell(events.FetchChanged(False))
-        run = self._spec.name
+        run, ticket = self._spec.name, os.urandom(TICKET_BYTES)
+        request = Request(run, self._spec.hash, ticket, at_least, limit, circle=among)
+        got = await self._get(request, timeout, room)
         if got.state is None:
             log.info("run %s: no state fetched: %s", run, got.reason)
         else:
@@ -442,20 +432,15 @@ class Transfer:
         self._driver.tell(events.SnapshotReady(state, image.name))
 
     async def _make_image(self, before: StateId) -> None:
-        mean, image = self._means.get(before), None
+        mean = self._means.get(before)
         if not isinstance(mean, EncodedMean):
             return
-        try:
-            image = await self._loop.run_in_executor(None, lambda: Image.of(memoryview(mean.image())))
-        except MemoryError:
-            name, epoch = self._spec.name, before.epoch
-            log.warning("run %s: the mean after epoch %d is not passed on: no memory", name, epoch)
+        image = await self._loop.run_in_executor(None, lambda: Image.of(memoryview(mean.image())))
         if self._means.get(before) is not mean:
             return  # Another has taken its place, or none.
-        if image is not None:
-            self._means[before] = image.name
-            self._held[image.name.digest] = image
-        self._driver.tell(events.MeanReady(before, None if image is None else image.name))
+        self._means[before] = image.name
+        self._held[image.name.digest] = image
+        self._driver.tell(events.MeanReady(before, image.name))
 
     def _drop(self, before: StateId) -> None:
         kept = self._means.pop(before, None)
@@ -519,12 +504,10 @@ class Transfer:
 
     # ---- looking ----
 
-    def _require_idle(self) -> None:
+    async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
         if self._download is not None:
             raise ValueError(f"a state of run {self._spec.name!r} is being fetched already: wait for it")
-
-    async def _get(self, request: Request, timeout: float, room: Room) -> FetchOutcome:
-        self._require_idle()
+        self._driver.tell(events.FetchChanged(request.after is None))
         download = self._download = Download(request, self._sessions, timeout, room)
         if self._left:
             self.withdraw(self._left)
@@ -537,6 +520,7 @@ class Transfer:
         finally:
             self._download = None
             looking.cancel()
+            self._driver.tell(events.FetchChanged(False))
 
     async def _mates(self) -> list[Candidate]:
         """The other peers of the run with the same spec."""

@@ -86,10 +86,10 @@ class MeanKept(msgspec.Struct, frozen=True):
 
 
 class MeanReady(msgspec.Struct, frozen=True):
-    """The driver has made an image of the mean after the state `before`; None if memory did not suffice."""
+    """The driver has made an image of the mean after the state `before`."""
 
     before: StateId
-    image: ImageId | None
+    image: ImageId
 
 
 class BodySent(msgspec.Struct, frozen=True):

@@ -78,14 +78,10 @@ class Kept:
         mean.making = True
         return True
 
-    def ready(self, before: StateId, image: ImageId | None) -> bool:
-        """Set the mean's image, or drop the mean if no image could be made (None). Returns whether the mean is kept."""
-        if image is None:
-            self._means.pop(before, None)
-        mean = self._means.get(before)
-        if mean is not None:
-            mean.image = image
-        return mean is not None
+    def ready(self, before: StateId, image: ImageId) -> None:
+        """Set the mean's image, if the mean is still kept."""
+        if before in self._means:
+            self._means[before].image = image
 
     def offer(self, before: StateId) -> Offer | None:
         """The mean after the state `before`, if it is kept and has an image."""
@@ -191,8 +187,7 @@ class Server:
                 if any(one.ask.after == before for one in self._askers.values()):
                     self._make_image(before)
             case events.MeanReady(before, image):
-                if not self._kept.ready(before, image):
-                    self._out.append(events.Drop(before))
+                self._kept.ready(before, image)
                 self._answer_those(lambda one: one.ask.after == before)
             case events.BodySent(peer, busy):
                 self._serving.sent(peer, busy, now)

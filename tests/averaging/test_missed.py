@@ -18,7 +18,6 @@ from equipoise.averaging.statesync.answers import LONE_SECONDS
 from equipoise.averaging.statesync.chunks import ImageId
 from equipoise.averaging.statesync.events import (
     AskReceived,
-    Drop,
     EpochReached,
     MakeImage,
     MeanKept,
@@ -208,12 +207,13 @@ def test_what_is_being_downloaded_goes_last() -> None:
     assert kept.lacks_image(state(0))
     assert kept.begins_image(state(0))
     assert not kept.begins_image(state(0))
-    assert kept.ready(state(0), image)
+    kept.ready(state(0), image)
     assert not kept.lacks_image(state(0))
     assert kept.keep(state(2), 1, MOST, {image.digest}) == [state(1)]
     assert kept.find(image.digest) == kept.offer(state(0))
     assert kept.keep(state(3), MOST, MOST, {image.digest}) == [state(2), state(0)]
-    assert not kept.ready(state(0), image)
+    kept.ready(state(0), image)
+    assert kept.offer(state(0)) is None
 
 
 # ---- what to try first ----
@@ -338,16 +338,6 @@ def test_a_donor_in_that_very_round_answers_when_it_has_ended() -> None:
     assert donor.handle(RoundOver(), 0.4) == []
     offered = donor.handle(MeanReady(before, image), 0.5)
     assert offered == [Send("new", Answer(RUN, TICKET, 7, (), (Offer(before, image),)))]
-
-
-def test_a_mean_of_which_no_image_can_be_made_is_told_to_be_gone() -> None:
-    donor, before = Server(), offer_of(7).state
-    donor.handle(EpochReached(7), 0.0)
-    donor.handle(MeanKept(before, 100, MOST), 0.1)
-    asked = donor.handle(AskReceived("new", Ask(RUN, TICKET, "5" * 64, 0, (), before)), 0.2)
-    assert asked == [MakeImage(before)]
-    told = Send("new", Answer(RUN, TICKET, 7, (), ()))
-    assert donor.handle(MeanReady(before, None), 0.3) == [Drop(before), told]
 
 
 def test_or_that_nothing_came_of_it() -> None:
