@@ -106,6 +106,8 @@ class Endpoint:
 
     def _gate(self, actions: list[Action]) -> list[Action]:
         """Return the actions that may be performed now; keep the others until their member is heard."""
+        if not self._unheard:
+            return actions
         passed: list[Action] = []
         for action in actions:
             match action:

@@ -66,12 +66,14 @@ class Session(Generic[F]):
         id: Its name.
         partner: The other end's session; empty until its first hello.
         delivered: Number of the last frame of the other end that was delivered here; 0 before the first.
+        numbered: Frames that were given a number, acknowledged or not.
     """
 
     def __init__(self, id: bytes) -> None:
         self.id = id
         self.partner = b""
         self.delivered = 0
+        self.numbered = 0
         self._acknowledged = 0
         self._sent: deque[_Sent[F]] = deque()
         self._written = 0
@@ -81,11 +83,6 @@ class Session(Generic[F]):
     def unacknowledged(self) -> int:
         """Frames that were numbered and not acknowledged."""
         return len(self._sent)
-
-    @property
-    def numbered(self) -> int:
-        """Frames that were given a number, acknowledged or not."""
-        return self._acknowledged + len(self._sent)
 
     @property
     def behind(self) -> bool:
@@ -128,8 +125,8 @@ class Session(Generic[F]):
         """
         assert not self.behind, "frames are written in the order of their numbers"
         self._sent.append(_Sent(flow, make, bulk))
-        self._written += 1
-        return self._written
+        self.numbered = self._written = self._written + 1
+        return self.numbered
 
     def rewind(self) -> None:
         """Have all unacknowledged frames written again: another channel carries the session from now on."""
