@@ -33,8 +33,6 @@ ACCEPT_PAUSE = 1.0
 MAX_PENDING = 64
 """Requests of one client that are worked on at once, at most one round for each of its runs; more have to wait."""
 
-MAX_RUNS_PER_CLIENT = 16
-
 MAX_ROUNDS_LISTED = 64
 """An outcome of a group of 64 takes about 8 KB; so many fit one frame."""
 
@@ -212,10 +210,6 @@ class Connection:
 
     async def _join(self, request: messages.JoinRun) -> None:
         fd = self._socket.take_descriptor()
-        if len(self._sessions) >= MAX_RUNS_PER_CLIENT:
-            os.close(fd)
-            hint = "leave one, or connect again"
-            raise Refused(f"expected at most {MAX_RUNS_PER_CLIENT} runs of one client", hint)
         self._sessions[request.run] = await self._daemon.service.join(request, fd, self._client)
 
     async def _transfer(

@@ -11,7 +11,7 @@ from equipoise.peer.control.messages import LENGTH, MAX_FRAME_BYTES
 from equipoise.peer.errors import ControlError, Refused
 
 MAX_DESCRIPTORS = 16
-"""Descriptors that wait for their `JoinRun`; as many as one client may join runs."""
+"""Most descriptors of a client that wait for the requests that they came with."""
 
 READ_BYTES = 64 * 1024
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 from rich.console import Console, Group
 from rich.filesize import decimal
 from rich.live import Live
@@ -9,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equipoise.peer.demo.options import DemoOptions
-from equipoise.peer.demo.summary import Round, Summary
+from equipoise.peer.demo.summary import Stepped, Summary
 
 ROWS = 12
 """Rows of the live table; with the notes they fit a terminal of 24 lines."""
@@ -18,49 +20,43 @@ COLUMNS = ("round", "group", "contributors", "loss", "bytes", "seconds")
 
 
 class LiveTable(Live):
-    """The last rounds as a table that is drawn anew in place."""
+    """The last rounds, each as its first trainer reports it, as a table that is drawn anew in place."""
 
     def __init__(self, console: Console, options: DemoOptions) -> None:
         # No thread that refreshes: children are tied to the life of the thread that started them.
         super().__init__(console=console, auto_refresh=False)
         self._title = f"{options.peers} peers, {options.strategy}, {options.codec}, {options.rounds} rounds"
-        self._rounds: dict[int, Round] = {}
+        self._rounds = deque[Stepped](maxlen=ROWS)
 
     def note(self, text: str) -> None:
         """Print a line above the table."""
         self.console.print(Text(text, style="dim"))
 
-    def show(self, round_: Round) -> None:
-        """Draw the table with the round's newest state."""
-        self._rounds[round_.update] = round_
-        while len(self._rounds) > ROWS:
-            del self._rounds[min(self._rounds)]
-        self.update(self._table(), refresh=True)
-
-    def _table(self) -> Table:
+    def show(self, round_: Stepped) -> None:
+        """Draw the table with one more round."""
+        self._rounds.append(round_)
         table = Table(title=self._title)
         for column in COLUMNS:
             table.add_column(column, justify="right")
-        for update in sorted(self._rounds):
-            table.add_row(*_cells(self._rounds[update]))
-        return table
+        for shown in self._rounds:
+            table.add_row(*_cells(shown))
+        self.update(table, refresh=True)
 
 
 class PlainLines:
     """One line for each round, for files and pipes; `rounds` off leaves the notes."""
 
-    def __init__(self, console: Console, options: DemoOptions, rounds: bool = True) -> None:
+    def __init__(self, console: Console, rounds: bool = True) -> None:
         self._console = console
-        self._options = options
         self._rounds = rounds
 
     def note(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
-    def show(self, round_: Round) -> None:
-        """Print a round once all its contributors have reported it."""
-        if self._rounds and round_.reports == round_.contributors:
+    def show(self, round_: Stepped) -> None:
+        """Print a round."""
+        if self._rounds:
             cells = zip(COLUMNS, _cells(round_), strict=True)
             self.note("  ".join(f"{column} {cell}" for column, cell in cells))
 
@@ -95,7 +91,7 @@ def _facts(summary: Summary, options: DemoOptions) -> list[tuple[str, str]]:
     ]
 
 
-def _cells(round_: Round) -> tuple[str, ...]:
+def _cells(round_: Stepped) -> tuple[str, ...]:
     return (
         str(round_.update),
         str(round_.group),

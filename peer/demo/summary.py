@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from statistics import fmean
 
 import msgspec
@@ -59,16 +58,6 @@ class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 Report = Stepped | Failed | Finished
 
 
-class Round(Stepped, frozen=True):
-    """One update of the swarm: the mean loss, all bytes and the longest time of the trainers that have reported it.
-
-    Attributes:
-        reports: Number of reporting trainers.
-    """
-
-    reports: int
-
-
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The demo's result; `equipoise demo --json` prints it.
 
@@ -108,23 +97,23 @@ class Ledger:
         self._options = options
         self._updates: dict[int, int] = {}
         self._failed = 0
-        self._reports = defaultdict[int, list[Stepped]](list)
-        self.rounds: dict[int, Round] = {}
+        self._sent = self._saved = 0
         self.finished: dict[int, Finished] = {}
 
-    def add(self, trainer: int, report: Report) -> Round | None:
-        """Take in a report; returns the round that it changed, if any."""
+    def add(self, trainer: int, report: Report) -> bool:
+        """Take in a report; returns whether it is the first one of its update."""
         match report:
             case Finished():
                 self.finished[trainer] = report
             case Failed():
                 self._failed += 1
             case Stepped(update=update):
+                first = update > max(self._updates.values(), default=0)
                 self._updates[trainer] = update
-                self._reports[update].append(report)
-                self.rounds[update] = _round(self._reports[update])
-                return self.rounds[update]
-        return None
+                self._sent += report.bytes_sent
+                self._saved += report.bytes_saved
+                return first
+        return False
 
     def updates(self, trainer: int) -> int:
         """Return the updates of `trainer`. A trainer that missed a round made that update later, unreported."""
@@ -161,22 +150,7 @@ class Ledger:
             accuracy=accuracy,
             accuracy_alone=alone,
             bit_identical=len(done) == len(survivors) and len(digests) == 1,
-            bytes_sent=sum(round_.bytes_sent for round_ in self.rounds.values()),
-            bytes_saved=sum(round_.bytes_saved for round_ in self.rounds.values()),
+            bytes_sent=self._sent,
+            bytes_saved=self._saved,
             seconds=seconds,
         )
-
-
-def _round(reports: list[Stepped]) -> Round:
-    """The update of which these are the reports."""
-    last = reports[-1]
-    return Round(
-        update=last.update,
-        group=last.group,
-        contributors=last.contributors,
-        loss=fmean(report.loss for report in reports),
-        bytes_sent=sum(report.bytes_sent for report in reports),
-        bytes_saved=sum(report.bytes_saved for report in reports),
-        seconds=max(report.seconds for report in reports),
-        reports=len(reports),
-    )

@@ -17,7 +17,7 @@ from rich.console import Console
 from equipoise.peer.demo.display import LiveTable, PlainLines, render_summary
 from equipoise.peer.demo.options import DemoError, DemoOptions
 from equipoise.peer.demo.processes import STOP_SECONDS, Child, Family, daemon_command
-from equipoise.peer.demo.summary import Failed, Ledger, Report, Summary
+from equipoise.peer.demo.summary import Failed, Ledger, Report, Stepped, Summary
 
 HEAR_SECONDS = 0.5
 """Time to listen before the next look at the clock."""
@@ -111,9 +111,9 @@ class DemoSwarm:
             # A library that prints is no reason to give up.
             self._display.note(f"trainer {trainer + 1}: {line}")
             return
-        round_ = self._ledger.add(trainer, report)
-        if round_ is not None:
-            self._display.show(round_)
+        is_first = self._ledger.add(trainer, report)
+        if is_first and isinstance(report, Stepped):
+            self._display.show(report)
         elif isinstance(report, Failed):
             self._display.note(f"trainer {trainer + 1}, update {report.update}: {report.reason}")
 
@@ -172,7 +172,7 @@ def run_demo(options: DemoOptions, json: bool = False) -> Summary:
         Family(Path(folder)) as family,
         LiveTable(console, options)
         if console.is_terminal and not json
-        else nullcontext(PlainLines(console, options, rounds=not json)) as display,
+        else nullcontext(PlainLines(console, rounds=not json)) as display,
     ):
         summary = DemoSwarm(options, family, Path(folder), display).run()
     if json:

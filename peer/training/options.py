@@ -16,7 +16,7 @@ from equipoise.peer.training.image import Stateful
 from equipoise.peer.training.replica import Alone, Trust
 
 MAX_FRAGMENTS = 12
-"""Most fragments of one `DiLoCo`: each is a run, and a daemon takes 16 of one script."""
+"""Most fragments of one `DiLoCo`: each is a run, of which a daemon takes 64."""
 
 Schedule = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from equipoise.peer.demo import DemoError, DemoOptions
-from equipoise.peer.demo.summary import Failed, Finished, Report, Round, Stepped, Summary
+from equipoise.peer.demo.summary import Failed, Finished, Report, Stepped, Summary
 from equipoise.peer.demo.swarm import DemoSwarm
 
 ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/Qm"
@@ -78,7 +78,7 @@ class Notes:
     def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def show(self, round_: Round) -> None:
+    def show(self, round_: Stepped) -> None:
         self.notes.append(f"round {round_.update}")
 
 
