@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 import psutil
@@ -18,7 +18,7 @@ import psutil
 from equipoise.compression import kernels
 from equipoise.dht.sanitize import escaped
 from equipoise.dht.state import AddressState, BootstrapStatus, SwarmStatus
-from equipoise.peer.config import Config, Loaded
+from equipoise.peer.config import Loaded
 from equipoise.peer.control.messages import Welcome
 from equipoise.peer.control.server import ControlServer
 from equipoise.peer.errors import EquipoiseError, Refused, Unreached
@@ -29,7 +29,6 @@ from equipoise.peer.session import Service
 from equipoise.peer.status import Kernels, Status
 
 if TYPE_CHECKING:
-    from equipoise.averaging.aio.router import Router
     from equipoise.dht.swarm import Swarm
 
 STOP_SECONDS = 8.0
@@ -52,18 +51,7 @@ NEXT_STEPS: dict[AddressState, str] = {
 }
 """Next step for a person, by the state of an address; the reasons of the other states have one themselves."""
 
-Parts: TypeAlias = "tuple[Swarm, Router]"
-Assemble = Callable[[Config], Awaitable[Parts]]
-Say = Callable[[str], None]
-
 log = logging.getLogger(__name__)
-
-
-async def assemble(config: Config) -> Parts:
-    """Start the real swarm and router."""
-    from equipoise.peer.wiring import start_parts
-
-    return await start_parts(config)
 
 
 class Daemon:
@@ -81,15 +69,13 @@ class Daemon:
     def __init__(
         self,
         loaded: Loaded,
-        say: Say = lambda line: None,
-        assemble: Assemble = assemble,
+        say: Callable[[str], None] = lambda line: None,
         home: Home | None = None,
     ) -> None:
         """`say` is told lines for people: the addresses, then each change of state; `home` has been taken already."""
         self._loaded = loaded
         self._config = loaded.config
         self._say = say
-        self._assemble = assemble
         self.server = ControlServer(self)
         self._stopping = asyncio.Event()
         self._why = "it failed; see its log"
@@ -175,7 +161,9 @@ class Daemon:
         log.info("kernels: %s (%s)", kernels().name, kernels().reason)
         history = History(self._home.path)
         self._ending.callback(history.close)
-        self._swarm, router = await self._assemble(self._config)
+        from equipoise.peer.wiring import start_parts  # It imports hivemind, while the home is taken already.
+
+        self._swarm, router = await start_parts(self._config)
         self._ending.push_async_callback(_bounded, self._swarm.stop, "leaving the swarm")
         self._ending.push_async_callback(_bounded, router.stop, "stopping the router")
         self.service = Service(router, self._swarm, history)

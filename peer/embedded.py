@@ -18,7 +18,7 @@ import msgspec
 from equipoise.peer.client import Client
 from equipoise.peer.config import Loaded, load
 from equipoise.peer.control.client import Link
-from equipoise.peer.daemon import Assemble, Daemon, assemble
+from equipoise.peer.daemon import Daemon
 from equipoise.peer.home import STOP_SECONDS
 from equipoise.peer.run_daemon import run_loop
 
@@ -31,8 +31,6 @@ class Peer(Client):
 
     The client reaches the daemon through a socket pair, so both faces are the same code.
     """
-
-    _assemble = staticmethod(assemble)
 
     def __init__(
         self,
@@ -59,7 +57,7 @@ class Peer(Client):
         with contextlib.ExitStack() as ending:
             if temporary is not None:
                 ending.callback(temporary.cleanup)
-            thread = DaemonThread(load(flags, style="argument "), self._assemble)
+            thread = DaemonThread(load(flags, style="argument "))
             ending.callback(weakref.finalize(self, thread.stop))
             link = thread.connect()
             self._ending = ending.pop_all()
@@ -76,11 +74,11 @@ class Peer(Client):
 class DaemonThread:
     """Runs a daemon on an event loop in a thread of its own."""
 
-    def __init__(self, loaded: Loaded, assemble: Assemble) -> None:
+    def __init__(self, loaded: Loaded) -> None:
         """Start it, and wait until it serves; raises what its start raises."""
         self._started = concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, Daemon]]()
         self._thread = threading.Thread(
-            target=lambda: run_loop(self._serve(loaded, assemble)), name="equipoise-daemon", daemon=True
+            target=lambda: run_loop(self._serve(loaded)), name="equipoise-daemon", daemon=True
         )
         self._thread.start()
         self._started.result(START_SECONDS)
@@ -101,8 +99,8 @@ class DaemonThread:
         loop, daemon = self._started.result()
         loop.call_soon_threadsafe(action, daemon)
 
-    async def _serve(self, loaded: Loaded, assemble: Assemble) -> None:
-        daemon = Daemon(loaded, assemble=assemble)
+    async def _serve(self, loaded: Loaded) -> None:
+        daemon = Daemon(loaded)
         try:
             await daemon.start()
         except BaseException as error:

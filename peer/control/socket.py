@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import asyncio
 import os
 import socket
@@ -19,7 +18,6 @@ SEND_SECONDS = 5.0
 """A client that reads nothing for so long while its socket's buffer is full is stopped or gone."""
 
 _RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-_ROOM = socket.CMSG_SPACE(array.array("i").itemsize * MAX_DESCRIPTORS)
 
 
 class FrameDecoder:
@@ -104,15 +102,15 @@ class FrameSocket:
     async def _receive(self) -> bytes:
         while True:
             try:
-                data, ancillary, flags, _ = self._socket.recvmsg(READ_BYTES, _ROOM, _RECEIVE_FLAGS)
+                data, found, flags, _ = socket.recv_fds(
+                    self._socket, READ_BYTES, MAX_DESCRIPTORS, _RECEIVE_FLAGS
+                )
             except BlockingIOError:
                 self._ready.clear()
                 self._watch(True)
                 await self._ready.wait()
                 continue
-            for level, kind, content in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    self._descriptors += array.array("i", content[: len(content) - len(content) % 4])
+            self._descriptors += found
             if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
                 told = f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
                 raise ControlError(told)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import psutil
@@ -152,10 +153,7 @@ class Downloads:
 
     def fetch(self, at_least: int, limit: int, among: tuple[str, ...] = ()) -> None:
         """Begin to fetch a snapshot of an epoch or a later one, of at most `limit` bytes; see `Run.fetch`."""
-        self._begin(
-            lambda: self._run.fetch(at_least, limit, FETCH_SECONDS, among),
-            events.FetchFailed,
-        )
+        self._begin(events.FetchFailed, partial(self._run.fetch, at_least, limit, FETCH_SECONDS, among))
 
     def recover(
         self,
@@ -166,12 +164,14 @@ class Downloads:
         patient: bool = False,
     ) -> None:
         """Begin to fetch the mean that the group applied to the state `after`; see `Run.recover`."""
-        self._begin(lambda: self._run.recover(after, timeout, circle, proved, patient), events.RecoveryFailed)
+        self._begin(
+            events.RecoveryFailed, partial(self._run.recover, after, timeout, circle, proved, patient)
+        )
 
     def _begin(
         self,
-        start: Callable[[], Download[Fetched] | Download[Recovered]],
         failed: type[events.FetchFailed | events.RecoveryFailed],
+        start: Callable[[], Download[Fetched] | Download[Recovered]],
     ) -> None:
         self.stop()
         self._failed = failed

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from equipoise.averaging.aio.transfer import Room
@@ -82,8 +83,11 @@ class FakeNetwork:
         """Whether groups that are complete stay in exchange."""
         self.count = 0
 
-    async def assemble(self, config: Config) -> Any:
-        """A new peer of this network."""
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have daemons of this process join this network."""
+        monkeypatch.setattr("equipoise.peer.wiring.start_parts", self._start_parts)
+
+    async def _start_parts(self, config: Config) -> Any:
         with self.lock:
             self.count += 1
             peer = f"peer{self.count}"

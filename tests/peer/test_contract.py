@@ -25,8 +25,10 @@ from fakes.daemon import FakeHub, FakeNetwork, FakeRunDriver
 
 
 @pytest.fixture
-def network() -> FakeNetwork:
-    return FakeNetwork()
+def network(monkeypatch: pytest.MonkeyPatch) -> FakeNetwork:
+    network = FakeNetwork()
+    network.install(monkeypatch)
+    return network
 
 
 @pytest.fixture(params=["connect", "in-process"])
@@ -37,14 +39,13 @@ def peers(request: pytest.FixtureRequest, network: FakeNetwork, tmp_path: Path) 
             clients = []
             for index in range(count):
                 home = tmp_path / f"home{index}"
-                daemon = DaemonThread(load({"home": home}, {}), network.assemble)
+                daemon = DaemonThread(load({"home": home}, {}))
                 stack.callback(daemon.stop)
                 clients.append(stack.enter_context(connect(home)))
             return clients
 
         def in_process(count: int) -> list[Client]:
-            kind = type("FakePeer", (Peer,), {"_assemble": staticmethod(network.assemble)})
-            return [stack.enter_context(kind()) for _ in range(count)]
+            return [stack.enter_context(Peer()) for _ in range(count)]
 
         yield connected if request.param == "connect" else in_process
 
@@ -134,7 +135,7 @@ def test_one_run_more_than_a_daemon_may_have_is_refused_by_name_and_number(
     network: FakeNetwork, tmp_path: Path
 ) -> None:
     with contextlib.ExitStack() as stack:
-        daemon = DaemonThread(load({"home": tmp_path / "home"}, {}), network.assemble)
+        daemon = DaemonThread(load({"home": tmp_path / "home"}, {}))
         stack.callback(daemon.stop)
         client = stack.enter_context(connect(tmp_path / "home"))
         for number in range(MAX_RUNS):

@@ -76,9 +76,10 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_rounds_are_listed_after_their_script_and_their_daemon(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    daemon = DaemonThread(load({"home": tmp_path}, {}), FakeNetwork().assemble)
+    FakeNetwork().install(monkeypatch)
+    daemon = DaemonThread(load({"home": tmp_path}, {}))
     with connect(tmp_path) as client:
         client.join("digits", [torch.zeros(2)]).average(timeout=0.05)
     with connect(tmp_path) as client:

@@ -38,7 +38,7 @@ class Machine:
         self.client: Client = connect(home)
 
     def start(self) -> DaemonThread:
-        self.daemon = DaemonThread(load({"home": self.home}, {}), self.network.assemble)
+        self.daemon = DaemonThread(load({"home": self.home}, {}))
         return self.daemon
 
     def close(self) -> None:
@@ -47,8 +47,9 @@ class Machine:
 
 
 @pytest.fixture
-def machines(tmp_path: Path) -> Iterator[list[Machine]]:
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Machine]]:
     network = FakeNetwork()
+    network.install(monkeypatch)
     found = [Machine(network, tmp_path / f"home{index}") for index in range(2)]
     yield found
     for machine in found:

@@ -22,8 +22,9 @@ from fakes.daemon import FakeNetwork
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    daemon = DaemonThread(load({"home": tmp_path}, {}), FakeNetwork().assemble)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    FakeNetwork().install(monkeypatch)
+    daemon = DaemonThread(load({"home": tmp_path}, {}))
     yield tmp_path
     daemon.stop()
 
