@@ -300,10 +300,10 @@ class Sessions:
     def post(self, peer: str, header: bytes, flow: bytes = b"") -> None:
         """Send a control frame as soon as possible."""
         channels = self._get(peer)
-        if len(channels.outbox.queue.control) >= MAX_QUEUED_CONTROL:
+        if len(channels.outbox.control) >= MAX_QUEUED_CONTROL:
             self._drop(peer, f"{MAX_QUEUED_CONTROL} control frames wait for it: it does not read")
             return
-        channels.outbox.queue.control.append((flow, header))
+        channels.outbox.control.append((flow, header))
         self._write_soon(peer, channels)
 
     def beat(self, peer: str, header: bytes) -> None:
@@ -315,7 +315,7 @@ class Sessions:
     def post_bulk(self, peer: str, flow: bytes, make: Bulk, late: bool = False) -> None:
         """Send a bulk frame of a flow, made when its turn has come; a `late` one after all that are not."""
         channels = self._get(peer)
-        channels.outbox.queue.add_bulk(flow, make, late)
+        channels.outbox.add_bulk(flow, make, late)
         self._write_soon(peer, channels)
 
     def scratch(self, size: int) -> memoryview:
@@ -494,7 +494,7 @@ class Sessions:
         """Sample the bytes delivered, again and again until no bulk waits any more."""
         now, all_channels = self._loop.time(), self._peers.values()
         delivered = self._delivered_before + sum(channels.delivered for channels in all_channels)
-        if any(channels.outbox.queue.has_bulk for channels in all_channels):
+        if any(channels.outbox.has_bulk for channels in all_channels):
             self.bandwidth.observe(now, delivered)
             self._measuring = self._loop.call_later(METER_SECONDS, self._measure)
         else:

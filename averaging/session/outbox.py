@@ -41,7 +41,7 @@ class _Lane:
         self.waiting[flow].append(make)
 
     def take(self) -> tuple[Frame, bytes, Bulk] | None:
-        """Take the next frame that is still wanted; see `SendQueue.next_bulk`."""
+        """Take the next frame that is still wanted, with its flow and what made it."""
         while self.waiting:
             flow = min(self.waiting, key=self._had.__getitem__)
             self._reached = self._had[flow]
@@ -61,20 +61,30 @@ class _Lane:
         self._had.pop(flow, None)
 
 
-class SendQueue:
-    """A queue in which a heartbeat waits behind no part, a round behind no more than it must, a download behind both.
+class Outbox:
+    """The session with one peer, and what waits to be sent in it.
+
+    A heartbeat waits behind no part, a round behind no more than it must, a download behind both.
+
+    Args:
+        id: Random bytes that name the session.
 
     Attributes:
+        session: The session.
+        beats: Headers that are sent once, without a number, as soon as a channel is open.
         control: Flow and header of each control frame, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, id: bytes) -> None:
+        self.session: Session[Frame] = Session(id)
+        self.beats: dict[bytes, None] = {}
         self.control: deque[tuple[bytes, bytes]] = deque()
-        self._rounds = _Lane()
-        self._late = _Lane()
+        self._rounds, self._late = _Lane(), _Lane()
+        self._writes_to: object = None
 
     def __bool__(self) -> bool:
-        return bool(self.control or self._rounds.waiting or self._late.waiting)
+        again = self.session.behind or self.session.acknowledges
+        return bool(self.control or self.has_bulk or self.beats or again)
 
     @property
     def has_bulk(self) -> bool:
@@ -84,48 +94,6 @@ class SendQueue:
     def add_bulk(self, flow: bytes, make: Bulk, late: bool = False) -> None:
         """Queue a bulk frame; those of a flow (a round's id) stay in order, flows share alike, late ones come last."""
         (self._late if late else self._rounds).add(flow, make)
-
-    def next_bulk(self) -> tuple[Frame, bytes, Bulk] | None:
-        """Take the next bulk frame that is still wanted, from the flow that has had the fewest bytes.
-
-        Returns:
-            The frame, its flow, and what made it.
-        """
-        return self._rounds.take() or self._late.take()
-
-    def drop_bulk(self, flow: bytes) -> None:
-        """Forget the bulk frames of a flow."""
-        for lane in (self._rounds, self._late):
-            lane.drop(flow)
-
-    def drop_all_but(self, flows: Container[bytes]) -> None:
-        """Forget all frames of other flows."""
-        self.control = deque(one for one in self.control if one[0] in flows)
-        for lane in (self._rounds, self._late):
-            for flow in [flow for flow in lane.waiting if flow not in flows]:
-                lane.drop(flow)
-
-
-class Outbox:
-    """The session with one peer, and what waits to be sent in it.
-
-    Args:
-        id: Random bytes that name the session.
-
-    Attributes:
-        session: The session.
-        queue: What waits to be sent for the first time.
-        beats: Headers that are sent once, without a number, as soon as a channel is open.
-    """
-
-    def __init__(self, id: bytes) -> None:
-        self.session: Session[Frame] = Session(id)
-        self.queue = SendQueue()
-        self.beats: dict[bytes, None] = {}
-        self._writes_to: object = None
-
-    def __bool__(self) -> bool:
-        return bool(self.queue or self.beats or self.session.behind or self.session.acknowledges)
 
     def next_frame(self, channel: object) -> Frame | None:
         """Return the next frame to write to a channel; another channel gets what is not acknowledged first."""
@@ -140,10 +108,10 @@ class Outbox:
         if again := session.again():
             number, frame = again
             return self._sealed(number, *(frame or (b"",)))
-        if self.queue.control:
-            flow, header = self.queue.control.popleft()
+        if self.control:
+            flow, header = self.control.popleft()
             return self._sealed(session.number(flow, lambda: (header, b"")), header)
-        if bulk := self.queue.next_bulk():
+        if bulk := self._rounds.take() or self._late.take():
             frame, flow, make = bulk
             return self._sealed(session.number(flow, make, bulk=True), *frame)
         return self._sealed(0) if session.acknowledges else None
@@ -167,12 +135,16 @@ class Outbox:
 
     def drop_all_but(self, flows: Container[bytes]) -> None:
         """Forget all frames of other flows."""
-        self.queue.drop_all_but(flows)
+        self.control = deque(one for one in self.control if one[0] in flows)
+        for lane in (self._rounds, self._late):
+            for flow in [flow for flow in lane.waiting if flow not in flows]:
+                lane.drop(flow)
         self.session.forget_all_but(flows)
 
     def drop_bulk(self, flow: bytes) -> None:
         """Forget the bulk frames of a flow."""
-        self.queue.drop_bulk(flow)
+        self._rounds.drop(flow)
+        self._late.drop(flow)
         self.session.forget(flow)
 
     def _sealed(self, number: int, header: bytes = b"", body: Buffer = b"") -> Frame:

@@ -208,9 +208,9 @@ class Network(Clock, Generic[N, P]):
         if beat:
             link.outbox.beats[header] = None
         elif bulk:
-            link.outbox.queue.add_bulk(flow, lambda: (header, BODY) if wanted() else None)
+            link.outbox.add_bulk(flow, lambda: (header, BODY) if wanted() else None)
         else:
-            link.outbox.queue.control.append((flow, header))
+            link.outbox.control.append((flow, header))
         self._write(sender, to)
 
     def _write(self, sender: N, to: N) -> None:
