@@ -99,7 +99,7 @@ class Pairing(Matchmaker):
             case wire.JoinRefused(ticket=ticket) if (
                 peer == self._asked and self._own and ticket == self._own.ticket
             ):
-                self._listen(now, BUSY_SECONDS if message.why is wire.Why.BUSY else REFUSED_SECONDS)
+                self._listen(now, BUSY_SECONDS if message.passes else REFUSED_SECONDS)
             case wire.GroupFormed():
                 self._formed(peer, message, now)
 
@@ -108,11 +108,11 @@ class Pairing(Matchmaker):
     def _proposed(self, peer: str, request: wire.JoinRequest, now: float) -> None:
         join, objection = request.join, self._context.mismatch(request)
         if objection is None and not self._takes(peer):
-            objection = wire.Why.BUSY, "it is not free"
+            objection = Objection("it is not free", passes=True)
         if objection is None:
             objection = self._context.forgery(peer, join, now) or self._accept(join)
         if objection is not None:
-            self._context.refuse(peer, join, *objection)
+            self._context.refuse(peer, join, objection)
 
     def _takes(self, peer: str) -> bool:
         """True if this peer is free for another: it proposes to nobody else, and of two that cross its own counts."""
@@ -125,7 +125,7 @@ class Pairing(Matchmaker):
         manifest = Manifest.of(context.peer, [join, context.join(self._wants, join.round)])
         problem = shortfall(manifest.members)
         if problem:
-            return wire.Why.NOT_VALID, problem
+            return Objection(problem)
         context.send(join.peer, wire.GroupFormed(context.run, manifest, 0.0))
         self._exchange(manifest, join.peer)
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from equipoise.averaging.manifest import MAX_ROUND, Join, Manifest, Sign, Verify
 from equipoise.averaging.matchmaking import messages as wire
@@ -22,8 +23,12 @@ FORGER_SECONDS = 30.0
 MAX_FORGERS = 64
 """Most forgers remembered; beyond that, the earliest is forgotten."""
 
-Objection = tuple[wire.Why, str]
-"""Reason why a join does not count: for machines, and for people."""
+
+class Objection(NamedTuple):
+    """Reason why a join does not count, one line; `passes` if the same join may count soon."""
+
+    reason: str
+    passes: bool = False
 
 
 @dataclass(slots=True)
@@ -70,11 +75,11 @@ class Context:
         self.out.append(Send(peer, message))
 
     def refuse(
-        self, peer: str, join: Join, why: wire.Why, detail: str, round: int = 0, redirect: str | None = None
+        self, peer: str, join: Join, why: Objection, round: int = 0, redirect: str | None = None
     ) -> None:
         """Refuse a join that `peer` sent; the arguments are those of `JoinRefused`."""
-        detail = detail[: wire.MAX_DETAIL_CHARS]
-        self.send(peer, wire.JoinRefused(self.run, join.ticket, why, detail, round, redirect))
+        detail = why.reason[: wire.MAX_DETAIL_CHARS]
+        self.send(peer, wire.JoinRefused(self.run, join.ticket, detail, round, redirect, why.passes))
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
         """This peer's round as a message; with `asks`, the receiver answers with its own."""
@@ -91,12 +96,12 @@ class Context:
         join = request.join
         if request.version != PROTOCOL_VERSION:
             older = "asking" if request.version < PROTOCOL_VERSION else "convening"
-            return wire.Why.OTHER_VERSION, (
+            return Objection(
                 f"expected protocol version {PROTOCOL_VERSION}, got {request.version}: "
                 f"upgrade the {older} peer's equipoise, which is older"
             )
         if join.spec != self.spec:
-            return wire.Why.OTHER_SPEC, (
+            return Objection(
                 f"expected spec {self.spec[:12]}, got {join.spec[:12]}: schema or options of the run differ"
             )
         return None
@@ -104,15 +109,15 @@ class Context:
     def forgery(self, peer: str, join: Join, now: float) -> Objection | None:
         """Return why a join that came on the channel of `peer` does not count as signed by `peer`; None if it does."""
         if now < self._forgers.get(peer, float("-inf")):
-            return wire.Why.NOT_VALID, f"{peer} has sent a join with a false signature"
+            return Objection(f"{peer} has sent a join with a false signature")
         if not self._looked_at.admits(peer, now):
-            return wire.Why.BUSY, "more joins have come than are looked at in a second"
+            return Objection("more joins have come than are looked at in a second", passes=True)
         if join.peer != peer or not join.genuine(self.verify):
             self._forgers.pop(peer, None)
             self._forgers[peer] = now + FORGER_SECONDS
             if len(self._forgers) > MAX_FORGERS:
                 del self._forgers[next(iter(self._forgers))]
-            return wire.Why.NOT_VALID, f"expected a join signed by {peer}"
+            return Objection(f"expected a join signed by {peer}")
         return None
 
     def check(self, manifest: Manifest, own: Join) -> None:

@@ -100,7 +100,7 @@ class Coordinator:
         """Park a join, redirect it, or refuse it with the reason."""
         join, objection = request.join, self._objection(peer, request, now)
         if objection is not None:
-            self._context.refuse(peer, join, *objection, self._context.round)
+            self._context.refuse(peer, join, objection, self._context.round)
             return
         self._membership.welcome(peer, join.round, ready=True)
         if closed := self._closed.get(join.round):
@@ -108,7 +108,7 @@ class Coordinator:
             return
         parked = Parked(join, now, request.patience, request.hops)
         if not self._redirects_join(parked, now) and not self._gathering(join.round).park(parked):
-            self._context.refuse(join.peer, join, wire.Why.BUSY, "more joins are parked here than may be")
+            self._context.refuse(join.peer, join, Objection("more joins are parked here than may be"))
 
     def settle(self, now: float) -> tuple[Manifest, str] | None:
         """Redirect joins and close groups; returns the manifest of this peer's own group if it closed, and why."""
@@ -146,7 +146,7 @@ class Coordinator:
     def end_rounds_gone(self) -> None:
         """Refuse the joins of rounds that are over here."""
         for round in [one for one in self._gatherings if one < self._context.round]:
-            self._abandon(round, wire.Why.ROUND_GONE, f"round {round} is over here", self._context.round)
+            self._abandon(round, f"round {round} is over here", self._context.round)
 
     def speak(self, now: float) -> bool:
         """Answer parked joins and invite missing peers; returns whether this peer's own join has no group yet."""
@@ -175,9 +175,9 @@ class Coordinator:
         if mismatch := self._context.mismatch(request):
             return mismatch
         if round not in self._closed and round < self._context.round:
-            return wire.Why.ROUND_GONE, f"round {round} is over here"
+            return Objection(f"round {round} is over here")
         if not self._context.within_reach(round, now):
-            return wire.Why.NOT_VALID, f"round {round} is far ahead of {self._context.round} here"
+            return Objection(f"round {round} is far ahead of {self._context.round} here")
         return self._context.forgery(peer, request.join, now)
 
     def _answer_late(self, peer: str, join: Join, closed: _Closed, now: float) -> None:
@@ -187,16 +187,16 @@ class Coordinator:
         if peer in closed.awaited and now - closed.began <= MAX_WAIT:
             closed.awaited.discard(peer)
             self._context.straggler_wait.learn(now - closed.began)
-        detail = f"the group of round {join.round} has closed"
-        self._context.refuse(peer, join, wire.Why.ROUND_GONE, detail, join.round + 1)
+        why = Objection(f"the group of round {join.round} has closed")
+        self._context.refuse(peer, join, why, join.round + 1)
 
     def _redirects_join(self, parked: Parked, now: float) -> bool:
         """Redirect a join, unless this peer should have it or it has been redirected `MAX_HOPS` times."""
         join = parked.join
         better = self._better(join.peer, join.round, now) if parked.hops < wire.MAX_HOPS else None
         if better is not None:
-            detail = f"{better} coordinates its group"
-            self._context.refuse(join.peer, join, wire.Why.ELSEWHERE, detail, redirect=better)
+            why = Objection(f"{better} coordinates its group")
+            self._context.refuse(join.peer, join, why, redirect=better)
         return better is not None
 
     def _better(self, peer: str, round: int, now: float) -> str | None:
@@ -259,8 +259,8 @@ class Coordinator:
                 context.send(peer, formed)
         for join in closing.left_over:
             if join.peer != context.peer:
-                detail = f"the group of round {join.round} is full without it"
-                self._context.refuse(join.peer, join, wire.Why.FULL, detail, join.round + 1)
+                why = Objection(f"the group of round {join.round} is full without it")
+                self._context.refuse(join.peer, join, why, join.round + 1)
         self._owe(closing)
         del self._gatherings[gathering.round]
         self.remember(formed, closing.began, closing.absent)
@@ -279,7 +279,7 @@ class Coordinator:
             empty = [one for one, each in self._gatherings.items() if not each.parked]
             if len(self._gatherings) >= MAX_GATHERINGS:
                 furthest = empty[0] if empty else max(self._gatherings)
-                self._abandon(furthest, wire.Why.BUSY, "more rounds are gathered here than may be")
+                self._abandon(furthest, "more rounds are gathered here than may be")
             self._gatherings[round] = GroupBuilder(round, self._context.group_size, self._context.quorum)
         return self._gatherings[round]
 
@@ -289,8 +289,8 @@ class Coordinator:
         short = gathering.is_short(outlook)
         self._context.send(join.peer, wire.JoinAccepted(self._context.run, join.ticket, wait, *count, short))
 
-    def _abandon(self, round: int, why: wire.Why, detail: str, next_round: int = 0) -> None:
+    def _abandon(self, round: int, reason: str, next_round: int = 0) -> None:
         """Drop a round's gathering; refuse all its joins except this peer's own."""
         for peer, parked in self._gatherings.pop(round).parked.items():
             if peer != self._context.peer:
-                self._context.refuse(peer, parked.join, why, detail, next_round)
+                self._context.refuse(peer, parked.join, Objection(reason), next_round)

@@ -141,11 +141,9 @@ class Joiner:
             return
         self.asked = None
         self.reason = f"{peer} refused: {message.detail}"
-        redirect = message.redirect if message.why is wire.Why.ELSEWHERE else None
-        over = message.why in (wire.Why.ROUND_GONE, wire.Why.FULL)
-        if redirect is not None and self._asked_hops < wire.MAX_HOPS:
-            self._follow(peer, redirect, now)
-        elif over and message.round > self._context.round and self._context.within_reach(message.round, now):
+        if message.redirect is not None and self._asked_hops < wire.MAX_HOPS:
+            self._follow(peer, message.redirect, now)
+        elif message.round > self._context.round and self._context.within_reach(message.round, now):
             self._membership.advance(peer, message.round)
             self._context.round = message.round
         else:

@@ -9,7 +9,6 @@ were known only by their records. Peers with different specs ask for each other'
 from __future__ import annotations
 
 from collections.abc import Callable
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -53,24 +52,6 @@ Wait = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_WAIT)]
 Value = Annotated[str, msgspec.Meta(max_length=MAX_TERM_VALUE_CHARS, pattern=r"\A[ -~]*\Z")]
 Marks = Annotated[bytes, msgspec.Meta(max_length=MARK_BYTES * MAX_MARKS)]
 Presence = Annotated[float, msgspec.Meta(ge=0.0, le=MAX_PRESENCE)]
-
-
-class Why(StrEnum):
-    """Why a join is refused."""
-
-    ELSEWHERE = "elsewhere"
-    """Ask the peer in `redirect`."""
-    ROUND_GONE = "round gone"
-    """The round is over here; `round` is the next."""
-    FULL = "full"
-    """The group closed without it; `round` is the next."""
-    OTHER_SPEC = "other spec"
-    OTHER_VERSION = "other version"
-    UNKNOWN_RUN = "unknown run"
-    NOT_VALID = "not valid"
-    """Forged, or its round is out of bounds."""
-    BUSY = "busy"
-    """More joins are parked here than may be."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag=True):
@@ -117,18 +98,18 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         run: Name of the run.
         ticket: Of the join.
-        why: The reason that machines read.
-        detail: The reason that people read.
-        round: The coordinator's next round.
+        detail: The reason, for people.
+        round: The coordinator's next round: the joiner goes on to it if its own is over.
         redirect: The coordinator to ask instead.
+        passes: Whether the reason passes, so that the joiner may soon ask again.
     """
 
     run: RunName
     ticket: Ticket
-    why: Why
     detail: Detail
     round: RoundNumber = 0
     redirect: PeerName | None = None
+    passes: bool = False
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, tag=True):
@@ -231,4 +212,4 @@ decode: Callable[[Buffer], MatchmakingMessage] = parser(MatchmakingMessage, "a m
 def refuse_unknown_run(request: JoinRequest) -> JoinRefused:
     """The answer of a daemon that has no part in the run."""
     detail = f"no run named {request.run!a} here"[:MAX_DETAIL_CHARS]
-    return JoinRefused(request.run, request.join.ticket, Why.UNKNOWN_RUN, detail)
+    return JoinRefused(request.run, request.join.ticket, detail)

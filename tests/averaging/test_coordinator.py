@@ -26,21 +26,21 @@ from simulator.matchmaking import RUN
 @pytest.mark.parametrize(
     ("request_", "why"),
     [
-        (MessageReceived("mallory", wire.JoinRequest(RUN, join("bob"))), wire.Why.NOT_VALID),
+        (MessageReceived("mallory", wire.JoinRequest(RUN, join("bob"))), "signed by mallory"),
         (
             MessageReceived("bob", wire.JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0))),
-            wire.Why.NOT_VALID,
+            "signed by bob",
         ),
-        (asks("bob", round=LEAP + 1), wire.Why.NOT_VALID),
-        (asks("bob", spec=OTHER_SPEC), wire.Why.OTHER_SPEC),
-        (MessageReceived("bob", wire.JoinRequest(RUN, join("bob"), version=99)), wire.Why.OTHER_VERSION),
+        (asks("bob", round=LEAP + 1), "far ahead"),
+        (asks("bob", spec=OTHER_SPEC), "expected spec"),
+        (MessageReceived("bob", wire.JoinRequest(RUN, join("bob"), version=99)), "expected protocol version"),
     ],
 )
-def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageReceived, why: wire.Why) -> None:
+def test_joins_that_are_wrong_are_refused_with_the_reason(request_: MessageReceived, why: str) -> None:
     actions = machine("alice", "bob").handle(request_, 1.0)
     [(peer, refusal)] = sent(actions, wire.JoinRefused)
-    assert (peer, refusal.why) == (request_.peer, why)
-    assert refusal.detail
+    assert peer == request_.peer
+    assert why in refusal.detail
 
 
 def counting(one: Matchmaking) -> list[str]:
@@ -62,7 +62,7 @@ def test_false_joins_of_a_peer_cost_one_signature() -> None:
     false = MessageReceived("bob", wire.JoinRequest(RUN, msgspec.structs.replace(join("bob"), weight=9.0)))
     for step in range(1000):
         [(_, refusal)] = sent(one.handle(false, 1.0 + step / 100), wire.JoinRefused)
-        assert refusal.why is wire.Why.NOT_VALID
+        assert "sign" in refusal.detail
     assert verified == ["bob"]
     one.handle(asks("carol"), 11.0)
     assert verified == ["bob", "carol"]
@@ -86,7 +86,7 @@ def test_a_join_for_a_round_gone_by_is_told_the_next() -> None:
     [(_, refusal)] = sent(
         machine("alice", "bob", round=7).handle(asks("bob", round=5), 1.0), wire.JoinRefused
     )
-    assert (refusal.why, refusal.round) == (wire.Why.ROUND_GONE, 7)
+    assert refusal.round == 7
 
 
 def test_who_asks_again_after_the_closing_gets_the_manifest_again() -> None:
@@ -107,7 +107,7 @@ def test_who_is_too_late_is_told_the_next_round() -> None:
     actions = elapse(one, 1.0 + INVITE_SECONDS, 1.0 + INITIAL_WAIT)
     assert [peer for peer, _ in sent(actions, wire.GroupFormed)] == [second]
     [(_, refusal)] = sent(one.handle(asks(rest[0]), 5.0), wire.JoinRefused)
-    assert (refusal.why, refusal.round) == (wire.Why.ROUND_GONE, 1)
+    assert refusal.round == 1
 
 
 def test_parked_joins_are_bounded() -> None:
@@ -156,7 +156,7 @@ def test_the_worse_convener_hands_on_what_is_parked_with_it() -> None:
     assert not sent(one.handle(seen(coordinator, *rest), 1.1), wire.JoinRefused), "its record is nobody"
     actions = one.handle(MessageReceived(coordinator, wire.Whereabouts(RUN, 0)), 1.2)
     [(peer, refusal)] = sent(actions, wire.JoinRefused)
-    assert (peer, refusal.why, refusal.redirect) == (rest[0], wire.Why.ELSEWHERE, coordinator)
+    assert (peer, refusal.redirect) == (rest[0], coordinator)
 
 
 def test_a_join_that_has_been_sent_about_is_kept() -> None:

@@ -45,9 +45,7 @@ def test_a_convener_that_holds_a_join_for_ever_is_left_and_not_asked_again_at_on
     for lure in (wire.Whereabouts(RUN, 0), wire.Invitation(RUN, 0)):
         assert not sent(one.handle(MessageReceived(coordinator, lure), now + 0.1), wire.JoinRequest)
     [(_, again)] = sent(actions, wire.JoinRequest)
-    redirect = wire.JoinRefused(
-        RUN, again.join.ticket, wire.Why.ELSEWHERE, "to and fro", redirect=coordinator
-    )
+    redirect = wire.JoinRefused(RUN, again.join.ticket, "to and fro", redirect=coordinator)
     [(peer, last)] = sent(one.handle(MessageReceived(second, redirect), now + 0.2), wire.JoinRequest)
     assert (peer, last.hops) == (second, wire.MAX_HOPS)
 
@@ -83,7 +81,7 @@ def test_a_convener_that_refuses_and_lures_is_left() -> None:
     asked = [sent(one.handle(ready(), 1.0), wire.JoinRequest)[0]]
     for step in range(100):
         peer, request = asked[-1]
-        refusal = wire.JoinRefused(RUN, request.join.ticket, wire.Why.BUSY, "no room")
+        refusal = wire.JoinRefused(RUN, request.join.ticket, "no room")
         word = refusal if peer == coordinator else wire.Whereabouts(RUN, 0)
         asked += sent(one.handle(MessageReceived(coordinator, word), 1.1 + 0.01 * step), wire.JoinRequest)
     assert asked[-1][0] == second

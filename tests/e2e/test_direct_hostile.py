@@ -253,7 +253,7 @@ def _messages(me: str, daemon: str, spec: RunSpec) -> dict[bytes, list[bytes]]:
                 matchmaking.JoinRequest(run, joins[0]),
                 matchmaking.JoinRequest("unknown", joins[0]),
                 matchmaking.JoinAccepted(run, ticket, 10.0, 3, 4),
-                matchmaking.JoinRefused(run, ticket, matchmaking.Why.FULL, "full", 2**50),
+                matchmaking.JoinRefused(run, ticket, "full", 2**50),
                 matchmaking.LeaveRequest(run, ticket),
                 matchmaking.GroupFormed(run, manifest, 0.0),
                 matchmaking.Invitation(run, 9),
