@@ -195,7 +195,7 @@ class Transfer:
         spec: The run.
         sessions: Sends frames.
         directory: Knows the other peers of the run.
-        verify: Checks the signatures under a mean.
+        verify: Checks the signatures of the joins of a mean's round.
         rounds: The daemon's rounds, which go before what is served.
         runs: The runs of the daemon, which share what means may be kept.
         is_mute: True of a peer that did not answer, and has never said anything: no download asks it, or waits for it.
@@ -361,6 +361,7 @@ class Transfer:
                 found = await self._loop.run_in_executor(None, decode, *args)
             except ValueError as error:
                 found = msgspec.structs.replace(found, reason=str(error))
+                got = msgspec.structs.replace(got, unheard=len(got.sources))  # They have it still.
         log.info("run %s, after epoch %d: %s", spec.name, after.epoch, found.reason)
         return MeanOutcome(round=found, sources=got.sources, behind=got.behind, unheard=got.unheard)
 

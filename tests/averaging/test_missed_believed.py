@@ -162,6 +162,7 @@ async def test_where_there_is_no_room_there_is_none_for_any(cluster: Cluster) ->
 
     got = await me.recover(NEXT, 20.0, none, frozenset("a"))
     assert got.round.reason == "no memory for it"
+    assert got.unheard == 1, "it may ask again"
 
 
 def test_a_join_that_its_peer_did_not_sign_makes_no_mean() -> None:
