@@ -176,7 +176,7 @@ class Download:
         try:
             self._memory = await self._room(image.size)
         except ValueError as error:
-            self.driver.tell(events.MemoryRefused(str(error)))
+            self.driver.tell(events.Withdrew(str(error)))
         else:
             self.driver.tell(events.MemoryReady(image.size))
 

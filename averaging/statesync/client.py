@@ -82,7 +82,6 @@ class Fetch:
         self._sources = ChunkScheduler(0)
         self._image: ImageId | None = None
         self._digests_known = False
-        self._withdrawn = ""
         self._memory = 0
         self._slow: set[str] = set()
         self._ask_at = now + ASK_AGAIN_SECONDS
@@ -130,10 +129,8 @@ class Fetch:
                 self._lose(peer, reason)
             case events.MemoryReady(size):
                 self._memory = size
-            case events.MemoryRefused(reason):
-                self._fail(reason, now)
             case events.Withdrew(reason):
-                self._withdrawn = reason
+                self._fail(reason, now)
             case events.ProtocolBroken(peer, reason):
                 self._bar(peer, reason)
         if not self.ended:
@@ -187,9 +184,8 @@ class Fetch:
     # ---- what follows ----
 
     def _advance(self, now: float) -> None:
-        if self._withdrawn or now >= self._expires:
-            late = f"not within {self._expires - self._began:g} s: {self.standing}"
-            self._fail(self._withdrawn or late, now)
+        if now >= self._expires:
+            self._fail(f"not within {self._expires - self._began:g} s: {self.standing}", now)
             return
         if self._agreement is not None and not self._sources.donors:
             self._agreement = None

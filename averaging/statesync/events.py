@@ -173,12 +173,6 @@ class MemoryReady(msgspec.Struct, frozen=True):
     size: int
 
 
-class MemoryRefused(msgspec.Struct, frozen=True):
-    """The driver has no memory for the image."""
-
-    reason: str
-
-
 class BodyReceived(msgspec.Struct, frozen=True):
     """A body that the machine expects has come from a donor, with the right digest if `genuine`.
 
@@ -198,17 +192,17 @@ class ProtocolBroken(msgspec.Struct, frozen=True):
 
 
 class Withdrew(msgspec.Struct, frozen=True):
-    """The caller does not want the image any more."""
+    """The caller does not want the image any more, or has no memory for it."""
 
     reason: str
 
 
 SourceEvent = AnswerReceived | BodyReceived | ProtocolBroken | PeerLost
-FetchEvent = PeersSeen | SourceEvent | MemoryReady | MemoryRefused | Withdrew | Woke
+FetchEvent = PeersSeen | SourceEvent | MemoryReady | Withdrew | Woke
 
 
 class Allocate(msgspec.Struct, frozen=True):
-    """Allocate memory for an image; report `MemoryReady` or `MemoryRefused`. Bytes of an earlier image may be lost."""
+    """Allocate memory for an image; report `MemoryReady` or `Withdrew`. Bytes of an earlier image may be lost."""
 
     image: ImageId
 
