@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from humanfriendly.text import pluralize
@@ -166,71 +166,20 @@ class Joining:
         return self._given | self._remembered
 
 
-@dataclass
-class _Peer:
-    heard: float
-    asked: bool = False
-    missed: int = 0
-
-
-class Pulse:
-    """Keeps when each connected peer was last heard. Sans IO."""
-
-    def __init__(self) -> None:
-        self._peers: dict[str, _Peer] = {}
-
-    def heard(self, peer: str, now: float) -> None:
-        """`peer` has said something."""
-        self._peers[peer] = _Peer(now, peer in self._peers and self._peers[peer].asked)
-
-    def doubt(self) -> None:
-        """Take every peer for silent: each is asked next."""
-        for one in self._peers.values():
-            one.heard = float("-inf")
-
-    def whom(self, connected: Iterable[str], now: float) -> list[str]:
-        """Choose the peers to ask, the longest silent first; those that are not connected are forgotten."""
-        connected = set(connected)
-        self._peers = {peer: one for peer, one in self._peers.items() if peer in connected or one.asked}
-        room = MAX_ASKED - sum(one.asked for one in self._peers.values())
-        silent = [
-            peer
-            for peer, one in sorted(self._peers.items(), key=lambda item: item[1].heard)
-            if not one.asked and (one.missed or one.heard + QUIET_SECONDS <= now)
-        ][: max(0, room)]
-        for peer in silent:
-            self._peers[peer].asked = True
-        return silent
-
-    def answered(self, peer: str, now: float) -> None:
-        """`peer` has answered."""
-        self._peers[peer] = _Peer(now)
-
-    def missed(self, peer: str) -> bool:
-        """`peer` has not answered; return whether it is given up now."""
-        one = self._peers.get(peer)
-        if one is None:
-            return False
-        one.asked, one.missed = False, one.missed + 1
-        if one.missed < MAX_MISSED:
-            return False
-        del self._peers[peer]
-        return True
-
-
 class Contacts:
     """Asks connected peers that have fallen silent; hangs up on those that do not answer, and buries their records.
 
-    A question also tells where this peer is. `pulse` keeps when each peer was last heard.
+    A question also tells where this peer is.
     """
 
     def __init__(self, link: P2pdClient, protocol: RecordProtocol) -> None:
         self._link = link
         self._dialer = protocol.dialer
         self._protocol = protocol
-        self.pulse = Pulse()
+        self._heard: dict[str, float] = {}
+        self._asked: set[str] = set()
         self._questions = TaskSet()
-        protocol.on_heard = lambda peer: self.pulse.heard(peer, time.monotonic())
+        protocol.on_heard = self.hear
 
     @property
     def alive(self) -> frozenset[str]:
@@ -239,34 +188,55 @@ class Contacts:
             return frozenset()
         return frozenset(self._protocol.acquainted & self._dialer.connected)
 
+    def hear(self, peer: str) -> None:
+        """Note that `peer` has said something."""
+        self._heard[peer] = time.monotonic()
+
+    def doubt(self) -> None:
+        """Take every peer for silent: each is asked next."""
+        self._heard = dict.fromkeys(self._heard, float("-inf"))
+
     async def run(self) -> None:
         """Look and ask, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(LOOK_SECONDS)
                 if self._link.attached:
-                    for peer in self.pulse.whom(self._dialer.connected, time.monotonic()):
-                        self._questions.spawn(self._ask(peer))
+                    self._look(time.monotonic())
         finally:
             await self._questions.stop()
 
+    def _look(self, now: float) -> None:
+        """Ask silent peers, the longest silent first; forget those that are not connected."""
+        connected = self._dialer.connected
+        self._heard = {peer: at for peer, at in self._heard.items() if peer in connected}
+        silent = [
+            peer for peer, at in self._heard.items() if peer not in self._asked and at + QUIET_SECONDS <= now
+        ]
+        for peer in sorted(silent, key=self._heard.__getitem__)[: MAX_ASKED - len(self._asked)]:
+            self._asked.add(peer)
+            self._questions.spawn(self._ask(peer))
+
     async def _ask(self, peer: str) -> None:
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                await self._protocol.ping(peer)
-        except TimeoutError:
-            if self._link.attached and self.pulse.missed(peer):
-                _log.info("%s does not answer any more: its connection is closed", peer)
-                self._protocol.lose(peer)
-                self._protocol.record_store.bury(peer, time.monotonic())
-                with contextlib.suppress(P2pdClientError):
-                    await self._link.disconnect(peer)
-                    await self._dialer.refresh()
-            return
+            for _ in range(MAX_MISSED):
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ANSWER_SECONDS):
+                        return await self._protocol.ping(peer)
         except CallError as error:
             # It was told at once that there is no way: the list of connections will say so too.
             _log.debug("%s", error)
-        self.pulse.answered(peer, time.monotonic())
+            return self.hear(peer)
+        finally:
+            self._asked.discard(peer)
+        if self._link.attached and self._heard.get(peer, began) <= began:
+            _log.info("%s does not answer any more: its connection is closed", peer)
+            self._protocol.lose(peer)
+            self._protocol.record_store.bury(peer, time.monotonic())
+            with contextlib.suppress(P2pdClientError):
+                await self._link.disconnect(peer)
+                await self._dialer.refresh()
 
 
 class Bootstrap:

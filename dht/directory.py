@@ -26,10 +26,6 @@ MAX_TARGETS = 64
 """Most peers told of a change directly; others find it in the DHT."""
 MAX_UNCONNECTED = 16
 """Most targets that this peer must dial first: records of absent peers are cheap, and must not delay others' news."""
-MAX_ATTEMPTS = 4
-"""Most attempts to tell a peer; then it is told again at the next renewal, if it is still one to be told."""
-RETRY_SECONDS = 0.5
-"""p2pd is back, or attached again, about so long after it broke."""
 
 TTL_SECONDS = 15.0
 """Longest time that the dead are listed; three renewals fit, so that two may be lost."""
@@ -43,13 +39,16 @@ STALE_SECONDS = 5.0
 WITHDRAW_SECONDS = 1.0
 """Longest farewell."""
 
-Send = Callable[[str, Kept], Awaitable[bool]]
+Send = Callable[[str, Kept], Awaitable[None]]
 
 _log = logging.getLogger(__name__)
 
 
 class Publisher:
-    """Sends the newest version of a record to many peers: a slow or dead one delays nobody, and gets only the last."""
+    """Sends the newest version of a record to many peers: a slow or dead one delays nobody, and gets only the last.
+
+    A peer that cannot be told is told at the next renewal, if it is still one to be told.
+    """
 
     def __init__(self, send: Send, connected: Callable[[], Container[str]]) -> None:
         """`connected` tells the PeerIDs that need not be dialled."""
@@ -80,14 +79,11 @@ class Publisher:
         await end(set(self._tasks.values()))
 
     async def _deliver(self, peer: str) -> None:
-        sent, failures = None, 0
+        told = None
         try:
-            while (newest := self._newest) is not None and newest != sent and failures < MAX_ATTEMPTS:
-                if await self._send(peer, newest):
-                    sent, failures = newest, 0
-                else:
-                    failures += 1
-                    await asyncio.sleep(RETRY_SECONDS)
+            while (newest := self._newest) is not None and newest != told:
+                await self._send(peer, newest)
+                told = newest
         finally:
             del self._tasks[peer]
 
@@ -202,11 +198,9 @@ class RunDirectory:
             **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
         )
 
-    async def _send(self, peer: str, kept: Kept) -> bool:
+    async def _send(self, peer: str, kept: Kept) -> None:
         with contextlib.suppress(CallError):
             await self._protocol.store(peer, [kept])
-            return True
-        return False
 
     def _publish(self, record: Readiness) -> None:
         kept = self._seal(record)

@@ -310,7 +310,7 @@ class Swarm:
         self._protocol.serves = not self._reach.hidden
         self.directory.renew()
         # Others pass on where this member is: they should not go on telling what is no longer so.
-        self._contacts.pulse.doubt()
+        self._contacts.doubt()
 
     def _tell_addresses(self) -> None:
         self._protocol.addresses = tuple(self.addresses[:MAX_ADDRESSES])

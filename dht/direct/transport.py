@@ -55,7 +55,7 @@ class PunchedChannels:
     def park(self, channel: FramedChannel, *, dialled: bool) -> None:
         """Keep a channel until it is taken (`dialled`) or used by the other side."""
         channel.punched = True
-        task = self._tasks.spawn(self._keep(channel) if dialled else self._hold(channel))
+        task = self._tasks.spawn(self._watch(channel, dialled))
         if dialled:
             before, _ = self._kept.get(channel.peer, (None, None))
             self._kept[channel.peer] = channel, task
@@ -84,24 +84,16 @@ class PunchedChannels:
         """Stop keeping channels; idempotent. `OpenChannels` closes the channels."""
         await self._tasks.stop()
 
-    async def _keep(self, channel: FramedChannel) -> None:
-        # The other side sends only answers: if any byte comes here, the channel is at its end.
-        await self._first_byte(channel)
-        if self._kept.get(channel.peer, (None, None))[0] is channel:
-            del self._kept[channel.peer]
-        channel.close()
-
-    async def _hold(self, channel: FramedChannel) -> None:
-        if await self._first_byte(channel):
-            await self._serve(channel)
-        channel.close()
-
-    async def _first_byte(self, channel: FramedChannel) -> bool:
+    async def _watch(self, channel: FramedChannel, dialled: bool) -> None:
         with contextlib.suppress(ConnectionError, TimeoutError):
             async with asyncio.timeout(PARKED_SECONDS):
                 await channel.wait_readable()
-                return True
-        return False
+            # To the side that dialled the other sends only answers: if any byte comes, the channel is at its end.
+            if not dialled:
+                await self._serve(channel)
+        if self._kept.get(channel.peer, (None, None))[0] is channel:
+            del self._kept[channel.peer]
+        channel.close()
 
 
 class DirectTransport:

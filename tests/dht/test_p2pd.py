@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from equipoise.dht import p2pd
 from equipoise.dht.address import ListenAddress
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.p2pd import ListenError, P2pd, P2pdError, P2pdOptions, check_free, make_runtime_dir
@@ -24,18 +23,17 @@ DAEMON = textwrap.dedent(
     """
     import asyncio, sys
     from pathlib import Path
-    from equipoise.dht.identity import load_or_create
     from equipoise.dht import p2pd
+    from equipoise.dht.identity import load_or_create
 
     async def main():
         home = Path(sys.argv[1])
         identity = load_or_create(home)
-        p2pd._PARENT_DEATH_SIGNAL = Path(sys.argv[3])
         process = (await p2pd.P2pd.start(p2pd.P2pdOptions(identity.path, Path(sys.argv[2]), ()))).process
         print(process.pid, flush=True)
         await asyncio.Event().wait()
 
-    if sys.argv[4] == "thread":
+    if sys.argv[3] == "thread":
         import threading
         thread = threading.Thread(target=asyncio.run, args=(main(),))
         thread.start()
@@ -58,22 +56,9 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-@pytest.fixture(params=["linux", "elsewhere"])
-def guard(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """The script that guards p2pd, as it is, and as it does where the kernel cannot."""
-    script = Path(p2pd.__file__).with_name("parent_death_signal.py")
-    if request.param == "linux":
-        return script
-    elsewhere = tmp_path / "elsewhere.py"
-    elsewhere.write_text(f"import sys\nsys.platform = 'other'\nexec(open({str(script)!r}).read())\n")
-    return elsewhere
-
-
 @pytest.mark.parametrize("where", ["main", "thread"])
-def test_is_gone_soon_after_its_daemon_is_killed(
-    tmp_path: Path, runtime: Path, guard: Path, where: str
-) -> None:
-    arguments = [sys.executable, "-c", DAEMON, str(tmp_path), str(runtime / "c"), str(guard), where]
+def test_is_gone_soon_after_its_daemon_is_killed(tmp_path: Path, runtime: Path, where: str) -> None:
+    arguments = [sys.executable, "-c", DAEMON, str(tmp_path), str(runtime / "c"), where]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as daemon:
         assert daemon.stdout is not None
         processes = family(int(daemon.stdout.readline()))
@@ -84,10 +69,7 @@ def test_is_gone_soon_after_its_daemon_is_killed(
     assert not alive
 
 
-async def test_stop_collects_it_even_if_it_hangs(
-    tmp_path: Path, runtime: Path, guard: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(p2pd, "_PARENT_DEATH_SIGNAL", guard)
+async def test_stop_collects_it_even_if_it_hangs(tmp_path: Path, runtime: Path) -> None:
     running = await P2pd.start(P2pdOptions(load_or_create(tmp_path).path, runtime / "c", ()))
     processes = family(running.process.pid)
     for process in processes:
