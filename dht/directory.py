@@ -27,8 +27,6 @@ MAX_TARGETS = 64
 MAX_UNCONNECTED = 16
 """Most targets that this peer must dial first: records of absent peers are cheap, and must not delay others' news."""
 
-TTL_SECONDS = 15.0
-"""Longest time that the dead are listed; three renewals fit, so that two may be lost."""
 RENEW_SECONDS = 5.0
 PUBLISH_GAP_SECONDS = 0.1
 """Changes of one run closer together than this are published as one."""
@@ -188,7 +186,6 @@ class RunDirectory:
             peer=self._identity.peer,
             run=run,
             sequence=next(self._sequence),
-            ttl=TTL_SECONDS,
             issued=protocol.clock.now(),
             reach=reach.state,
             why=reach.reason[: records.MAX_WHY_CHARACTERS],
@@ -215,8 +212,7 @@ class RunDirectory:
         own.changed.set()
 
     def _seal(self, record: Readiness) -> Kept:
-        key = key_of(record.run, shard_of(record.peer))
-        return Kept(key, record.peer, seal(record, self._identity), TTL_SECONDS)
+        return Kept(record.peer, seal(record, self._identity), records.TTL_SECONDS)
 
     def _targets(self, own: _Own) -> list[str]:
         current = self._protocol.record_store.current(own.record.run, time.monotonic())

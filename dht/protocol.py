@@ -26,7 +26,7 @@ from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, PeerID, Ro
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
-from equipoise.dht.records import Addresses, Entry, Forged, Kept, Key, RecordStore
+from equipoise.dht.records import Addresses, Entry, Forged, Kept, RecordStore
 from equipoise.dht.sanitize import Malformed, printable
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.tasks import TaskSet
@@ -124,6 +124,7 @@ class Neighbour(msgspec.Struct, frozen=True):
     addresses: Addresses = ()
 
 
+Key = Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
 Records = Annotated[tuple[Kept, ...], msgspec.Meta(max_length=MAX_RECORDS)]
 Neighbours = Annotated[tuple[Neighbour, ...], msgspec.Meta(max_length=MAX_NEAREST)]
 

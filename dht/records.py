@@ -27,8 +27,8 @@ from equipoise.dht.state import PROTOCOL_VERSION, Part, ReachState
 
 MAX_RECORD_BYTES = 4096
 """Longest record. A usual one takes 1,100 bytes; four long addresses, a long reason and the largest credential fit."""
-MAX_TTL_SECONDS = 60.0
-"""Longest time that a peer keeps a record after its first arrival; the record may ask for less."""
+TTL_SECONDS = 15.0
+"""Longest time that the dead are listed, counted from a record's first arrival. Two renewals in a row may be lost."""
 MAX_RUN_BYTES = 128
 MAX_REASON_CHARACTERS = 200
 MAX_WHY_CHARACTERS = 160
@@ -89,7 +89,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         reach: How others reach it, as far as it knows.
         why: Why it believes that, one line.
         addresses: Where it listens, in the form that `--join` takes.
-        ttl: Seconds after its arrival until it is void.
         issued: The author's idea of the swarm's clock, seconds since 1970.
         name: What people call it.
         credential: What others need to open direct channels with it (`direct.credential`); verified when it is used.
@@ -100,7 +99,6 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     run: str
     sequence: _Count
     state: Part
-    ttl: Annotated[float, msgspec.Meta(ge=0, le=MAX_TTL_SECONDS)]
     issued: _Finite
     spec: Annotated[str, msgspec.Meta(max_length=MAX_SPEC_CHARACTERS)] = ""
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_CHARACTERS)] = ""
@@ -125,20 +123,15 @@ class Readiness(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.state == "left"
 
 
-Key = Annotated[bytes, msgspec.Meta(min_length=20, max_length=20)]
-
-
 class Kept(msgspec.Struct, frozen=True):
     """A record as it travels and is kept.
 
     Attributes:
-        key: DHT key that it belongs under.
         subkey: Its author's PeerID.
         data: Its signed bytes.
         remaining: Seconds until it is void, by the peer that passes it on: durations travel, clocks do not.
     """
 
-    key: Key
     subkey: str
     data: bytes
     remaining: float
@@ -245,17 +238,15 @@ class RecordStore:
         """Take a record; return its entry if it is news, None if it is known already.
 
         `now` is this machine's monotonic clock, `swarm_time` the swarm's, in seconds since 1970. Raises Forged if the
-        author has not signed it, Malformed if it is misplaced, replayed, void, or one too many of its author.
+        author has not signed it, Malformed if it is another peer's, replayed, void, or one too many of its author.
         """
-        if not 0 < found.remaining <= MAX_TTL_SECONDS:
-            raise Malformed(f"expected 0 to {MAX_TTL_SECONDS:.0f} s left to live, got {found.remaining}")
+        if not 0 < found.remaining <= TTL_SECONDS:
+            raise Malformed(f"expected 0 to {TTL_SECONDS:.0f} s left to live, got {found.remaining}")
         if self.knows(found, now):
             return None
         record, envelope = unseal(found.data)
         if record.peer != found.subkey:
             raise Malformed("expected the subkey to be the record's author")
-        if key_of(record.run, shard_of(record.peer)) != found.key:
-            raise Malformed("the record belongs to another key")
         if abs(record.issued - swarm_time) > CLOCK_TOLERANCE_SECONDS:
             raise Malformed(f"issued {record.issued - swarm_time:+.0f} s from now by the swarm's clock")
         known = self._entries.get((record.peer, record.run))
@@ -278,7 +269,7 @@ class RecordStore:
     def under(self, key: bytes, now: float) -> list[Kept]:
         """Return the unexpired records that belong under `key`, those of authors that have left included."""
         return [
-            Kept(key, peer, entry.data, entry.expires - now)
+            Kept(peer, entry.data, entry.expires - now)
             for peer, run in self._keys.get(key, ())
             if (entry := self._entries[peer, run]).expires > now
         ]
@@ -301,7 +292,7 @@ class RecordStore:
             if entry.data == found.data:
                 if not entry.buried:
                     # The peer that passed it on first may have understated what was left.
-                    expires = max(entry.expires, min(entry.arrived + entry.record.ttl, now + found.remaining))
+                    expires = max(entry.expires, min(entry.arrived + TTL_SECONDS, now + found.remaining))
                     self._entries[found.subkey, run] = replace(entry, expires=expires)
                 return True
         return False
@@ -316,14 +307,14 @@ class RecordStore:
             sequence=record.sequence,
             offline=record.state == "offline",
             arrived=now,
-            expires=now + min(record.ttl, found.remaining),
+            expires=now + found.remaining,
             newcomer=known is None or known.expires <= now or known.offline,
         )
         self._bytes += _size(entry) - (_size(known) if known is not None else 0)
         self._entries[name] = entry
         self._entries.move_to_end(name)
         self._runs.setdefault(record.peer, set()).add(record.run)
-        self._keys.setdefault(found.key, set()).add(name)
+        self._keys.setdefault(key_of(record.run, shard_of(record.peer)), set()).add(name)
         while self._bytes > MAX_BYTES:
             self._remove(next(iter(self._entries)))
         return entry

@@ -111,7 +111,6 @@ def record(reach: str, dialable: bool) -> Readiness:
         run="r",
         sequence=1,
         state="joined",
-        ttl=1.0,
         issued=0.0,
         reach=reach,
         dialable=dialable,

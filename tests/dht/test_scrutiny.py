@@ -24,7 +24,7 @@ from equipoise.dht.limits import (
 )
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.protocol import HELD_SECONDS, MAX_HELD, MAX_HELD_OF_ONE, RecordProtocol
-from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.records import Kept, Readiness, seal
 from equipoise.dht.sanitize import Malformed
 from equipoise.dht.state import PROTOCOL_VERSION
 from fakes.hostile import run_at_once
@@ -85,10 +85,9 @@ def store(identity: Identity, author: str, sequence: int = 1) -> Kept:
         run="digits",
         sequence=sequence,
         state="ready",
-        ttl=15.0,
         issued=time.time(),
     )
-    return Kept(key_of("digits", shard_of(author)), author, seal(record, identity), 15.0)
+    return Kept(author, seal(record, identity), 15.0)
 
 
 async def send(protocol: RecordProtocol, sender: str, kept: list[Kept]) -> int:
@@ -165,8 +164,7 @@ async def test_cheaper_checks_come_before_the_signature(
     wrong = store(identity, peer(9), sequence=6)
     for kept in (
         store(identity, peer(9), sequence=4),
-        Kept(wrong.key, peer(8), wrong.data, 15.0),
-        Kept(key_of("other", 0), peer(9), wrong.data, 15.0),
+        Kept(peer(8), wrong.data, 15.0),
     ):
         assert await send(protocol, peer(7), [kept]) == 0
     assert verified == []

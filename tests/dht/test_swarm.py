@@ -18,7 +18,7 @@ from equipoise.dht.dialer import Unreached
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.p2pd import ListenError
 from equipoise.dht.peer_cache import MEMORY_FILE, PeerCache
-from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.records import Kept, Readiness, seal
 from equipoise.dht.state import ReachStatus
 from equipoise.dht.swarm import Swarm, SwarmOptions
 
@@ -205,7 +205,7 @@ async def test_a_hung_p2pd_is_replaced(members, until, monkeypatch) -> None:
 
 
 async def test_one_that_falls_silent_is_gone_before_its_record_lapses(members, until, monkeypatch) -> None:
-    monkeypatch.setattr("equipoise.dht.directory.TTL_SECONDS", 60.0)
+    monkeypatch.setattr("equipoise.dht.records.TTL_SECONDS", 60.0)
     monkeypatch.setattr("equipoise.dht.bootstrap.ANSWER_SECONDS", 0.5)
     monkeypatch.setattr("equipoise.dht.bootstrap.LOOK_SECONDS", 0.1)
     monkeypatch.setattr("equipoise.dht.bootstrap.QUIET_SECONDS", 0.2)
@@ -277,9 +277,8 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
     await until(lambda: first.peer in second.status().connected)
     hello = second._protocol._hello(first.peer)
     record = Readiness(
-        version=1, peer=stranger.peer, run="digits", sequence=1, state="ready", ttl=15, issued=time.time()
+        version=1, peer=stranger.peer, run="digits", sequence=1, state="ready", issued=time.time()
     )
-    key = key_of("digits", shard_of(stranger.peer))
     good = seal(record, stranger)
     forged = seal(msgspec.structs.replace(record, sequence=2), second.identity)
     deep = wire.encode(hello)[:-1] + b"\x91" * 50 + b"\xc0"
@@ -294,16 +293,15 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
         with pytest.raises(ConnectionError, match=problem):
             await second._link.call(first.peer, wire.STORE, request)
     for kept in (
-        Kept(key, second.peer, good, 15.0),
-        Kept(key_of("digits", (shard_of(stranger.peer) + 1) % 4), stranger.peer, good, 15.0),
-        Kept(key, stranger.peer, good, 1e9),
-        Kept(key, stranger.peer, b"\x91" * 5000, 15.0),
+        Kept(second.peer, good, 15.0),
+        Kept(stranger.peer, good, 1e9),
+        Kept(stranger.peer, b"\x91" * 5000, 15.0),
     ):
         assert await second._protocol.store(first.peer, [kept]) == 0
     assert await sees(first, first)()
-    genuine = Kept(key, stranger.peer, good, 15.0)
+    genuine = Kept(stranger.peer, good, 15.0)
     assert await second._protocol.store(first.peer, [genuine]) == 1
-    assert await second._protocol.store(first.peer, [Kept(key, stranger.peer, forged, 15.0)]) == 0
+    assert await second._protocol.store(first.peer, [Kept(stranger.peer, forged, 15.0)]) == 0
     with pytest.raises(ConnectionError, match="has sent a forged record"):
         await second._protocol.store(first.peer, [genuine])
 

@@ -24,7 +24,7 @@ from equipoise.averaging.manifest import MAX_ROUND
 from equipoise.dht.address import parse_address
 from equipoise.dht.identity import Identity
 from equipoise.dht.protocol import CallError
-from equipoise.dht.records import Kept, Readiness, key_of, seal, shard_of
+from equipoise.dht.records import TTL_SECONDS, Kept, Readiness, seal
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.swarm import Swarm, SwarmOptions
 
@@ -47,15 +47,13 @@ def records(run: str, port: int, count: int, home: Path, round: int, accumulated
             run=run,
             sequence=1,
             state="ready",
-            ttl=60.0,
             issued=time.time(),
             round=round,
             accumulated=accumulated,
             dialable=True,
             addresses=(f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity.peer}",),
         )
-        key = key_of(run, shard_of(identity.peer))
-        made.append(Kept(key, identity.peer, seal(record, identity), 60.0))
+        made.append(Kept(identity.peer, seal(record, identity), TTL_SECONDS))
     return made
 
 
@@ -66,7 +64,7 @@ async def attack(way: str, home: Path, run: str, port: int, count: int, targets:
     claimed = (MAX_ROUND, 1e12) if way == "number" else (0, 0.0)
     told = records(run, port, count, home, *claimed)
     if way == "forge":
-        told = [Kept(one.key, one.subkey, one.data[:-1] + bytes([one.data[-1] ^ 1]), 60.0) for one in told]
+        told = [Kept(one.subkey, one.data[:-1] + bytes([one.data[-1] ^ 1]), TTL_SECONDS) for one in told]
     pages = [told[at : at + PAGE] for at in range(0, len(told), PAGE)]
     peers = [address.rpartition("/")[2] for address in targets]
     for address in targets:
