@@ -80,7 +80,6 @@ class Joining:
         self._draw = draw
         self._given = {way: _Standing(due=now) for way in given}
         self._remembered: dict[Way, _Standing] = {}
-        self._alone = False
 
     @property
     def deadline(self) -> float:
@@ -120,7 +119,6 @@ class Joining:
 
         The peers `alive` are in contact with this one; those `remembered` were met before, the latest first.
         """
-        alone, self._alone = self._alone, not alive
         for way, one in self._given.items():
             if way.peer in alive:
                 one.connected()
@@ -131,9 +129,9 @@ class Joining:
         ways = [Way(peer) for peer in remembered if peer not in given]
         self._remembered = {way: self._remembered.get(way, _Standing()) for way in ways}
         for one in self._remembered.values():
-            if not self._alone:
+            if alive:
                 one.connected()
-            elif not alone or (one.due is None and not one.trying):
+            elif one.due is None and not one.trying:
                 one.state = "trying" if one.state == "connected" else one.state
                 one.restart(now)
         tries = []

@@ -19,7 +19,7 @@ import socket
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,7 +47,7 @@ LIBP2P_PORT = 31337
 DIRECT_PORT = 31338
 """The same, for direct channels."""
 MAX_DRAWS = 16
-"""Most free ports that the system is asked for; another program may take one between the question and the use."""
+"""Most free ports that the system is asked for; another daemon may be about to use one."""
 
 _PARENT_DEATH_SIGNAL = Path(__file__).with_name("parent_death_signal.py")
 _NAME = re.compile(r"eqp-(\d+)-\w+")
@@ -120,7 +120,7 @@ class P2pd:
         Raises ListenError if a listen address is taken or not this machine's, P2pdError if it does not start otherwise.
         """
         for address in options.listen:
-            check_free(address)
+            free_port(address)
         options.control.unlink(missing_ok=True)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", str(_PARENT_DEATH_SIGNAL), str(os.getpid())),
@@ -188,13 +188,18 @@ class P2pd:
             self.lines.append(printable(line, LINE_CHARACTERS))
 
 
-def check_free(address: ListenAddress) -> None:
-    """Check that `address` can be bound; p2pd would share a taken port. Raises ListenError if it cannot."""
+def free_port(address: ListenAddress) -> int:
+    """Return the port of `address`, or any free one if it names none; raises ListenError if it cannot be bound.
+
+    p2pd would share a port that is taken.
+    """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
+            port: int = probe.getsockname()[1]
+            return port
     except OSError as error:
         raise listen_error(address, error, "--listen") from None
 
@@ -218,10 +223,11 @@ def claim(
     """
     taken = []
     for address in listen:
-        check_free(address)
-        found, lock = _take(address, wish)
-        taken.append(found)
-        locks.enter_context(lock)
+        found = None
+        if wish and not address.port:
+            with contextlib.suppress(ListenError):
+                found = _take(with_port(address, wish), locks)
+        taken.append(found or _take(address, locks))
     return tuple(taken)
 
 
@@ -230,27 +236,14 @@ def with_port(address: ListenAddress, port: int) -> ListenAddress:
     return ListenAddress(f"{address.text.rpartition('/')[0]}/{port}", address.host, port)
 
 
-def _take(address: ListenAddress, wish: int) -> tuple[ListenAddress, socket.socket]:
-    for port in filter(None, (address.port,) if address.port else (wish, *_draws(address))):
-        lock = _lock(address.host, port)
-        if lock is None:
-            continue
-        try:
-            check_free(with_port(address, port))
-        except ListenError:
-            lock.close()
-        else:
-            return with_port(address, port), lock
-    why = "another daemon is taking the same port" if address.port else "no port is free"
-    raise ListenError(f"cannot listen on {address.text}: {why}; choose another with --listen")
-
-
-def _draws(address: ListenAddress) -> Iterator[int]:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+def _take(address: ListenAddress, locks: contextlib.ExitStack) -> ListenAddress:
     for _ in range(MAX_DRAWS):
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((address.host, 0))
-            yield probe.getsockname()[1]
+        found = with_port(address, free_port(address))
+        if (lock := _lock(found.host, found.port)) is not None:
+            locks.enter_context(lock)
+            return found
+    why = "another daemon is taking the same port"
+    raise ListenError(f"cannot listen on {address.text}: {why}; choose another with --listen")
 
 
 def _lock(host: str, port: int) -> socket.socket | None:
