@@ -205,10 +205,9 @@ class Entry:
         data: Its signed bytes.
         sequence: Its place among its author's records.
         offline: Whether its author has left the run.
-        arrived: When it first came, on the monotonic clock.
+        arrived: When it first came, on the monotonic clock; a lifetime ago if its author was found to be gone since.
         expires: When it is void, on the monotonic clock.
         newcomer: Whether its author was not current in its run before.
-        buried: Whether its author was found to be gone after it came.
     """
 
     data: bytes
@@ -217,7 +216,6 @@ class Entry:
     arrived: float
     expires: float
     newcomer: bool = False
-    buried: bool = False
 
     @property
     def record(self) -> Readiness:
@@ -278,7 +276,8 @@ class RecordStore:
         """Make all records of `peer` void; what others still pass on revives none, and its next record counts."""
         for run in self._runs.get(peer, ()):
             entry = self._entries[peer, run]
-            self._entries[peer, run] = replace(entry, expires=min(entry.expires, now), buried=True)
+            arrived = min(entry.arrived, now - TTL_SECONDS)
+            self._entries[peer, run] = replace(entry, arrived=arrived, expires=min(entry.expires, now))
 
     def forget(self, now: float) -> None:
         """Drop what no replay can revive any more."""
@@ -290,10 +289,9 @@ class RecordStore:
         for run in self._runs.get(found.subkey, ()):
             entry = self._entries[found.subkey, run]
             if entry.data == found.data:
-                if not entry.buried:
-                    # The peer that passed it on first may have understated what was left.
-                    expires = max(entry.expires, min(entry.arrived + TTL_SECONDS, now + found.remaining))
-                    self._entries[found.subkey, run] = replace(entry, expires=expires)
+                # The peer that passed it on first may have understated what was left.
+                expires = max(entry.expires, min(entry.arrived + TTL_SECONDS, now + found.remaining))
+                self._entries[found.subkey, run] = replace(entry, expires=expires)
                 return True
         return False
 

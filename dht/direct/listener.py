@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-import struct
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -23,10 +22,9 @@ BACKLOG = 128
 MAX_WAITING = 64
 """Most connections of peers that have not proved their identity: each costs a descriptor, a task and some KB."""
 
-_ORIGIN_MAGIC = b"EQPM"
-_ORIGIN = struct.Struct("!4s16sH")
-ORIGIN_BYTES = _ORIGIN.size
-ORIGIN_QUESTION = _ORIGIN_MAGIC.ljust(PREFACE_BYTES, b"\0")
+ORIGIN_BYTES = 64
+"""Size of an answer: an IPv6 address and a port, as text, take less."""
+ORIGIN_QUESTION = b"EQPM".ljust(PREFACE_BYTES, b"\0")
 """First bytes of a connection that asks for its own origin. They have the size of a preface. The answer is shorter and
 in the clear: it tells a peer its own address only, which serves only to find that peer (libp2p's identify tells
 observed addresses likewise; RFC 8489, STUN, section 2)."""
@@ -138,21 +136,21 @@ class Gate:
 
 
 def origin_answer(host: str, port: int) -> bytes:
-    """Return the `ORIGIN_BYTES` that tell an asker its own address; IPv4 as IPv6 maps it (RFC 4291, 2.5.5.2)."""
-    address = ipaddress.ip_address(host.partition("%")[0])
-    mapped = b"\0" * 10 + b"\xff\xff" + address.packed if address.version == 4 else address.packed
-    return _ORIGIN.pack(_ORIGIN_MAGIC, mapped, port)
+    """Return the `ORIGIN_BYTES` that tell an asker its own address."""
+    return f"{host.partition('%')[0]} {port}".encode().ljust(ORIGIN_BYTES)
 
 
 def parse_origin(data: bytes) -> tuple[str, int]:
     """Return the address and port in an answer; raises Refused if it is no answer."""
     if len(data) != ORIGIN_BYTES:
         raise Refused("went away", f"expected {ORIGIN_BYTES} bytes, got {len(data)}")
-    magic, packed, port = _ORIGIN.unpack(data)
-    if magic != _ORIGIN_MAGIC or not port:
-        raise Refused("malformed preface", "it does not answer as a direct listener does")
-    address = ipaddress.IPv6Address(packed)
-    return str(address.ipv4_mapped or address), port
+    try:
+        host, port = data.decode("ascii").split()
+        if "%" not in host and 1 <= int(port) <= 65535:
+            return str(ipaddress.ip_address(host)), int(port)
+    except ValueError:
+        pass
+    raise Refused("malformed preface", "it does not answer as a direct listener does")
 
 
 async def ask_origin(connection: socket.socket) -> tuple[str, int]:
