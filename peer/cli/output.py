@@ -95,13 +95,12 @@ def print_rounds(rounds: Sequence[Outcome]) -> None:
     _print([_table(titles, rows, prose="why")])
 
 
-def _headline(status: Status) -> Iterator[RenderableType]:
-    swarm = status.swarm
-    yield _text(f"{status.name}: {swarm.state}", f": {swarm.reason}")
-    for warning in status.warnings[:SHOWN_WARNINGS]:
+def _headline(status: Status, warnings: int = SHOWN_WARNINGS) -> Iterator[RenderableType]:
+    yield _text(f"{status.name}: {status.swarm.state}", f": {status.swarm.reason}")
+    for warning in status.warnings[:warnings]:
         yield _text("warning", f": {warning}")
-    if len(status.warnings) > SHOWN_WARNINGS:
-        yield Text(f"and {len(status.warnings) - SHOWN_WARNINGS} more warnings: equipoise status --all")
+    if len(status.warnings) > warnings:
+        yield Text(f"and {len(status.warnings) - warnings} more warnings: equipoise status --all")
 
 
 def _overview(status: Status) -> Iterator[RenderableType]:
@@ -130,8 +129,7 @@ def _overview(status: Status) -> Iterator[RenderableType]:
 
 def _details(status: Status) -> Iterator[RenderableType]:
     swarm = status.swarm
-    yield _text(f"{status.name}: {swarm.state}", f": {swarm.reason}")
-    yield from (_text("warning", f": {warning}") for warning in status.warnings)
+    yield from _headline(status, len(status.warnings))
     yield _line("daemon", f"{status.name}, pid {status.pid}, up {_duration(status.uptime)}")
     yield _line("peer", status.peer_id)
     yield from (_line("address", address) for address in swarm.addresses)

@@ -48,9 +48,6 @@ PARTIAL = ".partial-"
 MAX_MANIFEST_BYTES = 64 * 1024
 """Longest manifest that is read: a manifest with all terms of a run at their longest takes 12 kB."""
 
-CHUNK_BYTES = 16 * 2**20
-"""Bytes written at a time, so that a digest of the first chunks need not wait for the last."""
-
 MAX_SHOWN = 256
 """Most characters of a term that a message shows; agreed terms are no longer than that."""
 
@@ -410,8 +407,8 @@ def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> None:
     partial = path.with_name(PARTIAL + path.name)
     try:
         partial.mkdir(mode=0o700)
-        size, digest = _write(partial / IMAGE_FILE, image)
-        manifest = msgspec.structs.replace(manifest, size=size, digest=digest)
+        digest = _write(partial / IMAGE_FILE, image)
+        manifest = msgspec.structs.replace(manifest, size=len(image), digest=digest)
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         _write(partial / MANIFEST_FILE, memoryview(text))
         _flush(partial)
@@ -489,17 +486,15 @@ def _misfit(found: Subject, own: Subject) -> tuple[str, str] | None:
     return None
 
 
-def _write(path: Path, content: memoryview) -> tuple[int, str]:
-    """Write a new file down to the disk; returns its length and its BLAKE3."""
-    hasher = blake3()
+def _write(path: Path, content: memoryview) -> str:
+    """Write a new file down to the disk; returns its BLAKE3."""
     with path.open("xb", buffering=0) as file:
-        for at in range(0, len(content), CHUNK_BYTES):
-            chunk = content[at : at + CHUNK_BYTES]
-            hasher.update(chunk)
-            while chunk:
-                chunk = chunk[file.write(chunk) :]
+        left = content
+        while left:
+            left = left[file.write(left) :]
+        digest = blake3(content).hexdigest()  # While the system writes to the disk.
         os.fsync(file.fileno())
-    return len(content), hasher.hexdigest()
+    return digest
 
 
 def _flush(directory: Path) -> None:
