@@ -118,7 +118,7 @@ DAMAGE = {
     "another type": (lambda path: edit(path, lambda manifest: manifest.update(size="big")), "Expected `int`"),
     "an epoch below 0": (
         lambda path: edit(path, lambda manifest: manifest.update(state=[-1, STATE.lineage])),
-        "expected an epoch",
+        "Expected `int` >= 0",
     ),
     "a newer format": (
         lambda path: edit(path, lambda manifest: manifest.update(format=FORMAT + 1, subject="new")),
