@@ -75,8 +75,8 @@ class ArrayKernels:
         sound: `(payload, n, block)`: whether an encoder could have written it.
         reduce: `(addresses, weights, own, payload, out, block)`: add up payloads in turn, each times its weight in f32,
             encode the sum into `payload`, and decode that into `out`. addresses, int64 [m]: where the payloads begin,
-            each as large as `payload`, kept alive by the caller; OWN_ADDRESS stands for `own` (which may be
-            empty), as decoding its encoding returns it. Payloads of weight 0 are not read.
+            each as large as `payload`, kept alive by the caller; OWN_ADDRESS stands for `own`, as
+            decoding its encoding returns it. Payloads of weight 0 are not read.
         address: `(payload)`: where it begins.
     """
 

@@ -106,7 +106,7 @@ class Codec(ABC):
         self,
         payloads: Sequence[Buffer | None],
         weights: Sequence[float],
-        own: Values | None,
+        own: Values,
         mean: Buffer,
         out: Values,
     ) -> EncodeReport:
@@ -124,11 +124,12 @@ class Codec(ABC):
 
         Raises:
             NonFiniteError: A value of `own` is NaN or infinite; names the first.
-            CodecError: A weight is no finite f32, a payload is missing, a size or dtype differs, or the sum is not
-                finite.
+            CodecError: A weight is no finite f32, a size or dtype differs, or the sum is not finite.
         """
-        out = _vector(out)
-        own = None if own is None else _vector(own)
+        out, own = _vector(out), _vector(own)
+        if own.numel() != out.numel() or own.device != out.device:
+            got = f"{own.numel()} on {own.device}"
+            raise CodecError(f"expected {out.numel()} own values on {out.device}, got {got}")
         if len(weights) != len(payloads):
             raise CodecError(f"{self.spec}: expected {len(payloads)} weights, got {len(weights)}")
         for weight in weights:
@@ -162,7 +163,7 @@ class Codec(ABC):
         self,
         payloads: Sequence[torch.Tensor | None],
         weights: Sequence[float],
-        own: torch.Tensor | None,
+        own: torch.Tensor,
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> EncodeReport:
@@ -172,7 +173,7 @@ class Codec(ABC):
             if weight:
                 if payload is None:
                     # Until the mean is there, its place is one for another payload.
-                    clamped += self._encode(_present(own, out), mean).clamped
+                    clamped += self._encode(own, mean).clamped
                 self._accumulate(mean if payload is None else payload, weight, out)
         try:
             clamped += self._encode(out, mean).clamped
@@ -220,15 +221,6 @@ class Codec(ABC):
 def _check_weight(weight: float) -> None:
     if not math.isfinite(weight) or abs(weight) > F32_MAX:
         raise CodecError(f"a weight is a finite f32, not {weight}")
-
-
-def _present(own: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    if own is None or own.numel() != out.numel() or own.device != out.device:
-        got = "none" if own is None else f"{own.numel()} on {own.device}"
-        raise CodecError(
-            f"a payload is missing: expected {out.numel()} values on {out.device} in its stead, got {got}"
-        )
-    return own
 
 
 def _vector(values: Values) -> torch.Tensor:

@@ -141,9 +141,8 @@ def test_what_does_not_fit_is_refused(spec: str) -> None:
     for weight in (float("inf"), float("nan"), 1e39):
         with pytest.raises(CodecError, match="finite f32"):
             codec.reduce([payload], [weight], own, mean, out)
-    for no in (None, own[:99]):
-        with pytest.raises(CodecError, match="expected 100 values on cpu in its stead"):
-            codec.reduce([None], [1.0], no, mean, out)
+    with pytest.raises(CodecError, match="expected 100 own values on cpu, got 99"):
+        codec.reduce([None], [1.0], own[:99], mean, out)
     with pytest.raises(CodecError, match="expected 1 weights, got 2"):
         codec.reduce([payload], [0.5, 0.5], own, mean, out)
     for short in (payload[:-1], memoryview(bytearray(size + 4))):
