@@ -18,7 +18,7 @@ from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import TRANSFER_FRAME, Transfer
 from equipoise.averaging.manifest import Identity
 from equipoise.averaging.matchmaking import messages as matchmaking_messages
-from equipoise.averaging.matchmaking.messages import JoinRequest, refuse_unknown_run
+from equipoise.averaging.matchmaking.messages import JoinRefused, JoinRequest
 from equipoise.averaging.ports import Directory, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.statesync import messages as transfer_messages
@@ -157,9 +157,9 @@ class Router:
         if run is not None:
             run.receive(peer, message)
         elif isinstance(message, JoinRequest):
-            self._sessions.post(
-                peer, MATCHMAKING_FRAME + matchmaking_messages.encode(refuse_unknown_run(message))
-            )
+            why = f"no run named {message.run!a} here"[: matchmaking_messages.MAX_DETAIL_CHARS]
+            refusal = JoinRefused(message.run, message.join.ticket, why)
+            self._sessions.post(peer, MATCHMAKING_FRAME + matchmaking_messages.encode(refusal))
 
     def _serving(self, name: str) -> Transfer | None:
         """Return the transfer of a run that this daemon takes part in, or has left and still serves."""

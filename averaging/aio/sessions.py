@@ -191,11 +191,6 @@ class PeerChannels:
                 found.append(channel)
         return found
 
-    def begin_anew(self) -> bool:
-        """Begin another session with the peer; return whether frames of this one may be lost."""
-        self.greeted.clear()
-        return self.outbox.begin_anew(os.urandom(SESSION_BYTES))
-
 
 class Sessions:
     """All sessions and channels of this daemon.
@@ -542,7 +537,8 @@ class Sessions:
             if other is not channel:
                 channels.remove(other)
                 other.close()
-        if channels.begin_anew():
+        channels.greeted.clear()
+        if channels.outbox.begin_anew(os.urandom(SESSION_BYTES)):
             self._tell_lost(channel.peer, "it has begun another session", gone=True)
 
     async def _receive(self, channels: PeerChannels, channel: Channel) -> None:

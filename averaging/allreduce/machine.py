@@ -352,7 +352,7 @@ class AllReduce:
             self._broadcast(self._paxos.vote(self._part_table.digest(decision)))
 
     def _commit(self, now: float) -> None:
-        chosen = self._paxos.chosen
+        chosen = self._paxos.tally.chosen
         if chosen is None or not self._part_table.is_whole(chosen.decision):
             return
         if self._part_table.digest(chosen.decision) == chosen.digest:

@@ -172,11 +172,6 @@ class Paxos:
         return self.leader_of(self.ballot.number)
 
     @property
-    def chosen(self) -> Vote | None:
-        """The vote of a majority, if it is known here."""
-        return self.tally.chosen
-
-    @property
     def must_fetch(self) -> bool:
         """True if the mean is not on its way: others hold it already, or another mean was proposed here."""
         proposed, decision = self.ballot.decision, self.decision
@@ -206,7 +201,7 @@ class Paxos:
 
         The leader's list of holders counts until a majority's votes are known.
         """
-        told = self.ballot.holders if self.chosen is None else 0
+        told = self.ballot.holders if self.tally.chosen is None else 0
         return self.tally.holders(decision) | told
 
     def sources(self, decision: Decision, reachable: int, desperate: bool) -> int:
@@ -214,7 +209,7 @@ class Paxos:
 
         Any member may have some parts of the mean: a `desperate` member asks all when it knows no holder.
         """
-        chosen = self.chosen
+        chosen = self.tally.chosen
         same = self.tally.voters(chosen) if chosen is not None else 0
         return same & reachable or self.holders(decision) & reachable or (reachable if desperate else 0)
 
@@ -363,7 +358,7 @@ class Paxos:
 
     def concur(self) -> wire.Held | None:
         """Count our own vote for the chosen mean, which is whole here; returns it unless it was sent before."""
-        chosen = self.chosen
+        chosen = self.tally.chosen
         assert chosen is not None
         if not self.tally.add(chosen, 1 << self.me):
             return None
@@ -371,7 +366,7 @@ class Paxos:
 
     def commit(self) -> wire.Commit | None:
         """The message that tells others that a decision was chosen."""
-        chosen = self.chosen
+        chosen = self.tally.chosen
         if chosen is None:
             return None
         return wire.Commit(chosen.ballot, chosen.decision, chosen.digest, self.tally.voters(chosen))

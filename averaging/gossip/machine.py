@@ -60,7 +60,6 @@ class Pairing(Matchmaker):
         self._asks_at = float("-inf")
         self._listens = LISTEN_SECONDS
         self._away: dict[str, float] = {}
-        self._announced = False
 
     @property
     def ready(self) -> bool:
@@ -193,8 +192,5 @@ class Pairing(Matchmaker):
             self._listen(now, REFUSED_SECONDS)
         if self.ready and self._asked is None and now >= self._asks_at:
             self._propose(now)
-        if not self._announced:
-            self._announced = True
-            self._context.out.append(events.Announce(False, self._context.round, self.reason))
         own = self._answer_by if self._asked is not None else self._asks_at if self.ready else float("inf")
         self.deadline = min(membership.silent_at, own)

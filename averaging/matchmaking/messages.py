@@ -207,9 +207,3 @@ MatchmakingMessage = (
 encode: Callable[[MatchmakingMessage], bytes] = msgspec.msgpack.Encoder().encode
 decode: Callable[[Buffer], MatchmakingMessage] = parser(MatchmakingMessage, "a matchmaking message")
 """Parse and check a message that a peer sent; see `ports.parser`."""
-
-
-def refuse_unknown_run(request: JoinRequest) -> JoinRefused:
-    """The answer of a daemon that has no part in the run."""
-    detail = f"no run named {request.run!a} here"[:MAX_DETAIL_CHARS]
-    return JoinRefused(request.run, request.join.ticket, detail)

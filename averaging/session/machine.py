@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 SESSION_BYTES = 8
@@ -41,15 +42,13 @@ class Hello(NamedTuple):
     delivered: int
 
 
+@dataclass(slots=True)
 class _Sent(Generic[F]):
     """A frame that has a number and no acknowledgement yet; `make` makes it again, and is None once nobody wants it."""
 
-    __slots__ = ("bulk", "flow", "make")
-
-    def __init__(self, flow: bytes, make: Callable[[], F | None], bulk: bool) -> None:
-        self.flow = flow
-        self.make: Callable[[], F | None] | None = make
-        self.bulk = bulk
+    flow: bytes
+    make: Callable[[], F | None] | None
+    bulk: bool
 
 
 class SessionFault(Exception):

@@ -277,6 +277,7 @@ class World(matchmaking.World):
         """Make a daemon that stands so."""
         peer = Peer(self, context)
         self.move((0.0,) * len(PARTS), peer.values)
+        self.publish(Record(peer.name, dialable=peer.dialable), self.draw(self.weather.directory))
         return peer
 
     def acquaint(self) -> None:
