@@ -20,7 +20,7 @@ from equipoise.averaging.allreduce.endpoint import Endpoint
 from equipoise.averaging.allreduce.paxos import members_of
 from equipoise.averaging.allreduce.vote_signatures import VoteSignatures
 from equipoise.averaging.manifest import Identity, Manifest
-from equipoise.averaging.outcome import Outcome
+from equipoise.averaging.outcome import SHOWN_CHARS, Outcome
 from equipoise.averaging.partition import balance, settle
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.session.outbox import Frame
@@ -62,9 +62,6 @@ hostile one takes 128 KiB and as much decoded."""
 PAIR = 2
 """Members of a group of which each can tell how far its partner was from it."""
 
-SHORT_NAME_CHARS = 8
-"""Most characters of a PeerID that name a member in the log: its end, which differs between peers."""
-
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -96,7 +93,7 @@ def group_of(spec: RunSpec, manifest: Manifest) -> events.Group:
     convening = [index for index in leaders if members[index].peer == manifest.coordinator]
     return events.Group(
         round_id=manifest.id,
-        names=tuple(join.peer[-SHORT_NAME_CHARS:] for join in members),
+        names=tuple(join.peer[-SHOWN_CHARS:] for join in members),
         weights=tuple(join.weight for join in members),
         dialable=sum(1 << index for index in leaders),
         parts=spec.layout.cut(fractions, spec.options.part_values),

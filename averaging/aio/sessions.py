@@ -28,7 +28,7 @@ from equipoise.averaging.aio.bandwidth import Bandwidth
 from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.ports import Channel, DirectTransport, FrameRefused, Transport
 from equipoise.averaging.session import messages as wire
-from equipoise.averaging.session.machine import SESSION_BYTES, Session, SessionFault
+from equipoise.averaging.session.machine import SESSION_BYTES, Session
 from equipoise.averaging.session.outbox import Bulk, Frame, Outbox
 from equipoise.averaging.timing import DIRECT_SECONDS
 from equipoise.tasks import TaskSet
@@ -505,7 +505,7 @@ class Sessions:
             await self._receive(channels, channel)
         except (ConnectionError, TimeoutError) as error:
             reason = str(error) or f"no hello came within {HELLO_SECONDS:g} s"
-        except (FrameRefused, SessionFault) as error:
+        except FrameRefused as error:
             reason = str(error)[:MAX_REASON_CHARACTERS]
             if channel in channels.channels:
                 log.info("dropped %s: %s", channel.peer, reason)
@@ -561,10 +561,7 @@ class Sessions:
                 self._write_soon(peer, channels)
 
     def _place(self, session: Session[Frame], peer: str, header: bytes, size: int) -> memoryview:
-        try:
-            _, number, _ = wire.decode_envelope(header)
-        except SessionFault as error:
-            raise FrameRefused(str(error)) from error
+        _, number, _ = wire.decode_envelope(header)
         if not session.expects(number):
             return self.scratch(size)
         return self._receiver.place(peer, header[wire.ENVELOPE_BYTES :], size)

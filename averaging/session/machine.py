@@ -19,6 +19,8 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from equipoise.averaging.ports import FrameRefused
+
 SESSION_BYTES = 8
 """Length of a session's id. It is random, so that two sessions of one pair of daemons never share one."""
 
@@ -51,7 +53,7 @@ class _Sent(Generic[F]):
     bulk: bool
 
 
-class SessionFault(Exception):
+class SessionFault(FrameRefused):
     """The other end broke the rules of a session; the message says which."""
 
 
