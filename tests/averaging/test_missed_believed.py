@@ -243,23 +243,32 @@ def test_a_dead_peer_of_the_circle_keeps_nobody_waiting_while_most_of_it_offer_t
     assert fetching.end().ok
 
 
-def test_half_of_a_circle_that_are_dead_are_given_as_long_as_any_other() -> None:
+def test_peers_of_the_circle_that_are_mute_are_given_as_long_as_any_other_and_do_not_count_then() -> None:
     fetching = Fetching(*"ab", circle="ab")
     fetching.hear("a", GENUINE)
     assert fetching.wait(0.0) == LONE_SECONDS
-    end = fetching.end()
-    assert "1 of the 2 peers that vouch" in end.reason
-    assert end.unheard == 2
+    fetching.download(GENUINE, now=LONE_SECONDS)
+    assert fetching.end().ok
 
 
-def test_half_of_a_circle_that_are_gone_are_not_waited_for() -> None:
+def test_peers_of_the_circle_that_are_gone_do_not_count() -> None:
     fetching = Fetching("a", "ghost", circle="ab")
     fetching.hear("a", GENUINE)
-    assert "1 of the 2 peers that vouch" in fetching.end().reason
+    fetching.download(GENUINE)
+    assert fetching.end().ok
     fetching = Fetching(*"ab", circle="ab")
     fetching.hear("a", GENUINE)
+    assert fetching.take() == []
     fetching.tell(PeerLost("b", "refused"), 0.1)
-    assert not fetching.end().ok
+    fetching.download(GENUINE, now=0.1)
+    assert fetching.end().ok
+
+
+def test_a_stranger_is_not_believed_though_the_whole_circle_is_gone() -> None:
+    fetching = Fetching("x", "y", circle="ab")
+    fetching.hear("x", FORGED)
+    fetching.hear("y", FORGED)
+    assert "0 of the 2 peers that vouch" in fetching.end().reason
 
 
 def test_a_donor_that_dies_is_no_reason_to_doubt_what_most_of_the_circle_offered() -> None:
