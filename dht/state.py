@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of everything this package puts on the wire; peers of different versions do not understand each other."""
 
 State = Literal["offline", "searching", "joined", "ready"]

@@ -25,6 +25,7 @@ from equipoise.dht.records import (
     unseal,
 )
 from equipoise.dht.sanitize import Malformed, decode, printable
+from equipoise.dht.state import PROTOCOL_VERSION
 
 NOW = 1000.0
 SWARM_TIME = 1.8e9
@@ -38,7 +39,7 @@ def verified(data: bytes) -> Readiness:
 
 def record(identity: Identity, **changes) -> Readiness:
     values = {
-        "version": 1,
+        "version": PROTOCOL_VERSION,
         "peer": identity.peer,
         "run": "digits",
         "sequence": 1,
@@ -129,7 +130,7 @@ def test_signed_by_another_is_refused(identity: Identity, stranger: Identity) ->
         {"spec": "x" * 129},
         {"addresses": ("/a",) * 5},
         {"addresses": ("/" * 513,)},
-        {"version": 2},
+        {"version": PROTOCOL_VERSION + 1},
     ],
 )
 def test_bounds_hold_for_writers_and_readers(identity: Identity, change: dict) -> None:

@@ -32,6 +32,7 @@ from equipoise.dht.relay.service import (
     receive,
 )
 from equipoise.dht.sanitize import Malformed
+from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.streams import StreamClosed, receive_message, send_message
 from equipoise.dht.swarm import Swarm
 from fakes.cutting import cutting
@@ -106,7 +107,7 @@ async def test_an_allowance_is_never_exceeded() -> None:
 
 def record(reach: str, dialable: bool) -> Readiness:
     return Readiness(
-        version=1,
+        version=PROTOCOL_VERSION,
         peer="p",
         run="r",
         sequence=1,

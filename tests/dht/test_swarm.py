@@ -19,7 +19,7 @@ from equipoise.dht.identity import load_or_create
 from equipoise.dht.p2pd import ListenError
 from equipoise.dht.peer_cache import MEMORY_FILE, PeerCache
 from equipoise.dht.records import Kept, Readiness, seal
-from equipoise.dht.state import ReachStatus
+from equipoise.dht.state import PROTOCOL_VERSION, ReachStatus
 from equipoise.dht.swarm import Swarm, SwarmOptions
 
 SPEC = "ab12"
@@ -277,7 +277,12 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
     await until(lambda: first.peer in second.status().connected)
     hello = second._protocol._hello(first.peer)
     record = Readiness(
-        version=1, peer=stranger.peer, run="digits", sequence=1, state="ready", issued=time.time()
+        version=PROTOCOL_VERSION,
+        peer=stranger.peer,
+        run="digits",
+        sequence=1,
+        state="ready",
+        issued=time.time(),
     )
     good = seal(record, stranger)
     forged = seal(msgspec.structs.replace(record, sequence=2), second.identity)
@@ -287,7 +292,7 @@ async def test_hostile_calls_are_refused_and_change_nothing(members, until, stra
         (b"\xc1", "malformed"),
         (deep, "malformed"),
         (bytes(150_000), "malformed"),
-        (wire.encode({"version": 1, "hello": hello, "records": "x"}), "malformed"),
+        (wire.encode({"version": PROTOCOL_VERSION, "hello": hello, "records": "x"}), "malformed"),
     ]
     for request, problem in requests:
         with pytest.raises(ConnectionError, match=problem):
