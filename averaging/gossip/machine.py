@@ -1,8 +1,8 @@
 """Pairing: the machine that forms pairs, of one peer in one run.
 
 A free peer proposes to a random live partner, with its signed join, and to one at a time. A free partner puts the
-manifest of the pair together, begins the round, and sends it. Any other declines at once. Two peers that propose to
-each other make one pair: the one with the smaller PeerID puts it together.
+manifest of the pair together, begins the round, and sends it. Any other declines at once, and says after how long to
+ask it again. Two peers that propose to each other make one pair: the one with the smaller PeerID puts it together.
 
 A peer that was declined listens for a while before it asks again: it is then free for those that ask it. If all free
 peers kept asking, none would be free to be asked.
@@ -30,7 +30,7 @@ from equipoise.averaging.timing import SILENT_SECONDS
 PAIR = 2
 
 BUSY_SECONDS = 0.1
-"""Time for which a peer that was not free is not asked again: after the first pause another one is asked."""
+"""Time after which a peer that is not free may be asked again; the others are asked meanwhile."""
 
 LISTEN_SECONDS, MAX_LISTEN_SECONDS = 0.05, 1.0
 """Least and most time that a declined peer listens, on average, before it asks again: twice as long each time. An
@@ -98,7 +98,7 @@ class Pairing(Matchmaker):
             case wire.JoinRefused(ticket=ticket) if (
                 peer == self._asked and self._own and ticket == self._own.ticket
             ):
-                self._listen(now, BUSY_SECONDS if message.passes else REFUSED_SECONDS)
+                self._listen(now, message.wait or REFUSED_SECONDS)
             case wire.GroupFormed():
                 self._formed(peer, message, now)
 
@@ -107,7 +107,7 @@ class Pairing(Matchmaker):
     def _proposed(self, peer: str, request: wire.JoinRequest, now: float) -> None:
         join, objection = request.join, self._context.mismatch(request)
         if objection is None and not self._takes(peer):
-            objection = Objection("it is not free", passes=True)
+            objection = Objection("it is not free", BUSY_SECONDS)
         if objection is None:
             objection = self._context.forgery(peer, join, now) or self._accept(join)
         if objection is not None:

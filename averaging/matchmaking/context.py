@@ -25,10 +25,10 @@ MAX_FORGERS = 64
 
 
 class Objection(NamedTuple):
-    """Reason why a join does not count, one line; `passes` if the same join may count soon."""
+    """Reason why a join does not count, one line; the same join may count after `wait` seconds, or never if it is 0."""
 
     reason: str
-    passes: bool = False
+    wait: float = 0.0
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class Context:
     ) -> None:
         """Refuse a join that `peer` sent; the arguments are those of `JoinRefused`."""
         detail = why.reason[: wire.MAX_DETAIL_CHARS]
-        self.send(peer, wire.JoinRefused(self.run, join.ticket, detail, round, redirect, why.passes))
+        self.send(peer, wire.JoinRefused(self.run, join.ticket, detail, round, redirect, why.wait))
 
     def whereabouts(self, asks: bool = False) -> wire.Whereabouts:
         """This peer's round as a message; with `asks`, the receiver answers with its own."""
@@ -111,7 +111,7 @@ class Context:
         if now < self._forgers.get(peer, float("-inf")):
             return Objection(f"{peer} has sent a join with a false signature")
         if not self._looked_at.admits(peer, now):
-            return Objection("more joins have come than are looked at in a second", passes=True)
+            return Objection("more joins have come than are looked at in a second", wait=1.0)
         if join.peer != peer or not join.genuine(self.verify):
             self._forgers.pop(peer, None)
             self._forgers[peer] = now + FORGER_SECONDS

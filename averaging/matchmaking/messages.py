@@ -101,7 +101,7 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
         detail: The reason, for people.
         round: The coordinator's next round: the joiner goes on to it if its own is over.
         redirect: The coordinator to ask instead.
-        passes: Whether the reason passes, so that the joiner may soon ask again.
+        wait: Seconds after which the joiner may ask again; 0 if the reason does not pass.
     """
 
     run: RunName
@@ -109,7 +109,7 @@ class JoinRefused(msgspec.Struct, frozen=True, tag=True):
     detail: Detail
     round: RoundNumber = 0
     redirect: PeerName | None = None
-    passes: bool = False
+    wait: Wait = 0.0
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, tag=True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from equipoise.averaging.gossip.machine import LISTEN_SECONDS, PAIR, REFUSED_SECONDS, Pairing
+from equipoise.averaging.gossip.machine import BUSY_SECONDS, LISTEN_SECONDS, PAIR, REFUSED_SECONDS, Pairing
 from equipoise.averaging.manifest import NONCE_BYTES, Join, Manifest
 from equipoise.averaging.matchmaking import events
 from equipoise.averaging.matchmaking.context import Context
@@ -61,7 +61,7 @@ def test_a_free_peer_proposes_to_one_other_and_begins_when_the_pair_is_made() ->
 def test_a_free_partner_makes_the_pair_at_once() -> None:
     one = pairing("bob", "alice")
     ((_, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(events.MessageReceived("alice", JoinRefused(RUN, request.join.ticket, "", passes=True)), 1.1)
+    one.handle(events.MessageReceived("alice", JoinRefused(RUN, request.join.ticket, "", wait=9.0)), 1.1)
     actions = one.handle(asks("alice", 7), 1.2)
     ((to, message),) = sent(actions, GroupFormed)
     assert to == "alice"
@@ -78,26 +78,26 @@ def test_two_that_propose_to_each_other_make_one_pair(name: str, other: str) -> 
     if name < other:
         assert len(formed(actions)) == len(sent(actions, GroupFormed)) == 1
     else:
-        assert [message.passes for _, message in sent(actions, JoinRefused)] == [True]
+        assert [message.wait for _, message in sent(actions, JoinRefused)] == [BUSY_SECONDS]
         assert one.ready
 
 
-def test_who_is_not_free_declines() -> None:
+def test_who_is_not_free_says_for_how_long() -> None:
     one = pairing("alice", "bob", "carol")
     ((_, refusal),) = sent(one.handle(asks("bob"), 1.0), JoinRefused)
-    assert refusal.passes
+    assert refusal.wait == BUSY_SECONDS
     ((partner, request),) = sent(one.handle(ready(), 2.0), JoinRequest)
     third = ({"bob", "carol"} - {partner}).pop()
     assert sent(one.handle(asks(third), 2.1), JoinRefused), "it waits for another's answer"
     one.handle(pair(partner, request.join, join(partner)), 2.2)
     ((_, refusal),) = sent(one.handle(asks(third), 2.3), JoinRefused)
-    assert refusal.passes, "it is in an exchange"
+    assert refusal.wait, "it is in an exchange"
 
 
 def test_a_declined_peer_listens_and_then_asks_another() -> None:
     one = pairing("alice", "bob", "carol")
     ((first, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
-    refusal = JoinRefused(RUN, request.join.ticket, "", passes=True)
+    refusal = JoinRefused(RUN, request.join.ticket, "", wait=9.0)
     assert not sent(one.handle(events.MessageReceived(first, refusal), 1.0), JoinRequest)
     assert one.deadline <= 1.0 + 1.5 * LISTEN_SECONDS
     ((second, _),) = sent(one.handle(events.Woke(), one.deadline), JoinRequest)
@@ -119,7 +119,7 @@ def test_who_does_not_answer_is_left_and_not_asked_for_a_while() -> None:
 def test_of_two_partners_that_accept_the_first_counts() -> None:
     one = pairing("alice", "bob", "carol")
     ((first, request),) = sent(one.handle(ready(), 1.0), JoinRequest)
-    one.handle(events.MessageReceived(first, JoinRefused(RUN, request.join.ticket, "", passes=True)), 1.1)
+    one.handle(events.MessageReceived(first, JoinRefused(RUN, request.join.ticket, "", wait=9.0)), 1.1)
     ((second, _),) = sent(one.handle(events.Woke(), one.deadline), JoinRequest)
     late, in_time = pair(first, request.join, join(first)), pair(second, request.join, join(second))
     assert len(formed(one.handle(in_time, 2.0))) == 1
@@ -165,7 +165,7 @@ def test_two_that_cannot_be_dialled_are_no_pair() -> None:
     one.handle(seen("bob", dialable=False), 0.5)
     assert not sent(one.handle(ready(dialable=False), 1.0), JoinRequest)
     actions = one.handle(asks("bob", dialable=False), 1.1)
-    assert [message.passes for _, message in sent(actions, JoinRefused)] == [False]
+    assert [message.wait for _, message in sent(actions, JoinRefused)] == [0.0]
     assert one.ready
 
 
