@@ -95,7 +95,7 @@ class Home:
             kind = "a symbolic link" if path.is_symlink() else "not a socket"
             raise HomeError(f"{path} is {kind}", "a daemon never makes that; look at it and remove it")
         path.unlink(missing_ok=True)
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | getattr(socket, "SOCK_CLOEXEC", 0))
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             # Linux creates the file with the socket's own mode, so no moment is left in which others may connect.
             os.fchmod(control.fileno(), 0o600)
@@ -240,9 +240,7 @@ def _connect(home: Path, timeout: float) -> socket.socket | None:
 
 
 def peer_credentials(control: socket.socket) -> tuple[int, int]:
-    """(pid, uid) of the process at the other end of a unix socket; (0, our uid) where the system cannot tell."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return 0, os.geteuid()
+    """(pid, uid) of the process at the other end of a unix socket."""
     pid, uid, _ = struct.unpack("=iii", control.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 

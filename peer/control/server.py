@@ -296,7 +296,7 @@ def _watching(pid: int, ended: Callable[[], None]) -> Iterator[None]:
     """Call `ended` when process `pid` ends: its forked children may hold the socket open long after it."""
     try:
         descriptor = os.pidfd_open(pid)
-    except (AttributeError, OSError):  # Not Linux, or a process of another namespace.
+    except OSError:  # A process of another namespace.
         yield
         return
     loop = asyncio.get_running_loop()

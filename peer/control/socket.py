@@ -17,8 +17,6 @@ READ_BYTES = 64 * 1024
 SEND_SECONDS = 5.0
 """A client that reads nothing for so long while its socket's buffer is full is stopped or gone."""
 
-_RECEIVE_FLAGS = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-
 
 class FrameDecoder:
     """Cuts a stream of bytes into frames; holds at most one frame and one read."""
@@ -103,7 +101,7 @@ class FrameSocket:
         while True:
             try:
                 data, found, flags, _ = socket.recv_fds(
-                    self._socket, READ_BYTES, MAX_DESCRIPTORS, _RECEIVE_FLAGS
+                    self._socket, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 self._ready.clear()
