@@ -93,7 +93,7 @@ class Subject(msgspec.Struct, frozen=True):
         return blake3(msgspec.json.encode((self.run, sorted(self.terms.items())))).hexdigest()
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, frozen=True):
     """The description of an image, for a reader that has not read it.
 
     Attributes:
@@ -109,22 +109,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     subject: Subject
     spec: str
     state: StateId
-    size: int = 0
-    digest: str = ""
-
-
-class Found(msgspec.Struct, frozen=True):
-    """A checkpoint that was read, verified and loaded.
-
-    Attributes:
-        path: Its directory.
-        manifest: Its manifest.
-        reason: Why this checkpoint: the newer ones that were passed over, and the fault of each.
-    """
-
-    path: Path
-    manifest: Manifest
-    reason: str
+    size: int
+    digest: str
 
 
 class Folder:
@@ -159,15 +145,17 @@ class Folder:
             OSError: The disk is full, say; the earlier checkpoints are there still.
         """
         place = self.path / f"epoch-{state.epoch:012d}-{secrets.token_hex(4)}"
-        manifest = Manifest(format=FORMAT, subject=self._subject, spec=self._subject.spec, state=state)
-        write_checkpoint(place, manifest, image.numpy().data)
+        write_checkpoint(place, self._subject, state, image.numpy().data)
         self._prune(place)
         return place
 
-    def load(self, limit: int, read: Read) -> Found | None:
+    def load(self, limit: int, read: Read) -> tuple[StateId, str] | None:
         """Load the newest checkpoint that is sound, of at most `limit` bytes, if there is one.
 
         `read` checks an image, u8 [bytes], against the state here, as `TrainingState.read` does.
+
+        Returns:
+            The state, and its origin: the directory, the newer checkpoints that were passed over, the fault of each.
 
         Raises:
             Misfit: A checkpoint is of another run, model or terms. It is not passed over: resuming here is a mistake.
@@ -183,7 +171,7 @@ class Folder:
                 continue
             _checked(path, manifest, content, read).load()
             why = f"the newest that is sound; passed over: {'; '.join(passed)}" if passed else "the newest"
-            return Found(path, manifest, why)
+            return manifest.state, f"{path}, epoch {manifest.state.epoch}: {why}"
         if not passed:
             return None
         older = f" ({len(passed) - 1} older ones are no better)" if passed[1:] else ""
@@ -276,7 +264,7 @@ class Recorder:
         self._late = -1
         self._thread: threading.Thread | None = None
 
-    def restore(self, limit: int, read: Read) -> Found | None:
+    def restore(self, limit: int, read: Read) -> None:
         """Load the newest sound checkpoint, if training is to resume and there is one; see `Folder.load`.
 
         Raises:
@@ -291,12 +279,11 @@ class Recorder:
                 "`equipoise launch --resume` would go on from it",
             )
         if found is not None:
-            self.recorded = found.manifest.state
-            self._last = found.manifest.state.epoch
-            self._say(logging.INFO, f"resumed from {found.path}, epoch {self._last}: {found.reason}")
+            self.recorded, origin = found
+            self._last = self.recorded.epoch
+            self._say(logging.INFO, f"resumed from {origin}")
         elif self.resume:
             self._say(logging.INFO, f"nothing to resume from in {self.path}: training starts anew")
-        return found
 
     def due(self, epoch: int) -> bool:
         """Return whether to record the state of this epoch; False while an earlier state is being written."""
@@ -398,8 +385,8 @@ def folder_name(run: str) -> str:
     return f"{name[:MAX_FOLDER_CHARS]}-{blake3(run.encode()).hexdigest()[:16]}"
 
 
-def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> None:
-    """Write a checkpoint as the new directory `path`; the image's size and digest are filled in.
+def write_checkpoint(path: Path, subject: Subject, state: StateId, image: memoryview) -> None:
+    """Write a checkpoint as the new directory `path`.
 
     Raises:
         OSError: The disk is full, say; nothing is at `path`.
@@ -408,7 +395,7 @@ def write_checkpoint(path: Path, manifest: Manifest, image: memoryview) -> None:
     try:
         partial.mkdir(mode=0o700)
         digest = _write(partial / IMAGE_FILE, image)
-        manifest = msgspec.structs.replace(manifest, size=len(image), digest=digest)
+        manifest = Manifest(FORMAT, subject, subject.spec, state, len(image), digest)
         text = msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
         _write(partial / MANIFEST_FILE, memoryview(text))
         _flush(partial)

@@ -20,7 +20,6 @@ from equipoise.peer.training.checkpoint import (
     MAX_MANIFEST_BYTES,
     CheckpointError,
     Damaged,
-    Manifest,
     Misfit,
     Subject,
     read_checkpoint,
@@ -38,9 +37,7 @@ LIMIT = 1 << 20
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     path = tmp_path / "one"
-    write_checkpoint(
-        path, Manifest(format=FORMAT, subject=OWN, spec=OWN.spec, state=STATE), memoryview(IMAGE)
-    )
+    write_checkpoint(path, OWN, STATE, memoryview(IMAGE))
     return path
 
 
@@ -114,7 +111,10 @@ DAMAGE = {
         lambda path: edit(path, lambda manifest: manifest["subject"].update(run="letters")),
         "does not agree with its own hash",
     ),
-    "no digest": (lambda path: edit(path, lambda manifest: manifest.pop("digest")), "has digest"),
+    "no digest": (
+        lambda path: edit(path, lambda manifest: manifest.pop("digest")),
+        "missing required field `digest`",
+    ),
     "another type": (lambda path: edit(path, lambda manifest: manifest.update(size="big")), "Expected `int`"),
     "an epoch below 0": (
         lambda path: edit(path, lambda manifest: manifest.update(state=[-1, STATE.lineage])),
@@ -171,11 +171,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        write_checkpoint(
-            tmp_path / "one",
-            Manifest(format=FORMAT, subject=OWN, spec=OWN.spec, state=STATE),
-            memoryview(IMAGE),
-        )
+        write_checkpoint(tmp_path / "one", OWN, STATE, memoryview(IMAGE))
     assert not list(tmp_path.iterdir())
 
 

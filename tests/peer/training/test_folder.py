@@ -59,8 +59,9 @@ def load(folder: Folder) -> tuple[int, str]:
 
     found = folder.load(100, read)
     assert found is not None
-    assert loaded == [found.manifest.state.epoch]
-    return loaded[0], found.reason
+    resumed, origin = found
+    assert loaded == [resumed.epoch]
+    return loaded[0], origin
 
 
 def epochs(folder: Folder) -> list[int]:
@@ -81,7 +82,9 @@ def test_the_newest_is_loaded_by_another_start(path: Path) -> None:
         for epoch in (10, 20, 30):
             write(folder, epoch)
     with opened(path, OWN) as folder:
-        assert load(folder) == (30, "the newest")
+        epoch, origin = load(folder)
+    assert epoch == 30
+    assert origin.endswith("epoch 30: the newest")
 
 
 def test_an_empty_folder_has_nothing_to_load(path: Path) -> None:

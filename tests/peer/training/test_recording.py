@@ -76,7 +76,8 @@ def test_the_last_state_is_written_at_the_end_once(tmp_path: Path) -> None:
     recorder.finish(state(13), lambda: IMAGE)
     recorder.close()
     again = opened(tmp_path, resume=True)
-    assert again.restore(100, read(13)) is not None
+    again.restore(100, read(13))
+    assert again.recorded == state(13)
     again.finish(state(13), lambda: pytest.fail("it is on the disk already"))
     again.close()
     assert epochs(again) == [10, 13]
@@ -170,7 +171,7 @@ def test_nothing_to_resume_from_is_said_and_is_no_error(
 ) -> None:
     caplog.set_level(logging.INFO)
     recorder = opened(tmp_path, resume=True)
-    assert recorder.restore(100, lambda image: pytest.fail("there is none")) is None
+    recorder.restore(100, lambda image: pytest.fail("there is none"))
     assert "nothing to resume from" in caplog.text
     recorder.close()
 
@@ -180,7 +181,7 @@ def test_a_start_that_forgot_to_resume_is_warned(tmp_path: Path, caplog: pytest.
     record(recorder, 50)
     recorder.close()
     again = opened(tmp_path)
-    assert again.restore(100, lambda image: pytest.fail("nobody asked to resume")) is None
+    again.restore(100, lambda image: pytest.fail("nobody asked to resume"))
     assert "holds a checkpoint of epoch 50" in caplog.text
     again.close()
 
