@@ -48,6 +48,7 @@ class Link:
 
     Attributes:
         welcome: The daemon's answer to the greeting.
+        lost: Why the daemon is lost, once it is.
     """
 
     welcome: Welcome
@@ -61,7 +62,7 @@ class Link:
         self._waiting: dict[int, tuple[Request[Any], concurrent.futures.Future[Any]]] = {}
         self._lock = threading.Lock()
         self._sending = threading.Lock()
-        self._lost: EquipoiseError | None = None
+        self.lost: EquipoiseError | None = None
         self._watcher: Callable[[EquipoiseError], None] | None = None
         self._process = os.getpid()
         # Sends are bounded one by one with SO_SNDTIMEO, since a socket's own timeout would also bound the reader.
@@ -106,8 +107,8 @@ class Link:
         number = next(self._numbers)
         frame = messages.encode(number, request)
         with self._lock:
-            if self._lost is not None:
-                reply.set_exception(self._lost)
+            if self.lost is not None:
+                reply.set_exception(self.lost)
                 return reply
             self._waiting[number] = request, reply
         try:
@@ -144,7 +145,7 @@ class Link:
     def watch(self, watcher: Callable[[EquipoiseError], None] | None) -> None:
         """Have `watcher`, if any, called from any thread when the daemon is lost: at once if it is lost already."""
         with self._lock:
-            self._watcher, lost = watcher, self._lost
+            self._watcher, lost = watcher, self.lost
         if watcher is not None and lost is not None:
             watcher(lost)
 
@@ -162,7 +163,7 @@ class Link:
                 while data := self._socket.recv(READ_BYTES):
                     for frame in decoder.feed(data):
                         self._deliver(*messages.decode_reply(frame))
-            if self._lost is None:  # Else this process has closed it, or the daemon has said why it does.
+            if self.lost is None:  # Else this process has closed it, or the daemon has said why it does.
                 self._lose(self._how_it_ended())
         except ControlError as error:
             self._lose(DaemonLost(f"the answer of {self._daemon} cannot be understood: {error}"))
@@ -183,11 +184,6 @@ class Link:
             answer = None if failure is not None else messages.decode_answer(request, content)
             del self._waiting[number]
         reply.set_result(answer) if failure is None else reply.set_exception(Refused(failure))
-
-    @property
-    def lost(self) -> EquipoiseError | None:
-        """Why the daemon is lost, once it is."""
-        return self._lost
 
     def _ended(self, how: str) -> DaemonLost:
         """The error of a daemon that has to be started again."""
@@ -213,8 +209,8 @@ class Link:
 
     def _lose(self, error: EquipoiseError) -> None:
         with self._lock:
-            first = self._lost is None
-            lost = self._lost = self._lost or error
+            first = self.lost is None
+            lost = self.lost = self.lost or error
             waiting, self._waiting = self._waiting, {}
             watcher = self._watcher
         for _, reply in waiting.values():

@@ -217,20 +217,13 @@ class StopDaemon(Request[None], frozen=True):
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes of the wrong form, for text that is not UTF-8, and for values nested too deep."""
 
-_KINDS = {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
 _encoder = msgspec.msgpack.Encoder()
 _envelope = msgspec.msgpack.Decoder(tuple[int, msgspec.Raw])
-_requests = functools.reduce(operator.or_, _KINDS)
+_requests = functools.reduce(
+    operator.or_, {*Request.__subclasses__(), *RunRequest.__subclasses__()} - {RunRequest}
+)
 _request: msgspec.msgpack.Decoder[Request[Any]] = msgspec.msgpack.Decoder(_requests)
 _reply = msgspec.msgpack.Decoder(tuple[int, str | None, msgspec.Raw])
-
-
-class NotUnderstood(ControlError):
-    """A frame is well-formed but its message is not one of this version; carries the number to answer."""
-
-    def __init__(self, number: int, reason: str) -> None:
-        super().__init__(reason)
-        self.number = number
 
 
 def encode(number: int, request: Request[Any]) -> bytes:
@@ -251,18 +244,25 @@ def encode_reply(number: int, answer: object = None, failure: str | None = None)
     return _framed((number, failure and failure[:MAX_TEXT], answer), type(answer).__name__)
 
 
-def decode_request(frame: bytes) -> tuple[int, Request[Any]]:
-    """The number and message of a frame from a client.
+def decode_number(frame: bytes) -> tuple[int, msgspec.Raw]:
+    """The number of a frame from a client, and the message, which `decode_request` takes.
 
     Raises:
-        NotUnderstood: The message is unknown or malformed.
         ControlError: The frame is not even numbered.
     """
-    number, raw = _decoded(_envelope, frame)
+    return _decoded(_envelope, frame)
+
+
+def decode_request(content: msgspec.Raw) -> Request[Any]:
+    """Decode the message of a client.
+
+    Raises:
+        ControlError: The message is unknown or malformed.
+    """
     try:
-        return number, _request.decode(raw)
+        return _request.decode(content)
     except _MALFORMED as error:
-        raise NotUnderstood(number, str(error)) from error
+        raise ControlError(f"the daemon does not understand this: {error}") from error
 
 
 def decode_reply(frame: bytes) -> tuple[int, str | None, msgspec.Raw]:

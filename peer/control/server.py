@@ -117,7 +117,8 @@ class Connection:
             log.debug("%s has gone: %s", self._client, error)
 
     async def _greet(self, frame: bytes) -> None:
-        number, hello = messages.decode_request(frame)
+        number, content = messages.decode_number(frame)
+        hello = messages.decode_request(content)
         if not isinstance(hello, Hello):
             raise ControlError(f"expected Hello as the first request, got {type(hello).__name__}")
         if hello.version != CONTROL_VERSION:
@@ -148,11 +149,10 @@ class Connection:
     async def _reply(self, frame: bytes) -> bytes:
         number, what = 0, "a request"
         try:
-            number, request = messages.decode_request(frame)
+            number, content = messages.decode_number(frame)
+            request = messages.decode_request(content)
             what = type(request).__name__
             return messages.encode_reply(number, await self._do(request))
-        except messages.NotUnderstood as error:
-            number, failure = error.number, f"the daemon does not understand this: {_reason(error)}"
         except (EquipoiseError, ValueError) as error:
             failure = _reason(error)
         except Exception as error:
