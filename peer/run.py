@@ -257,20 +257,13 @@ class Run:
             weight = self._accumulated.weight if self._accumulated else 0.0
             self._binding.write_step(self._region.contribution, self._accumulated)
             self._contributed, self._accumulated = self._accumulated, None
-            region, me = self._region, self.peer
+            settle = partial(self._stepped, tensors=stepped, region=self._region, me=self.peer)
             try:
-                pending = self._start(
-                    STEP, weight, deadline, lambda outcome: self._stepped(outcome, stepped, region, me), state
-                )
+                pending = self._start(STEP, weight, deadline, settle, state)
             except EquipoiseError:
                 self._keep()
                 raise
         return pending.result() if wait else pending
-
-    @property
-    def group_size(self) -> int:
-        """Most peers that average together in one round."""
-        return self.options.group_size
 
     @property
     def strategy(self) -> Strategy:

@@ -167,7 +167,8 @@ class Connection:
             case Hello():
                 raise Refused("expected a request, got Hello")
             case messages.JoinRun():
-                await self._join(request)
+                fd = self._socket.take_descriptor()
+                self._sessions[request.run] = await service.join(request, fd, self._client)
                 return None
             case messages.AskStatus():
                 return self._daemon.status()
@@ -207,10 +208,6 @@ class Connection:
                 await self._daemon.service.leave(session, "its client has left the run")
                 self._sessions.pop(run, None)
         return None
-
-    async def _join(self, request: messages.JoinRun) -> None:
-        fd = self._socket.take_descriptor()
-        self._sessions[request.run] = await self._daemon.service.join(request, fd, self._client)
 
     async def _transfer(
         self, request: messages.OfferState | messages.FetchState | messages.FetchMean

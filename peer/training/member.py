@@ -314,11 +314,6 @@ class Member:
             self._own = Accumulator(self._subject.tensors)
         self._own.add(named_gradients(gradients), weight)
 
-    def swarm_accumulated(self) -> float:
-        """Weight that all contributors have accumulated for the update; offers a snapshot if a newcomer wants one."""
-        swarm = self.serve()
-        return swarm if self.in_step else self.accumulated
-
     def serve(self) -> float:
         """Offer a snapshot if a newcomer wants one; returns the weight that the swarm has accumulated."""
         progress = self._run.progress(self._target)
@@ -450,7 +445,7 @@ class Member:
     def _look_at_crowd(self, group: int, missing: int) -> None:
         """Warn if the run has more peers than a group holds: peers outside of the group end with another state."""
         before, self._crowded = self._crowded, ""
-        peers, most = group + missing, self._run.group_size
+        peers, most = group + missing, self._run.options.group_size
         if group >= most and missing:
             self._crowded = (
                 f"this run has {peers} peers and groups of at most {most}: they cannot hold one state; "
@@ -561,7 +556,9 @@ class Member:
     def _attend(self) -> None:
         """Take part in a round without a contribution, to learn the group's state, or its mean."""
         self._run.take()
-        others_give = self._others_give()
+        state = self._run.state
+        several = isinstance(state, Idle) and state.peers > 1
+        others_give = several and self._run.progress(self._target).swarm > machine.MEETING_WEIGHT
         if others_give:
             self._hear(events.OthersBegun())
         weight = self._replica.attendance(others_give)
@@ -569,14 +566,6 @@ class Member:
             self._run.accumulate(dict.fromkeys(self._subject.tensors), weight)
         self._start(ATTEND_SECONDS)
         self._gave = False
-
-    def _others_give(self) -> bool:
-        state = self._run.state
-        return (
-            isinstance(state, Idle)
-            and state.peers > 1
-            and self._run.progress(self._target).swarm > machine.MEETING_WEIGHT
-        )
 
     def _start(self, seconds: float) -> None:
         if not all(bool(torch.isfinite(buffer).all()) for buffer in self._subject.buffers.values()):
@@ -614,7 +603,7 @@ class Member:
             case events.Check():
                 self._driver.tell(events.Checked(self._subject.model.digest()))
             case events.Fetch(at_least):
-                self._downloads.fetch(at_least, self.limit, self._replica.known)
+                self._downloads.fetch(at_least, self.limit, self._replica.known.names)
             case events.Recover(after):
                 self._recover(after)
             case events.Keep(before):

@@ -53,6 +53,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         dropped: Number of calls of `step` whose gradients were not finite, and so were not added.
         skipped: Number of epochs without a step, because the averaged gradient was not finite.
         scheduler: The scheduler that `Options.scheduler` made.
+        parameters: The run's parameters, by name.
     """
 
     def __init__(self, run: Run, inner: torch.optim.Optimizer, options: Options) -> None:
@@ -73,7 +74,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         self.__setstate__({})  # The hooks of torch.optim.Optimizer, without parameters of its own.
         self._options = options
         self._run = run
-        self._parameters = parameters
+        self.parameters = parameters
         module = run.source if isinstance(run.source, torch.nn.Module) else torch.nn.Module()
         all_sparse = isinstance(inner, torch.optim.SparseAdam)
         self._sparse = frozenset(parameters) if all_sparse else sparse_gradients(module)
@@ -134,11 +135,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
     # ---- what is the swarm's ----
 
     @property
-    def parameters(self) -> Mapping[str, torch.Tensor]:
-        """The run's parameters, by name."""
-        return self._parameters
-
-    @property
     def epoch(self) -> int:
         """Updates applied to the state that this peer holds."""
         return self.member.id.epoch
@@ -188,7 +184,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._pace.computed(self._clock())
         try:
-            gradients = {name: parameter.grad for name, parameter in self._parameters.items()}
+            gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
             self.member.accumulate(gradients, self.batch_size)
         except NotFinite:
             self.dropped += 1
@@ -231,7 +227,8 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if last is not None and last.ok and last is not self._paced:
             self._pace.averaged(last, self._run.peer, self.batch_size)
         self._paced = last
-        swarm, local = self.member.swarm_accumulated(), self.member.accumulated
+        swarm, local = self.member.serve(), self.member.accumulated
+        swarm = swarm if self.in_step else local
         if swarm <= local and not self.member.has_company():
             before = self.id
             self.member.look_back()
@@ -258,7 +255,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
     def _hand_over(self, mean: Mapping[str, torch.Tensor], factor: float) -> None:
         """Make the mean the parameters' `.grad`, without a copy if possible: a copy takes as long as all else here. A
         mean of zeros becomes None, so that the optimizer skips the parameter: most likely no peer had a gradient."""
-        for name, parameter in self._parameters.items():
+        for name, parameter in self.parameters.items():
             if name not in mean:
                 parameter.grad = None
                 continue

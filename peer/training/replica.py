@@ -145,6 +145,7 @@ class Replica:
         state: Id of the state that this peer holds.
         phase: This peer's phase.
         reason: Reason for the phase, one line.
+        known: The peers that this peer has trained with, and believes before all others.
         circle: PeerIDs of the peers that vouch for the group's state: they held it in the last round, or had a vote on
             the snapshot.
         deadline: Infinity: the replica needs no time events.
@@ -173,7 +174,7 @@ class Replica:
         self._alone = alone
         self._patience = patience
         self._company_at = now
-        self._known = Known(name, trust, patience, now)
+        self.known = Known(name, trust, patience, now)
         self._failures = 0
         self._links: deque[lineage.Link] = deque()
         self._missed = lineage.Missed()
@@ -206,11 +207,6 @@ class Replica:
         if self.phase is Phase.ASTRAY:
             return ATTENDANCE if self._stands_in else 0.0
         return 0.0 if others_give and not self._failures else ATTENDANCE
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """The peers that this peer has trained with, and believes before all others."""
-        return self._known.names
 
     @property
     def contributes(self) -> bool:
@@ -286,7 +282,7 @@ class Replica:
 
     def _round_succeeded(self, event: events.RoundSucceeded, now: float) -> list[Action]:
         self._failures, self._company_at, self._unsure = 0, now, False
-        group, most = self._known.group(event, now), event.group
+        group, most = self.known.group(event, now), event.group
         if group is None:
             return self._nobody_knows(now)
         self._group = group
@@ -316,7 +312,7 @@ class Replica:
                 )
             self._fetch_pause, self._fetch_after = 0.0, now
             if not introduced:
-                self._known.add(name for name in givers if event.states.get(name) == group)
+                self.known.add(name for name in givers if event.states.get(name) == group)
                 self._links.append(lineage.link_of(group, event.digest))
                 actions += self._replay(now)
         else:

@@ -75,11 +75,11 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
     for name, tensor in ordered:
         end = at + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _dtype_name(name, tensor),
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
-        }
+        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+            got = f"{tensor.dtype}, {tensor.layout}"
+            raise ImageError(f"tensor {name!r}: expected dense values of a known dtype, got {got}")
+        dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
@@ -122,13 +122,6 @@ def unpack(image: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, str]
     if at != len(values):
         raise ImageError(f"expected {at} bytes of values, got {len(values)}")
     return tensors, metadata
-
-
-def _dtype_name(name: str, tensor: torch.Tensor) -> str:
-    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
-        told = f"tensor {name!r}: expected dense values of a known dtype, got {tensor.dtype}, {tensor.layout}"
-        raise ImageError(told)
-    return _NAMES[tensor.dtype]
 
 
 def _view(name: str, entry: Entry, values: torch.Tensor, at: int) -> torch.Tensor:

@@ -109,7 +109,7 @@ def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) ->
         # Two islands keep their states as long as two are left that have trained with each other (`trust`).
         for peer in peers:
             island = {one.name for one in peers if one.machine.state == peer.machine.state}
-            assert island & set(peer.machine.known), f"{peer.name} has trained with none of its island"
+            assert island & set(peer.machine.known.names), f"{peer.name} has trained with none of its island"
 
 
 def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:

@@ -120,7 +120,7 @@ def test_a_peer_that_claims_the_groups_state_and_gives_nothing_is_not_one_of_the
     states = dict.fromkeys("abm", OURS)
     weights = {"a": 8.0, "b": 8.0, "m": ATTENDANCE}
     mine.handle(RoundSucceeded(OURS, states, "m", weights, ["a", "b", "m"], 0), 0.0)
-    assert mine.known == ("b",)
+    assert mine.known.names == ("b",)
 
 
 def test_those_remembered_are_bounded_and_the_recent_stay() -> None:
