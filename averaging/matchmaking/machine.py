@@ -128,7 +128,9 @@ class Matchmaking(Matchmaker):
         own = self._coordinator.settle(now)
         if own is not None:
             self._begin_round(*own)
-            self._coordinator.note_own(None, True)
+        elif self._coordinator.has_closed(self._context.round):
+            self._joiner.settle(now)  # The group is full without this peer's own join.
+        self._coordinator.note_own(self._joiner.asked, not self._joiner.anywhere)
         self._coordinator.end_rounds_gone()
         if self._coordinator.speak(now):
             self._joiner.alone(now)
