@@ -21,9 +21,9 @@ from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, NoPeers, Outc
 from equipoise.averaging.ports import Candidate
 from equipoise.averaging.schema import Schema
 from equipoise.averaging.spec import RunSpec
-from equipoise.averaging.state import MAX_EPOCH, StateId
+from equipoise.averaging.state import MAX_EPOCH
 from equipoise.dht.records import MAX_RUNS_PER_PEER
-from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress
+from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
 from equipoise.peer.history import History
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, run_specs
@@ -127,10 +127,8 @@ class Session:
             await self._disagree(run_driver)
             raise Refused(f"run {self.name!r}: {objection}", "give the same, or use another name")
 
-    async def start_round(
-        self, purpose: str, weight: float, timeout: float, state: StateId | None = None
-    ) -> Outcome:
-        """Exchange the contribution in the shared memory; the outcome comes within `timeout` plus `OVERTIME`.
+    async def start_round(self, request: StartRound) -> Outcome:
+        """Exchange the contribution in the shared memory; the outcome comes within its timeout plus `OVERTIME`.
 
         Raises:
             Refused: A round is going on.
@@ -139,9 +137,9 @@ class Session:
             hint = "wait for its outcome"
             raise Refused(f"a round of run {self.name!r} is going on, or it is being left", hint)
         started, self._stopped = time.time(), ""
-        self._round = asyncio.create_task(self._exchange(purpose, weight, timeout, state))
+        self._round = asyncio.create_task(self._exchange(request))
         try:
-            outcome = await self._within(self._round, timeout)
+            outcome = await self._within(self._round, request.timeout)
         finally:
             self._round = None
         if not outcome.started:  # The round ended before a run driver was asked, or the session gave it up.
@@ -149,7 +147,7 @@ class Session:
         how = f"{len(outcome.contributors)} of {len(outcome.group)} contributed" if outcome.ok else "failed"
         took = outcome.seconds.get("total", 0.0)
         log.info("run %s, round %d: %s (%s), %.3f s", outcome.run, outcome.round, how, outcome.reason, took)
-        if purpose == STEP and outcome.counted(self._swarm.peer):
+        if request.purpose == STEP and outcome.counted(self._swarm.peer):
             # Until the client's next report, the others must not count this peer's weight towards the next round.
             self._accumulated = 0.0
             self._run_drivers[STEP].report_accumulated(0.0)
@@ -329,23 +327,22 @@ class Session:
             if self._joined is not None:
                 self._specs[STEP] = self._joined
 
-    async def _exchange(self, purpose: str, weight: float, timeout: float, state: StateId | None) -> Outcome:
+    async def _exchange(self, request: StartRound) -> Outcome:
         try:
-            run_driver = await self._use(purpose)
+            run_driver = await self._use(request.purpose)
         except Refused:
             if self._leaving is None:
                 raise
             return self._failed("the run was left before the round began")
-        region, values = self._region, self._specs[purpose].layout.size
-        if region is None:
-            return self._failed("the run was left before the round began")
-        transfer = run_driver.transfer
+        region, transfer, state = self._region, run_driver.transfer, request.state
+        assert region is not None, "leaving cancels the round before it releases the memory"
         if state is not None:
             transfer.reach(state.epoch)
         if self._stopped:  # `stop_round` was called before the search began.
             return self._failed(self._stopped)
+        values = self._specs[request.purpose].layout.size
         contribution, result = region.contribution[:values], region.result[:values]
-        outcome = await run_driver.average(contribution, result, weight, timeout, state)
+        outcome = await run_driver.average(contribution, result, request.weight, request.timeout, state)
         if state is not None and outcome.ok and outcome.state == state:
             transfer.reach(state.epoch + 1)
         return outcome

@@ -32,7 +32,7 @@ class Binding:
     def __init__(self, tensors: Tensors, codec: Codec) -> None:
         self.source = tensors
         self.schema = tensor_schema(tensors)
-        self.gradients = gradient_schema(stepped_tensors(tensors))
+        self.gradients = fp32_schema(stepped_tensors(tensors))
         self.buffers = Schema(())
         self.averaged = Layout(self.schema, codec)
         self.stepping = Layout(self.gradients, codec)
@@ -50,7 +50,7 @@ class Binding:
             SchemaError: The run was not joined with a module.
         """
         if isinstance(self.source, torch.nn.Module):
-            return buffer_schema(self.source)
+            return fp32_schema(persistent_buffers(self.source), buffers=True)
         kind = type(self.source).__name__
         raise SchemaError(
             f"expected an nn.Module, whose buffers are known, got {kind}: agree without buffers"
@@ -70,8 +70,9 @@ class Binding:
         """
         if not self.buffers.tensors or not isinstance(self.source, torch.nn.Module):
             return {}
-        _require_unchanged("buffers", self.buffers, buffer_schema(self.source))
-        return persistent_buffers(self.source)
+        named = persistent_buffers(self.source)
+        _require_unchanged("buffers", self.buffers, fp32_schema(named, buffers=True))
+        return named
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The present tensors.
@@ -92,7 +93,7 @@ class Binding:
         named = stepped_tensors(self.source)
         if not named:
             raise SchemaError("the module has no parameter that requires gradients: there is nothing to step")
-        _require_unchanged("parameters that require gradients", self.gradients, gradient_schema(named))
+        _require_unchanged("parameters that require gradients", self.gradients, fp32_schema(named))
         return named
 
     def write_step(self, contribution: torch.Tensor, accumulated: Accumulator | None) -> None:
@@ -204,15 +205,11 @@ def named_gradients(gradients: Gradients) -> dict[str, torch.Tensor | None]:
     raise _neither("gradients", gradients)
 
 
-def gradient_schema(tensors: Mapping[str, torch.Tensor]) -> Schema:
-    """The schema of the gradients of `tensors`: summed and exchanged in fp32, for tensors of any dtype."""
-    return Schema(tuple(TensorSpec(name, tuple(tensor.shape), "float32") for name, tensor in tensors.items()))
-
-
-def buffer_schema(module: torch.nn.Module) -> Schema:
-    """The schema of a module's buffers as `step` averages them: in fp32, for buffers of any dtype."""
-    named = persistent_buffers(module).items()
-    return Schema(tuple(TensorSpec(name, tuple(one.shape), "float32", True) for name, one in named))
+def fp32_schema(tensors: Mapping[str, torch.Tensor], buffers: bool = False) -> Schema:
+    """The schema of what `step` exchanges, in fp32 for tensors of any dtype: their gradients, or `buffers`."""
+    return Schema(
+        tuple(TensorSpec(name, tuple(one.shape), "float32", buffers) for name, one in tensors.items())
+    )
 
 
 def tensor_schema(tensors: Tensors) -> Schema:

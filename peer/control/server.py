@@ -188,8 +188,8 @@ class Connection:
         match request:
             case messages.AgreeRun(_, terms, buffers):
                 await session.agree(terms, buffers)
-            case messages.StartRound(_, purpose, weight, timeout, state):
-                outcome = await session.start_round(purpose, weight, timeout, state)
+            case messages.StartRound():
+                outcome = await session.start_round(request)
                 self._daemon.service.history.add(outcome)
                 return outcome
             case messages.StopRound(_, why):
