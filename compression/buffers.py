@@ -1,8 +1,6 @@
-"""Caller's buffers as torch tensors, without copying."""
+"""Caller's buffers as torch tensors, without copying what is writable."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,16 +42,10 @@ def raw(buffer: Buffer) -> NDArray[np.uint8] | None:
     return np.frombuffer(view, np.uint8) if view.c_contiguous and not view.readonly and view.nbytes else None
 
 
-class _Alias:
-    """Lends the memory of a read-only array to numpy as writable, and keeps it alive."""
-
-    def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
-
-
 def shared(buffer: Buffer, *, written: bool = False) -> torch.Tensor:
-    """Return `buffer` as a tensor, uint8 [bytes], that shares its memory; it must not be written unless `written`.
+    """Return `buffer` as a tensor, uint8 [bytes], that shares its memory, or copies it if it is read-only.
+
+    The tensor must not be written unless `written`.
 
     Raises:
         CodecError: The buffer is not contiguous, a tensor of another dtype, or read-only though to be `written`.
@@ -71,5 +63,5 @@ def shared(buffer: Buffer, *, written: bool = False) -> torch.Tensor:
         raise CodecError(f"the buffer to encode into is read-only ({kind}); pass a writable one")
     # An empty view of several dimensions cannot be cast, and has no bytes to share.
     array = np.asarray(view.cast("B") if view.nbytes else memoryview(bytearray()))
-    # torch knows no read-only tensors and warns at each one it is given.
-    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Alias(array)))
+    # torch knows no read-only tensors. What comes from other peers lies in writable memory.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())

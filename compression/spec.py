@@ -25,7 +25,5 @@ def parse_codec(spec: str) -> Codec:
     """
     try:
         return CODECS.parse(spec)
-    except CodecError:
-        raise
     except ValueError as error:
         raise CodecError(str(error)) from None
