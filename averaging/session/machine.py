@@ -53,10 +53,6 @@ class _Sent(Generic[F]):
     bulk: bool
 
 
-class SessionFault(FrameRefused):
-    """The other end broke the rules of a session; the message says which."""
-
-
 class Session(Generic[F]):
     """One end of a session.
 
@@ -106,7 +102,7 @@ class Session(Generic[F]):
         If the session is over, the caller begins another one. The frames that this session still keeps are lost.
 
         Raises:
-            SessionFault: It acknowledges frames that were never sent.
+            FrameRefused: It acknowledges frames that were never sent.
         """
         if hello.session != self.partner:
             if self._acknowledged or self._sent or self.delivered:
@@ -158,11 +154,11 @@ class Session(Generic[F]):
         """Take in the envelope of a frame; return whether to deliver the frame. Number 0 stands for "not numbered".
 
         Raises:
-            SessionFault: It acknowledges what was never sent, or a frame before it is missing.
+            FrameRefused: It acknowledges what was never sent, or a frame before it is missing.
         """
         self._acknowledge(acknowledged)
         if number > self.delivered + 1:
-            raise SessionFault(f"expected frame {self.delivered + 1} of the session, got {number}")
+            raise FrameRefused(f"expected frame {self.delivered + 1} of the session, got {number}")
         if number == self.delivered + 1:
             self.delivered = number
             return True
@@ -182,7 +178,7 @@ class Session(Generic[F]):
 
     def _acknowledge(self, number: int) -> None:
         if number > self.numbered:
-            raise SessionFault(f"expected an acknowledgement of at most {self.numbered} frames, got {number}")
+            raise FrameRefused(f"expected an acknowledgement of at most {self.numbered} frames, got {number}")
         while self._acknowledged < number:
             self._sent.popleft()
             self._acknowledged += 1

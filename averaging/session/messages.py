@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 
-from equipoise.averaging.session.machine import SESSION_BYTES, Hello, SessionFault
+from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.session.machine import SESSION_BYTES, Hello
 
 HELLO = b"H"
 """First byte of the first frame of each end on a channel."""
@@ -31,10 +32,10 @@ def decode_hello(header: bytes) -> Hello:
     """Parse the header of a hello.
 
     Raises:
-        SessionFault: The header is not that of a hello.
+        FrameRefused: The header is not that of a hello.
     """
     if header[:1] != HELLO or len(header) != _HELLO.size:
-        raise SessionFault(
+        raise FrameRefused(
             f"expected a hello of {_HELLO.size} bytes, got {header[:1]!r} in {len(header)} bytes"
         )
     _, session, partner, delivered = _HELLO.unpack(header)
@@ -50,9 +51,9 @@ def decode_envelope(header: bytes) -> tuple[bytes, int, int]:
     """Parse the envelope of a frame: its kind, its number, and what it acknowledges.
 
     Raises:
-        SessionFault: The header begins with no envelope.
+        FrameRefused: The header begins with no envelope.
     """
     if len(header) < ENVELOPE_BYTES or header[:1] not in (FRAME, FAREWELL):
-        raise SessionFault(f"expected a frame of a session, got {header[:1]!r} in {len(header)} bytes")
+        raise FrameRefused(f"expected a frame of a session, got {header[:1]!r} in {len(header)} bytes")
     kind, number, acknowledged = _ENVELOPE.unpack_from(header)
     return kind, number, acknowledged

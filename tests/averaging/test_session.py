@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equipoise.averaging.session.machine import ACKNOWLEDGE_EVERY, Hello, Session, SessionFault
+from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.session.machine import ACKNOWLEDGE_EVERY, Hello, Session
 
 FRAMES = 12
 
@@ -136,7 +137,7 @@ def test_a_gap_and_an_acknowledgement_of_what_was_never_sent_are_faults(
     number: int, acknowledged: int
 ) -> None:
     one, _ = paired()
-    with pytest.raises(SessionFault):
+    with pytest.raises(FrameRefused):
         one.session.take(number, acknowledged)
-    with pytest.raises(SessionFault):
+    with pytest.raises(FrameRefused):
         one.session.greet(Hello(b"b" * 8, b"a" * 8, 1))

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Generic, TypeVar
 
-from equipoise.averaging.session.machine import SESSION_BYTES, Hello, SessionFault
+from equipoise.averaging.ports import FrameRefused
+from equipoise.averaging.session.machine import SESSION_BYTES, Hello
 from equipoise.averaging.session.messages import ENVELOPE_BYTES, decode_envelope
 from equipoise.averaging.session.outbox import Frame, Outbox
 from simulator.core import Clock, Process, Violation
@@ -243,7 +244,7 @@ class Network(Clock, Generic[N, P]):
         _, number, acknowledged = decode_envelope(header)
         try:
             wanted, name = session.take(number, acknowledged), header[ENVELOPE_BYTES:]
-        except SessionFault as fault:
+        except FrameRefused as fault:
             raise Violation(f"{sender} to {to}: {fault}") from fault
         self.delivered += wanted and number > 0
         if wanted and name:
