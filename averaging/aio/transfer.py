@@ -26,8 +26,9 @@ from equipoise.averaging.session.outbox import Frame
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
+from equipoise.averaging.statesync.answers import Request
 from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, Image, ImageId, is_chunk
-from equipoise.averaging.statesync.client import Fetch, Request
+from equipoise.averaging.statesync.client import Fetch
 from equipoise.averaging.statesync.messages import Ask, Bulk, Chunk, Digests, TransferMessage, encode
 from equipoise.averaging.statesync.server import Server
 from equipoise.averaging.statesync.update import EncodedMean
@@ -359,7 +360,7 @@ class Transfer:
             try:
                 args = memory, spec, after, self._verify, result
                 found = await self._loop.run_in_executor(None, decode, *args)
-            except ValueError as error:
+            except (ValueError, FrameRefused) as error:
                 found = msgspec.structs.replace(found, reason=str(error))
                 got = msgspec.structs.replace(got, unheard=len(got.sources))  # They have it still.
         log.info("run %s, after epoch %d: %s", spec.name, after.epoch, found.reason)

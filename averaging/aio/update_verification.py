@@ -11,7 +11,7 @@ from equipoise.averaging.manifest import Verify
 from equipoise.averaging.outcome import Outcome
 from equipoise.averaging.spec import RunSpec
 from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, MeanError, cut, read_head
+from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, cut, read_head
 
 
 def most_bytes(spec: RunSpec) -> int:
@@ -33,12 +33,13 @@ def decode(
 
     Raises:
         ValueError: The image is no mean of this run after this state, or there is no room.
+        FrameRefused: Its manifest does not decode.
     """
     manifest, contributors, payload = read_head(image)
     size, quorum = spec.options.group_size, spec.strategy.quorum
     manifest.check(verify, spec=spec.hash, group_size=size, own=None, quorum=quorum)
     if manifest.before != after:
-        raise MeanError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
+        raise ValueError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
     group = group_of(spec, manifest)
     codecs = [spec.layout.codec_of(part) for part in group.parts]
     sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]

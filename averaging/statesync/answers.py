@@ -1,10 +1,11 @@
-"""The answers of a run's peers to one question, and the peers that have still to answer."""
+"""A newcomer's question, the answers of its run's peers, and the peers that have still to answer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
+from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 ANSWER_SECONDS = 1.0
@@ -12,6 +13,34 @@ ANSWER_SECONDS = 1.0
 
 LONE_SECONDS = 3 * ANSWER_SECONDS
 """Longest time to wait for the others if only one has answered: a channel may have to be opened first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A newcomer's request.
+
+    Attributes:
+        run: The run's name.
+        spec: Hash of its RunSpec.
+        ticket: 8 random bytes.
+        at_least: The first epoch that is of use.
+        limit: Most bytes of the image.
+        after: A state: the newcomer looks for the mean that the group applied to it, not for a snapshot.
+        circle: PeerIDs of the peers that vouch for that state, of which more than half must offer the same mean. For a
+            snapshot: PeerIDs of the only peers to take it from, while any of them is there.
+        patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
+        proved: Whether the asking peer will know that mean by its digest, so that it can take it from any donor.
+    """
+
+    run: str
+    spec: str
+    ticket: bytes
+    at_least: int
+    limit: int
+    after: StateId | None = None
+    circle: frozenset[str] = frozenset()
+    patient: bool = False
+    proved: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,10 @@ A newcomer gets a mean that it missed in the same way, or learns once the donors
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from equipoise.averaging.outcome import FetchOutcome
-from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync import events, messages
-from equipoise.averaging.statesync.answers import Agreement
+from equipoise.averaging.statesync.answers import Agreement, Request
 from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, ImageId
 from equipoise.averaging.statesync.events import FetchAction, FetchEvent, Finish
@@ -34,34 +32,6 @@ MAX_NOTES = 4
 """Most mishaps that the reason of the result names: the last ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A newcomer's request.
-
-    Attributes:
-        run: The run's name.
-        spec: Hash of its RunSpec.
-        ticket: 8 random bytes.
-        at_least: The first epoch that is of use.
-        limit: Most bytes of the image.
-        after: A state: the newcomer looks for the mean that the group applied to it, not for a snapshot.
-        circle: PeerIDs of the peers that vouch for that state, of which more than half must offer the same mean. For a
-            snapshot: PeerIDs of the only peers to take it from, while any of them is there.
-        patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
-        proved: Whether the asking peer will know that mean by its digest, so that it can take it from any donor.
-    """
-
-    run: str
-    spec: str
-    ticket: bytes
-    at_least: int
-    limit: int
-    after: StateId | None = None
-    circle: frozenset[str] = frozenset()
-    patient: bool = False
-    proved: bool = False
-
-
 class Fetch:
     """One download, from the first question to the last byte.
 
@@ -73,11 +43,8 @@ class Fetch:
         self.ended = False
         self._request = request
         self._began, self._expires = now, now + timeout
-        after, circle = request.after, request.circle
-        self._missed = None
-        if after is not None:
-            self._missed = UpdateQuery(after, request.limit, circle, request.patient, request.proved)
-        self._poll = self._missed or SnapshotQuorum(request.at_least, circle)
+        self._missed = None if request.after is None else UpdateQuery(request)
+        self._poll = self._missed or SnapshotQuorum(request.at_least, request.circle)
         self._agreement: Agreement | None = None
         self._sources = ChunkScheduler(0)
         self._image: ImageId | None = None

@@ -197,8 +197,9 @@ class Withdrew(msgspec.Struct, frozen=True):
     reason: str
 
 
-SourceEvent = AnswerReceived | BodyReceived | ProtocolBroken | PeerLost
-FetchEvent = PeersSeen | SourceEvent | MemoryReady | Withdrew | Woke
+FetchEvent = (
+    PeersSeen | AnswerReceived | BodyReceived | ProtocolBroken | PeerLost | MemoryReady | Withdrew | Woke
+)
 
 
 class Allocate(msgspec.Struct, frozen=True):

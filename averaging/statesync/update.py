@@ -21,7 +21,7 @@ from blake3 import blake3
 
 from equipoise.averaging.allreduce.part_table import mean_digest
 from equipoise.averaging.manifest import Manifest
-from equipoise.averaging.ports import FrameRefused, parser
+from equipoise.averaging.ports import parser
 
 MAX_MANIFEST_BYTES = 256 * 1024
 """Most bytes of a manifest: 64 joins, each a credential of 1 KiB, a signature of 512 bytes, and some hundred bytes."""
@@ -32,10 +32,6 @@ MASK_BYTES = 8
 _LENGTH = struct.Struct(">I")
 
 _manifest = parser(Manifest, "a manifest")
-
-
-class MeanError(ValueError):
-    """These bytes are no mean of this run after this state; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,22 +72,20 @@ def read_head(image: memoryview) -> tuple[Manifest, int, memoryview]:
     """The manifest, not checked, the contributors, and the encoded parts that follow.
 
     Raises:
-        MeanError: The image does not begin with a manifest and contributors.
+        ValueError: The image does not begin with a manifest and contributors.
+        FrameRefused: The bytes of the manifest are none.
     """
     if len(image) < _LENGTH.size:
-        raise MeanError(f"expected a mean, got {len(image)} bytes")
+        raise ValueError(f"expected a mean, got {len(image)} bytes")
     (length,) = _LENGTH.unpack_from(image)
     begins = _LENGTH.size + length
     if length > MAX_MANIFEST_BYTES or begins + MASK_BYTES > len(image):
-        raise MeanError(f"expected a manifest and a mean, got a length of {length} in {len(image)} bytes")
-    try:
-        manifest: Manifest = _manifest(image[_LENGTH.size : begins])
-    except FrameRefused as error:
-        raise MeanError(str(error)) from error
+        raise ValueError(f"expected a manifest and a mean, got a length of {length} in {len(image)} bytes")
+    manifest: Manifest = _manifest(image[_LENGTH.size : begins])
     contributors = int.from_bytes(image[begins : begins + MASK_BYTES], "little")
     members = manifest.members
     if not contributors or contributors >> len(members):
-        raise MeanError(f"expected contributors among {len(members)} members, got {contributors:b}")
+        raise ValueError(f"expected contributors among {len(members)} members, got {contributors:b}")
     return manifest, contributors, image[begins + MASK_BYTES :]
 
 
@@ -99,8 +93,8 @@ def cut(payload: memoryview, sizes: Sequence[int]) -> tuple[memoryview, ...]:
     """Cut the payload into parts of these sizes.
 
     Raises:
-        MeanError: The sizes do not add up to the payload's.
+        ValueError: The sizes do not add up to the payload's.
     """
     if len(payload) != sum(sizes):
-        raise MeanError(f"expected {sum(sizes)} bytes of encoded values, got {len(payload)}")
+        raise ValueError(f"expected {sum(sizes)} bytes of encoded values, got {len(payload)}")
     return tuple(payload[end - size : end] for end, size in zip(accumulate(sizes), sizes, strict=True))

@@ -16,36 +16,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Set
 
-from equipoise.averaging.state import StateId
-from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answers, counted
+from equipoise.averaging.statesync.answers import LONE_SECONDS, Agreement, Answers, Request, counted
 from equipoise.averaging.statesync.messages import Answer, Offer
 
 
 class UpdateQuery(Answers):
-    """The answers on the mean that the group applied to the state `after`.
+    """The answers on the mean that the group applied to the state `request.after`."""
 
-    Args:
-        after: The state.
-        limit: Most bytes of the mean's image; a larger one is no offer.
-        circle: PeerIDs of the peers that vouch for that state.
-        patient: Whether to wait while some peers are not as far: the round of that mean may still come.
-        proved: Whether the asking peer will know the mean by its digest, so that it can take the mean from any donor.
-    """
-
-    def __init__(
-        self,
-        after: StateId,
-        limit: int,
-        circle: frozenset[str] = frozenset(),
-        patient: bool = False,
-        proved: bool = False,
-    ) -> None:
+    def __init__(self, request: Request) -> None:
         super().__init__()
-        self._after = after
-        self._limit = limit
-        self._circle = circle
-        self._patient = patient
-        self._proved = proved
+        assert request.after is not None, "it asks for a mean"
+        self._after = request.after
+        self._request = request
+        self._circle = request.circle
         self._doubted: set[Offer] = set()
 
     def doubt(self, offer: Offer) -> None:
@@ -77,13 +60,13 @@ class UpdateQuery(Answers):
             return None
         voters = self._circle & self._answers.keys() if self._settled(now, LONE_SECONDS) else self._circle
         *_, near = self.rank(offer)
-        if 2 * near <= len(voters) and not (self._proved and self._settled(now)):
+        if 2 * near <= len(voters) and not (self._request.proved and self._settled(now)):
             return None
         return self._agreed(offer, f"{tally[offer]} of {counted(len(self.peers))} offer it")
 
     def hopeless(self, now: float) -> str:
         """Why the mean cannot come, one line; empty while it may come."""
-        waits = not self._settled(now, LONE_SECONDS) or (self._patient and self.behind)
+        waits = not self._settled(now, LONE_SECONDS) or (self._request.patient and self.behind)
         return "" if waits else self.standing
 
     def wish(self, now: float) -> bool:
@@ -95,7 +78,7 @@ class UpdateQuery(Answers):
         """The peers of the circle that are there, unless any donor will do: other peers are asked too, but anybody can
         write records of peers that never answer, and those must not delay every question."""
         near = self._circle & self.peers.keys()
-        return self.peers.keys() if self._proved or not near else near
+        return self.peers.keys() if self._request.proved or not near else near
 
     @property
     def standing(self) -> str:
@@ -105,14 +88,16 @@ class UpdateQuery(Answers):
         tally, what = self._tally, f"the mean after epoch {self._after.epoch}"
         if not tally:
             return f"none of {counted(len(self._answers))} that answered keeps {what}"
-        if self._proved:
+        if self._request.proved:
             return f"{tally.total()} of {counted(len(self.peers))} offer {what}"
         near = max(self.rank(offer)[-1] for offer in tally)
         return f"{near} of the {counted(len(self._circle))} that vouch for this peer's state offer the same as {what}"
 
     def _offer_in(self, answer: Answer) -> Offer | None:
         """The mean that an answer offers."""
-        fits = (one for one in answer.offers if one.state == self._after and one.image.size <= self._limit)
+        fits = (
+            one for one in answer.offers if one.state == self._after and one.image.size <= self._request.limit
+        )
         return next(fits, None)
 
     @property

@@ -8,7 +8,7 @@ from typing import cast
 
 from equipoise.averaging.aio.sessions import Sessions
 from equipoise.averaging.aio.transfer import MAX_DONORS, TRANSFER_FRAME, Download
-from equipoise.averaging.statesync.client import Request
+from equipoise.averaging.statesync.answers import Request
 from equipoise.averaging.statesync.events import Withdrew
 from equipoise.averaging.statesync.messages import Ask, decode
 from fakes.transfer import RUN, SPEC, TICKET

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.state import MAX_EPOCH, StateId
 from equipoise.averaging.statesync import answers, messages, snapshot_quorum
+from equipoise.averaging.statesync.answers import Request
 from equipoise.averaging.statesync.chunk_scheduler import ChunkScheduler
 from equipoise.averaging.statesync.chunks import CHUNK_BYTES, MAX_IMAGE_BYTES, ImageId, digests_of, is_chunk
-from equipoise.averaging.statesync.client import Fetch, Request
+from equipoise.averaging.statesync.client import Fetch
 from equipoise.averaging.statesync.events import (
     Allocate,
     AnswerReceived,
