@@ -87,24 +87,21 @@ class Schema(msgspec.Struct, frozen=True):
         Raises:
             SchemaError: Naming the first tensor that differs.
         """
-        if misfit := self._misfit(tensors):
-            raise SchemaError(misfit)
-
-    def _misfit(self, tensors: Mapping[str, torch.Tensor]) -> str:
         count = f"{len(self.tensors)} tensors, got {len(tensors)}"
         for spec in self.tensors:
             if spec.name not in tensors:
-                return f"tensor {spec.name!r} is missing: the run has {count}"
+                raise SchemaError(f"tensor {spec.name!r} is missing: the run has {count}")
             shape, dtype = tuple(tensors[spec.name].shape), _name(tensors[spec.name].dtype)
             if shape != spec.shape:
-                return f"tensor {spec.name!r}: expected shape {list(spec.shape)}, got {list(shape)}"
+                raise SchemaError(
+                    f"tensor {spec.name!r}: expected shape {list(spec.shape)}, got {list(shape)}"
+                )
             if dtype != spec.dtype:
-                return f"tensor {spec.name!r}: expected dtype {spec.dtype}, got {dtype}"
+                raise SchemaError(f"tensor {spec.name!r}: expected dtype {spec.dtype}, got {dtype}")
         if len(tensors) > len(self.tensors):
             known = {spec.name for spec in self.tensors}
             extra = next(name for name in tensors if name not in known)
-            return f"tensor {extra!r} is not part of the run: it has {count}"
-        return ""
+            raise SchemaError(f"tensor {extra!r} is not part of the run: it has {count}")
 
 
 def tensors_by_name(tensors: Mapping[str, torch.Tensor] | Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
