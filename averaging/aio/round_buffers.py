@@ -16,8 +16,6 @@ from equipoise.averaging.layout import Layout
 from equipoise.averaging.rules import Mean, Rule
 from equipoise.compression import Codec, CodecError, EncodeReport, NonFiniteError, Values, unwrapped
 
-MEAN = Mean()
-
 
 class Reduction(NamedTuple):
     """A part's mean, encoded, its BLAKE3, and how many values were clamped on the way."""
@@ -50,7 +48,7 @@ class RoundBuffers:
         contribution: torch.Tensor,
         result: torch.Tensor,
         pool: BufferPool,
-        rule: Rule = MEAN,
+        rule: Rule,
     ) -> None:
         self.clamped = 0
         self._pool = pool

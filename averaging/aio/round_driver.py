@@ -7,7 +7,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,13 +54,6 @@ MAX_LINGERING = 2
 
 MAX_CLOSED_ROUNDS = 1024
 """Most ids of closed rounds that are known, whose late frames are dropped."""
-
-MAX_COMING = 32
-"""Most headers of bodies under way that are kept decoded, of all rounds; from each channel one comes at a time. A
-hostile one takes 128 KiB and as much decoded."""
-
-PAIR = 2
-"""Members of a group of which each can tell how far its partner was from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +177,7 @@ class RoundDriver:
         """
         if peer not in self._members:
             return self._sessions.scratch(size)
-        message = _bulk_message(header)
+        message = _message(header)
         if not isinstance(message, WITH_BODY) or message.part >= len(self.group.parts):
             raise FrameRefused(f"a {type(message).__name__} has no body of {size} bytes in this round")
         expected = self._store.size(message.part)
@@ -201,7 +194,7 @@ class RoundDriver:
         member = self._members.get(peer)
         if member is None:
             return
-        message = _bulk_message(header) if body else _message(header)
+        message = _message(header)
         self._received += len(header) + len(body)
         if actions := self._endpoint.heard(member, self._loop.time()):
             self._driver.perform(actions)
@@ -344,7 +337,7 @@ class RoundDriver:
 
     def _apart(self, counted: Mapping[str, float]) -> float | None:
         """Return how far two partners were apart, from this peer's distance to the mean and the partner's weight."""
-        if not self.task.spec.strategy.pairs or len(counted) != PAIR:
+        if not self.task.spec.strategy.pairs:
             return None
         own, mean = self.task.contribution, self.task.result
         share = 1 - counted[self._peers[self._me]] / sum(counted.values())
@@ -449,7 +442,3 @@ class Rounds:
 
 def _message(header: bytes) -> wire.RoundMessage:
     return wire.decode(memoryview(header)[HEADER_PREFIX_BYTES:])
-
-
-_bulk_message = lru_cache(MAX_COMING)(_message)
-"""Decodes a header once where memory for its body is asked for, and takes the same message when the body has come."""

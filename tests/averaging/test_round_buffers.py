@@ -10,6 +10,7 @@ from equipoise.averaging.aio.buffer_pool import BufferPool
 from equipoise.averaging.aio.round_buffers import RoundBuffers
 from equipoise.averaging.allreduce.events import Group
 from equipoise.averaging.layout import Layout
+from equipoise.averaging.rules import Mean
 from equipoise.averaging.schema import Schema, TensorSpec
 from equipoise.compression import Codec, CodecError, NonFiniteError, parse_codec
 
@@ -35,7 +36,7 @@ def values_of(member: int) -> torch.Tensor:
 def store_of(codec: Codec, member: int, pool: BufferPool | None = None) -> tuple[RoundBuffers, torch.Tensor]:
     result = torch.zeros(SIZE)
     return RoundBuffers(
-        group(), member, layout(codec), values_of(member), result, pool or BufferPool()
+        group(), member, layout(codec), values_of(member), result, pool or BufferPool(), Mean()
     ), result
 
 
@@ -123,7 +124,7 @@ def test_our_own_fault_is_named_by_its_place_in_the_whole_vector(codec: Codec) -
     part = len(group().parts) - 1
     index = group().parts[part].start + 17
     contribution[index] = torch.nan
-    store = RoundBuffers(group(), ME, layout(codec), contribution, torch.zeros(SIZE), BufferPool())
+    store = RoundBuffers(group(), ME, layout(codec), contribution, torch.zeros(SIZE), BufferPool(), Mean())
     for call in (lambda: store.encode(part), lambda: reduce(store, part, 1 << ME)):
         with pytest.raises(NonFiniteError, match=f"value {index} of {SIZE} is nan") as caught:
             call()
