@@ -52,7 +52,7 @@ class Endpoint:
     @property
     def deadline(self) -> float:
         """When `Woke` is due, in monotonic seconds; infinite once the round is closed."""
-        return min(self.machine.deadline, self._beats_at) if self.machine.needed else self.machine.deadline
+        return float("inf") if self.machine.closed else min(self.machine.deadline, self._beats_at)
 
     def start(self, now: float) -> list[Action]:
         """Return the first actions: a heartbeat for every member, then the machine's first actions."""
@@ -81,7 +81,7 @@ class Endpoint:
             case events.PeerLost(member):
                 self._detector.lose(member)
             case events.Woke():
-                actions = self._beat(now) if self.machine.needed and now >= self._beats_at else []
+                actions = self._beat(now) if not self.machine.closed and now >= self._beats_at else []
                 return actions + (self._tell(event, now) if now >= self.machine.deadline else [])
         return self._tell(event, now)
 
@@ -99,7 +99,7 @@ class Endpoint:
         self._received = dict.fromkeys(self.others, 0)
         for member in self._detector.check(now):
             actions += self._tell(events.PeerLost(member, SILENT), now)
-        if self.machine.needed:
+        if not self.machine.closed:
             actions += self._gate([events.Send(member, wire.Heartbeat()) for member in self.others])
         self._beats_at = min(now + HEARTBEAT_SECONDS, self._detector.deadline)
         return actions

@@ -11,7 +11,7 @@ longer than a stall, so counting whole parts is too coarse. The round waits for 
 `MIN_BYTES_PER_SECOND`; a member that sends less has stalled. A slow member, honest or not, must not hold the others
 until the round's timeout either. No constant is a fair limit, so the limit is measured by the time of the others. Once
 at least half of the awaited members are through with a step, after a time T, the rest have `SLOWNESS` times T more, and
-`GRACE_STALLS` stalls for differences that the link does not cause. A hostile minority can neither delay that half nor
+`GRACE_SECONDS` for differences that the link does not cause. A hostile minority can neither delay that half nor
 make it look slower, so it costs a round no more than that. Where more than half are slow, the links themselves are
 slow, and the round waits for all members that deliver.
 """
@@ -35,8 +35,8 @@ MIN_BYTES_PER_SECOND = 16_000
 SLOWNESS = 8
 """Largest ratio between the links of one group: 50 Mbit/s beside 200 is 4, and two rounds that share a link make 8."""
 
-GRACE_STALLS = 2
-"""Stalls that a slow member has beyond that. It may have begun later, or been paused, where the others needed hardly
+GRACE_SECONDS = 2 * STALL_SECONDS
+"""Time that a slow member has beyond that. It may have begun later, or been paused, where the others needed hardly
 any time."""
 
 
@@ -107,17 +107,12 @@ class FailureDetector:
 class Patience:
     """The time that one member gives the others in the present step of the round.
 
-    Args:
-        stall: Seconds without progress that count as a stall.
-        now: Monotonic seconds.
-
     Attributes:
         ends_at: When the members still awaited have had enough time; infinite while that is not known.
         spent: Whether patience has ended in this step.
     """
 
-    def __init__(self, stall: float, now: float) -> None:
-        self._grace = GRACE_STALLS * stall
+    def __init__(self, now: float) -> None:
         self._step: Hashable = None
         self._began = now
         self._window_began = now
@@ -147,7 +142,7 @@ class Patience:
         if not awaited:
             self.ends_at = float("inf")
         elif self.ends_at == float("inf") and not self.spent and 2 * awaited.bit_count() <= of.bit_count():
-            self.ends_at = now + SLOWNESS * (now - self._began) + self._grace
+            self.ends_at = now + SLOWNESS * (now - self._began) + GRACE_SECONDS
 
     def end(self) -> None:
         """Wait for no member any longer in this step."""
@@ -183,7 +178,6 @@ class Attendance:
     Args:
         group: The round.
         now: Monotonic seconds.
-        stall: Seconds without progress that make the level rise by one.
 
     Attributes:
         lost: Bitmask of the members that are out of reach now.
@@ -193,27 +187,26 @@ class Attendance:
         level: Stalls since the last progress.
     """
 
-    def __init__(self, group: Group, now: float, stall: float = STALL_SECONDS) -> None:
+    def __init__(self, group: Group, now: float) -> None:
         self.group = group
         self.lost = 0
         self.gone = 0
         self.returned = 0
         self.late = 0
         self.level = 0
-        self._stall = stall
         self._lost_at = now
         self._progress_at = now
-        self._patience = Patience(stall, now)
+        self._patience = Patience(now)
 
     @property
     def deadline(self) -> float:
         """When `stall` must be called next, in monotonic seconds."""
-        return min(self._progress_at + (self.level + 1) * self._stall, self._patience.ends_at)
+        return min(self._progress_at + (self.level + 1) * STALL_SECONDS, self._patience.ends_at)
 
     @property
     def waited(self) -> float:
         """Seconds without progress until the last stall."""
-        return self.level * self._stall
+        return self.level * STALL_SECONDS
 
     @property
     def here(self) -> int:
@@ -231,7 +224,7 @@ class Attendance:
     @property
     def given_up_at(self) -> float:
         """When all members that are lost now have been lost for at least one stall, in monotonic seconds."""
-        return self._lost_at + self._stall
+        return self._lost_at + STALL_SECONDS
 
     def lose(self, member: int, now: float) -> bool:
         """A member is out of reach; returns whether that is news."""

@@ -38,7 +38,7 @@ from equipoise.averaging.allreduce.leader import Despair, Reopen, Tell, next_mov
 from equipoise.averaging.allreduce.messages import Decision
 from equipoise.averaging.allreduce.part_table import PartTable
 from equipoise.averaging.allreduce.paxos import Paxos, Vote, is_majority, members_of
-from equipoise.averaging.timing import LINGER_SECONDS, STALL_SECONDS, WAITING_SECONDS
+from equipoise.averaging.timing import LINGER_SECONDS, WAITING_SECONDS
 
 PLENTY = 1 << 40
 """Bytes that a `Waiting` counts for: a member that waits for a delivering member is not stalled itself."""
@@ -55,50 +55,43 @@ class AllReduce:
         me: This member's index.
         now: Monotonic seconds.
         timeout: Seconds until the round fails at the latest.
-        stall: Seconds without progress after which a step is tried another way.
 
     Attributes:
         ended: How the round has ended here, if it has.
         notes: What went wrong, for people.
+        closed: Whether no other member needs an answer. Until then this member sends signs of life.
         looked: Whether the last event ran `_advance`. If not, the phase is unchanged and the deadline is not earlier.
     """
 
-    def __init__(
-        self, group: Group, me: int, now: float, timeout: float, stall: float = STALL_SECONDS
-    ) -> None:
+    def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
         self.group = group
         self.me = me
         self.ended: Finish | Fail | None = None
         self.notes: list[str] = []
         self.looked = True
+        self.closed = False
         self._ends_at = now + timeout
         self._releases_at = float("inf")
         self._words_count_until = now + timeout / 2
         self._said_at = now
         self._peers = (group.everyone if group.dialable >> me & 1 else group.dialable) & ~(1 << me)
-        self._attendance = Attendance(group, now, stall)
+        self._attendance = Attendance(group, now)
         self._paxos = Paxos(group, me)
         self._part_table = PartTable(group, me)
         self._fetching = Fetching(me, len(group.parts))
         self._distrusted = 0
         self._released = False
-        self._closed = False
         self._actions: list[Action] = []
         self._again = False
 
     @property
     def deadline(self) -> float:
         """When `Woke` is due, in monotonic seconds; infinite once closed."""
-        if self._closed:
+        if self.closed:
             return float("inf")
         if self.ended is not None:
             return min(self._ends_at, self._releases_at)
         return min(self._ends_at, self._attendance.deadline)
-
-    @property
-    def needed(self) -> bool:
-        """True while others may need an answer. So long this member sends signs of life, and is not taken for lost."""
-        return not self._closed
 
     @property
     def phase(self) -> str:
@@ -132,7 +125,7 @@ class AllReduce:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take in one event; return what is to be done, in order."""
-        if self._closed:
+        if self.closed:
             return []
         self.looked = True
         match event:
@@ -417,7 +410,7 @@ class AllReduce:
 
     def _close(self) -> None:
         self._actions += [events.Close()] if self._released else [events.Release(), events.Close()]
-        self._released = self._closed = True
+        self._released = self.closed = True
 
     # ---- small things ----
 

@@ -48,9 +48,9 @@ def test_who_has_finished_speaks_for_a_lost_leader_even_to_those_who_hold_the_me
 def test_who_lingers_shows_signs_of_life_until_it_closes() -> None:
     table = finished(B)
     table.says(C, table.vote(Decision(ALL, ALL)))
-    assert table.machine.needed
+    assert not table.machine.closed
     assert table.stall()[-1] == Close()
-    assert not table.machine.needed
+    assert table.machine.closed
 
 
 def test_who_refused_a_successor_promises_once_it_finds_the_leader_lost_too() -> None:

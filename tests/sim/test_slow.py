@@ -8,7 +8,7 @@ import pytest
 
 from equipoise.averaging.allreduce.events import Fail, Finish
 from equipoise.averaging.allreduce.failure_detector import (
-    GRACE_STALLS,
+    GRACE_SECONDS,
     MIN_BYTES_PER_SECOND,
     SLOWNESS,
     Patience,
@@ -72,7 +72,7 @@ def test_one_that_trickles_costs_seconds_and_not_the_round(leader: int, transfer
 
 
 def test_a_trickle_is_a_stall() -> None:
-    patience = Patience(2.0, 0.0)
+    patience = Patience(0.0)
     patience.begin("scatter", 0.0)
     for tick in range(1, 9):
         patience.count(1, MIN_BYTES_PER_SECOND // 4)
@@ -82,18 +82,18 @@ def test_a_trickle_is_a_stall() -> None:
 
 
 def test_patience_is_measured_by_what_half_of_the_others_needed() -> None:
-    patience = Patience(2.0, 0.0)
+    patience = Patience(0.0)
     patience.begin("scatter", 100.0)
     patience.look(0b0110, 0b1110, 103.0)
     assert patience.ends_at == float("inf")
     patience.look(0b0100, 0b1110, 105.0)
-    assert patience.ends_at == 105.0 + SLOWNESS * 5.0 + GRACE_STALLS * 2.0
+    assert patience.ends_at == 105.0 + SLOWNESS * 5.0 + GRACE_SECONDS
     patience.begin("gather", 106.0)
     assert patience.ends_at == float("inf")
 
 
 def test_of_two_one_is_waited_for_as_long_as_it_delivers() -> None:
-    patience = Patience(2.0, 0.0)
+    patience = Patience(0.0)
     patience.look(0b10, 0b10, 50.0)
     assert patience.ends_at == float("inf")
 
