@@ -126,14 +126,6 @@ def accumulate(payload: torch.Tensor, weight: float, into: torch.Tensor, block: 
         rows.add_(decoded.copy_(row_codes).mul_(row_scales).mul_(weight))
 
 
-def sound(payload: torch.Tensor, count: int, block: int) -> bool:
-    """Return whether an encoder could have written this: no scale but 0 or MIN_SCALE to MAX_SCALE, no code -128."""
-    scales, codes = planes(payload, count, block)
-    # NaN compares false. -0.0 decodes to the same as 0.0.
-    good = (scales == 0.0) | ((scales >= MIN_SCALE) & (scales <= MAX_SCALE))
-    return bool(good.all()) and (not count or int(codes.amin()) > -128)
-
-
 def _pieces(
     values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, block: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:

@@ -49,7 +49,8 @@ class FloatCodec(Codec):
             piece = values[span]
             low, high = extremes(piece)
             if not within(low, high, self._limit):
-                _refuse_non_finite(values, low, high)
+                if not within(low, high) and (index := first_non_finite(values)) is not None:
+                    raise NonFiniteError(index, values.numel(), values[index].item())
                 clamped += int((piece.abs() > self._limit).sum())
                 kept = scratch(piece.numel(), piece.device)
                 piece = torch.clamp(piece, -self._limit, self._limit, out=kept)
@@ -86,8 +87,3 @@ class FloatCodec(Codec):
         exponents = scratch(encoded.numel(), encoded.device).view(self._format.bits)[: encoded.numel()]
         torch.bitwise_and(encoded.view(self._format.bits), self._format.exponent, out=exponents)
         return int(exponents.amax()) != self._format.exponent
-
-
-def _refuse_non_finite(values: torch.Tensor, low: float, high: float) -> None:
-    if not within(low, high) and (index := first_non_finite(values)) is not None:
-        raise NonFiniteError(index, values.numel(), values[index].item())
