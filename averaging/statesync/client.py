@@ -166,7 +166,9 @@ class Fetch:
         if not self.ended and now >= self._ask_at:
             self._ask_at = now + (ASK_AGAIN_SECONDS if self._agreement is None else RENEW_SECONDS)
             self._ask(list(self._poll.peers))
-        self._next_change = self._changes_at(now)
+        self._next_change = self._poll.deadline(now)
+        if self._agreement is not None:
+            self._next_change = min(self._next_change, self._sources.deadline(now))
 
     def _seek(self, now: float) -> None:
         agreement = self._poll.agreement(now)
@@ -228,11 +230,6 @@ class Fetch:
         wanted = self._poll.wanted if self._agreement is None else ()
         ask = messages.Ask(one.run, one.ticket, one.spec, one.at_least, wanted, one.after)
         self._out += [events.Send(peer, ask) for peer in peers]
-
-    def _changes_at(self, now: float) -> float:
-        if self._agreement is None:
-            return self._poll.deadline(now)
-        return min(self._sources.deadline(now), self._poll.deadline(now))
 
     # ---- the end ----
 

@@ -221,16 +221,13 @@ class Server:
 
     def _on_reading(self, peer: str, message: messages.AskBulk | messages.Finished) -> None:
         asker = self._askers.get(peer)
-        if asker is not None and asker.ask.ticket != message.ticket:
-            asker = None
+        known = asker is not None and asker.ask.ticket == message.ticket
         if isinstance(message, messages.Finished):
-            if asker is not None:
+            if known:
                 self._forget(peer)
-        elif (
-            problem := "that download is not known here"
-            if asker is None
-            else self._serve(peer, asker, message)
-        ):
+            return
+        problem = self._serve(peer, asker, message) if asker and known else "that download is not known here"
+        if problem:
             self._out.append(events.Send(peer, Refusal(message.run, message.ticket, problem)))
 
     def _serve(self, peer: str, asker: _Asker, message: messages.AskBulk) -> str:
