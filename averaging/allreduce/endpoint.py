@@ -39,13 +39,14 @@ class Endpoint:
 
     def __init__(self, group: Group, me: int, now: float, timeout: float) -> None:
         self.machine = AllReduce(group, me, now, timeout)
-        dialable = group.dialable
+        self._dialable = group.dialable
         self.others = tuple(
-            member for member in range(group.size) if member != me and dialable & (1 << member | 1 << me)
+            member
+            for member in range(group.size)
+            if member != me and group.dialable & (1 << member | 1 << me)
         )
         self._detector = FailureDetector(self.others, now)
         self._unheard: dict[int, list[Action]] = {member: [] for member in self.others}
-        self._undialled = {member for member in self.others if not dialable >> member & 1}
         self._received = dict.fromkeys(self.others, 0)
         self._beats_at = now
 
@@ -64,7 +65,6 @@ class Endpoint:
         if not returned and member not in self._unheard:
             return []
         actions = self._tell(events.PeerReturned(member), now) if returned else []
-        self._undialled.discard(member)
         return actions + self._unheard.pop(member, [])
 
     def received(self, member: int, count: int) -> None:
@@ -113,7 +113,7 @@ class Endpoint:
             match action:
                 case events.SendContribution(to, _) | events.SendMean(to, _, _) if to in self._unheard:
                     self._unheard[to].append(action)
-                case events.Send(to, _) if to in self._undialled:
+                case events.Send(to, _) if to in self._unheard and not self._dialable >> to & 1:
                     if action not in self._unheard[to]:  # A heartbeat waits once.
                         self._unheard[to].append(action)
                 case _:

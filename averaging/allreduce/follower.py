@@ -17,13 +17,15 @@ MAX_SERVED = 4
 
 def due_report(paxos: Paxos, part_table: PartTable, attendance: Attendance) -> wire.Report | None:
     """The owner's report, once each contribution is whole or its sender is lost or late; None if it has been sent."""
-    ballot = paxos.ballot
-    if ballot.plan is None or ballot.decision is not None or not part_table.owners >> paxos.me & 1:
+    ballot, plan = paxos.ballot, paxos.ballot.plan
+    if plan is None or ballot.decision is not None or not part_table.owners >> paxos.me & 1:
         return None
     whole = part_table.whole
-    if paxos.group.contributors & ~(whole | attendance.lost | attendance.late):
+    awaits = paxos.group.contributors & ~(whole | attendance.lost | attendance.late)
+    if awaits or ballot.reported == (plan.sequence, whole):
         return None
-    return paxos.report(ballot.plan, whole)
+    ballot.reported = plan.sequence, whole
+    return wire.Report(plan.ballot, plan.sequence, whole)
 
 
 class Fetching:

@@ -300,13 +300,6 @@ class Paxos:
         ballot.plan, ballot.reports = plan, {}
         return True
 
-    def report(self, plan: wire.Plan, whole: int) -> wire.Report | None:
-        """As owner: return the report for the leader, unless it has been sent."""
-        if self.ballot.reported == (plan.sequence, whole):
-            return None
-        self.ballot.reported = (plan.sequence, whole)
-        return wire.Report(plan.ballot, plan.sequence, whole)
-
     def on_report(self, sender: int, report: wire.Report) -> bool:
         """As leader, take in an owner's report; returns whether it belongs to this plan."""
         plan = self.ballot.plan
