@@ -336,7 +336,7 @@ class Transfer:
                 is no room.
             circle: PeerIDs of the peers that vouch for that state.
             proved: True if the caller will know by its digest whether it is the group's. If not, this peer stands at
-                that state, and more than half of the circle must offer the same mean.
+                that state, and more than half of the circle that can be reached must offer the same mean.
             patient: True to wait for the peers that are not as far, if no other peer has it.
 
         Raises:

@@ -3,8 +3,9 @@
 The peer asks all others for the mean that the group applied to its state. It believes a mean that more than half of its
 circle offer: the peers that held its state in a round, or had a vote on its snapshot. Each peer answers for itself, on
 an authenticated channel, so any number of strangers proves nothing. Liars that are more than half of a circle could
-also have outvoted the others in that round or poll. Peers of the circle that have died or fallen silent do not count,
-as they do not in the poll for a snapshot: else the mean of a group would be lost with half of its members.
+also have outvoted the others in that round or poll. Peers of the circle that are gone or cannot be reached do not
+count: else the mean of a group would be lost with half of its members. A peer that is silent counts, because it may
+still be in the round of that mean.
 
 A peer that will know the mean by its digest takes it from any donor. It first tries the mean that most of its circle
 offer, so that inventions of strangers cost it no time, and last a mean that its donors offer but do not deliver. The
@@ -58,7 +59,7 @@ class UpdateQuery(Answers):
         offer = max(tally, key=lambda one: (*self.rank(one), tally[one], one.image.digest), default=None)
         if offer is None:
             return None
-        voters = self._circle & self._answers.keys() if self._settled(now, LONE_SECONDS) else self._circle
+        voters = self._circle & self.peers.keys() - self._silent
         *_, near = self.rank(offer)
         if 2 * near <= len(voters) and not (self._request.proved and self._settled(now)):
             return None

@@ -243,12 +243,14 @@ def test_a_dead_peer_of_the_circle_keeps_nobody_waiting_while_most_of_it_offer_t
     assert fetching.end().ok
 
 
-def test_peers_of_the_circle_that_are_mute_are_given_as_long_as_any_other_and_do_not_count_then() -> None:
-    fetching = Fetching(*"ab", circle="ab")
-    fetching.hear("a", GENUINE)
+@pytest.mark.parametrize("mates", ["b", "bcd"])
+def test_a_mate_is_not_believed_against_others_that_are_silent_as_they_are_in_mid_round(mates: str) -> None:
+    fetching = Fetching("a", *mates, circle="a" + mates)
+    fetching.hear("a", FORGED)
     assert fetching.wait(0.0) == LONE_SECONDS
-    fetching.download(GENUINE, now=LONE_SECONDS)
-    assert fetching.end().ok
+    end = fetching.end()
+    assert f"1 of the {1 + len(mates)} peers that vouch" in end.reason
+    assert end.unheard == 1 + len(mates)
 
 
 def test_peers_of_the_circle_that_are_gone_do_not_count() -> None:
@@ -320,7 +322,7 @@ def test_nor_does_one_of_the_circle(given: int) -> None:
 
 
 def test_nor_do_two_of_which_one_breaks_off_when_it_is_asked_and_the_other_gives_nothing() -> None:
-    fetching = Fetching(*"xya", circle="xyabc", proved=True)
+    fetching = Fetching(*"xyabc", circle="xyabc", proved=True)
     for liar in "xy":
         fetching.hear(liar, FORGED)
     assert fetching.wait(0.0) == ANSWER_SECONDS
