@@ -34,10 +34,12 @@ REFRESH_SECONDS = 2.0
 """Time between two searches of the DHT for peers that do not know this one; the others tell it themselves."""
 STALE_SECONDS = 5.0
 """`peers` of a run that is not announced searches first if the last search is older."""
+RETRY_SECONDS = 0.3
+"""Time after which news that did not arrive is sent once more."""
 WITHDRAW_SECONDS = 1.0
 """Longest farewell."""
 
-Send = Callable[[str, Kept], Awaitable[None]]
+Send = Callable[[str, Kept], Awaitable[bool]]
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +82,9 @@ class Publisher:
         told = None
         try:
             while (newest := self._newest) is not None and newest != told:
-                await self._send(peer, newest)
+                if not await self._send(peer, newest):  # It may be a farewell, which no renewal follows.
+                    await asyncio.sleep(RETRY_SECONDS)
+                    await self._send(peer, newest)
                 told = newest
         finally:
             del self._tasks[peer]
@@ -195,9 +199,11 @@ class RunDirectory:
             **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
         )
 
-    async def _send(self, peer: str, kept: Kept) -> None:
+    async def _send(self, peer: str, kept: Kept) -> bool:
         with contextlib.suppress(CallError):
             await self._protocol.store(peer, [kept])
+            return True
+        return False
 
     def _publish(self, record: Readiness) -> None:
         kept = self._seal(record)

@@ -382,8 +382,8 @@ class Run:
             timeout: Seconds after which the download has ended; if no peer has the mean, it ends soon.
             circle: PeerIDs, at most 256, of the peers that vouch for the state: they held it in a round with this peer,
                 or had a vote on its snapshot.
-            proved: Whether the caller will check the state after the mean. If not, more than half of the circle must
-                offer the same mean.
+            proved: Whether the caller will check the state after the mean. If not, more than half of those of
+                the circle that can be reached must offer the same mean.
             patient: Whether to wait for peers that are not as far, if no peer has the mean.
 
         Raises:

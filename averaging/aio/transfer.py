@@ -176,8 +176,8 @@ class Download:
     async def _make_room(self, image: ImageId) -> None:
         try:
             self._memory = await self._room(image.size)
-        except ValueError as error:
-            self.driver.tell(events.Withdrew(str(error)))
+        except (ValueError, OSError, MemoryError) as error:
+            self.driver.tell(events.Withdrew(str(error) or "no memory for it"))
         else:
             self.driver.tell(events.MemoryReady(image.size))
 

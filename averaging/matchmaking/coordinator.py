@@ -100,7 +100,8 @@ class Coordinator:
         """Park a join, redirect it, or refuse it with the reason."""
         join, objection = request.join, self._objection(peer, request, now)
         if objection is not None:
-            self._context.refuse(peer, join, objection, self._context.round)
+            behind = join.round < self._context.round
+            self._context.refuse(peer, join, objection, self._context.round if behind else 0)
             return
         self._membership.welcome(peer, join.round, ready=True)
         if closed := self._closed.get(join.round):

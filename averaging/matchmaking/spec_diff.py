@@ -212,6 +212,8 @@ def differences(here: RunSpec, there: wire.SpecAnswer) -> str:
 
 def _differs(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
     here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
+    if name.startswith("tensor "):  # Its name may be long, and must be whole.
+        return f"{name}: here {here}, there {there}"
     pairs = enumerate(zip(here, there, strict=False))
     same = next((at for at, (a, b) in pairs if a != b), min(len(here), len(there)))
     return f"{name}: here {_around(here, same)}, there {_around(there, same)}"

@@ -318,6 +318,8 @@ class Attempt:
             reason = said(error)
             with contextlib.suppress(StreamClosed):
                 await self._say(End(reason[:MAX_REASON_CHARACTERS]))
+            # The other side does not learn what is found here: it may have named places in order to explore them.
+            reason = "; ".join((reason, *self._failures.values()))
         finally:
             await self._trying.stop()
             self._port.close()
@@ -342,8 +344,7 @@ class Attempt:
     async def _try(self) -> str:
         """Try until a channel opens; return why none did.
 
-        The other side learns nothing of what is found here, neither by words nor by the length of a try: it may have
-        named places in order to explore them.
+        Neither words nor the length of a try tell the other side what is found here.
         """
         while self.channel is None and self.tries < MAX_TRIES:
             await self._get_in_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import socket
@@ -16,6 +17,8 @@ READ_BYTES = 64 * 1024
 
 SEND_SECONDS = 5.0
 """A client that reads nothing for so long while its socket's buffer is full is stopped or gone."""
+
+_ROOM = socket.CMSG_SPACE(4 * MAX_DESCRIPTORS)
 
 
 class FrameDecoder:
@@ -100,15 +103,15 @@ class FrameSocket:
     async def _receive(self) -> bytes:
         while True:
             try:
-                data, found, flags, _ = socket.recv_fds(
-                    self._socket, READ_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
+                # `socket.recv_fds` passes no flags on: scripts' own children would inherit the descriptors.
+                data, found, flags, _ = self._socket.recvmsg(READ_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 self._ready.clear()
                 self._watch(True)
                 await self._ready.wait()
                 continue
-            self._descriptors += found
+            for *_, content in found:
+                self._descriptors += array.array("i", content[: len(content) - len(content) % 4])
             if flags & socket.MSG_CTRUNC or len(self._descriptors) > MAX_DESCRIPTORS:
                 told = f"expected at most {MAX_DESCRIPTORS} descriptors that wait for JoinRun, got more"
                 raise ControlError(told)

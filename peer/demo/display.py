@@ -35,7 +35,7 @@ class LiveTable(Live):
     def show(self, round_: Stepped) -> None:
         """Draw the table with one more round."""
         self._rounds.append(round_)
-        table = Table(title=self._title)
+        table = Table(title=self._title, caption="figures of the first trainer that ended the round")
         for column in COLUMNS:
             table.add_column(column, justify="right")
         for shown in self._rounds:

@@ -21,7 +21,7 @@ class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         contributors: Number of those whose gradients are in the mean.
         loss: Mean loss of the trainer's own samples since the update before.
         bytes_sent: Bytes that its daemon sent.
-        bytes_saved: Bytes that it would have sent in fp32 beside those.
+        bytes_saved: Fewer bytes than the values take in fp32; headers count against the codec.
         seconds: Duration of the round with its matchmaking.
     """
 
@@ -72,7 +72,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         accuracy_alone: Mean over the survivors of a peer's accuracy alone with its share.
         bit_identical: Whether all surviving trainers ended with the same parameters, bit for bit.
         bytes_sent: By all daemons in rounds that succeeded.
-        bytes_saved: Bytes that they would have sent in fp32 beside those.
+        bytes_saved: Fewer bytes than the values take in fp32; headers count against the codec.
         seconds: Duration of the whole demo.
     """
 

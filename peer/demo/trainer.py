@@ -138,7 +138,7 @@ def train(run: Run, learner: Learner, options: DemoOptions) -> None:
         if not outcome.ok:
             _say(Failed(update=before + 1, reason=outcome.reason))
         elif optimizer.epoch > before:
-            _say(_stepped(optimizer.epoch, sum(losses) / len(losses), outcome))
+            _say(_stepped(learner, optimizer.epoch, sum(losses) / len(losses), outcome))
             losses.clear()
 
 
@@ -151,7 +151,8 @@ def gossip(run: Run, learner: Learner, options: DemoOptions) -> None:
                 losses.append(learner.backward()[0])
                 learner.optimizer.step()
             new = trained.last if trained.last is not before else None
-            _say(_stepped(update, sum(losses) / len(losses), new or Outcome(ok=True, reason="no exchange")))
+            outcome = new or Outcome(ok=True, reason="no exchange")
+            _say(_stepped(learner, update, sum(losses) / len(losses), outcome))
     finished = trained.finished
     if finished is not None and not finished.ok:
         _say(Failed(update=options.rounds, reason=finished.reason))
@@ -176,14 +177,17 @@ def main() -> None:
     _say(Finished(digest=learner.digest(), accuracy=learner.accuracy(test), alone=alone))
 
 
-def _stepped(update: int, loss: float, outcome: Outcome) -> Stepped:
+def _stepped(learner: Learner, update: int, loss: float, outcome: Outcome) -> Stepped:
+    # A peer sends its part of the vector's mean to the others, and of its own values the parts of the others.
+    size = sum(parameter.nbytes for parameter in learner.model.parameters())
+    in_fp32 = round(2 * size * (1 - 1 / max(len(outcome.group), 1)))
     return Stepped(
         update=update,
         group=len(outcome.group),
         contributors=len(outcome.contributors),
         loss=loss,
         bytes_sent=outcome.bytes_sent,
-        bytes_saved=round(outcome.bytes_sent * (outcome.compression_ratio - 1)),
+        bytes_saved=in_fp32 - outcome.bytes_sent,
         seconds=outcome.seconds.get("total", 0.0),
     )
 

@@ -66,6 +66,12 @@ def test_of_long_values_the_part_that_differs_is_shown() -> None:
     assert len(said) < 160
 
 
+def test_a_long_name_of_a_tensor_is_whole() -> None:
+    name = "base_model.model.model.layers.17.self_attn.q_proj.lora_A.default.weight"
+    said = told(spec({name: (8, 4096)}), spec({name: (16, 4096)}))
+    assert f"here '{name}' float32 [8, 4096], there '{name}' float32 [16, 4096]" in said
+
+
 def test_a_line_does_not_name_everything() -> None:
     many = spec(terms={str(index): "here" for index in range(MAX_TERMS)}, codec="fp16")
     said = told(spec(), many)

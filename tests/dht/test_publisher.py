@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+from equipoise.dht import directory
 from equipoise.dht.directory import MAX_UNCONNECTED, Publisher
 
 
@@ -27,3 +28,17 @@ async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
     assert set(present) <= set(sent)
     assert sum(peer.startswith("ghost") for peer in sent) <= MAX_UNCONNECTED
     await publisher.close()
+
+
+async def test_a_farewell_that_did_not_arrive_is_sent_once_more(monkeypatch) -> None:
+    monkeypatch.setattr(directory, "RETRY_SECONDS", 0.0)
+    sent: list[bytes] = []
+
+    async def send(peer: str, data: bytes) -> bool:
+        sent.append(data)
+        return len(sent) > 1
+
+    publisher = Publisher(send, set)
+    publisher.publish(b"farewell", ["bob"])
+    await publisher.close(5.0)
+    assert sent == [b"farewell"] * 2

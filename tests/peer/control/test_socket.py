@@ -1,0 +1,25 @@
+"""The ends of the control socket."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from equipoise.peer.control.socket import FrameSocket
+
+
+async def test_received_descriptors_are_not_inherited_by_children() -> None:
+    near, far = socket.socketpair()
+    end = FrameSocket(near)
+    memory = os.memfd_create("test")
+    try:
+        socket.send_fds(far, [b"x"], [memory])
+        await end._receive()
+        received = end.take_descriptor()
+        assert not os.get_inheritable(received)
+        assert os.fstat(received).st_ino == os.fstat(memory).st_ino
+        os.close(received)
+    finally:
+        end.close()
+        far.close()
+        os.close(memory)
