@@ -14,9 +14,8 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from equipoise.averaging.aio.round_driver import Rounds
+from equipoise.averaging.aio.round_driver import Rounds, group_of, weights_of
 from equipoise.averaging.aio.sessions import Sessions
-from equipoise.averaging.aio.update_verification import decode, most_bytes
 from equipoise.averaging.manifest import TICKET_BYTES, Manifest, Verify
 from equipoise.averaging.matchmaking.messages import MAX_DETAIL_CHARS
 from equipoise.averaging.outcome import FetchOutcome, MeanOutcome, Outcome
@@ -31,7 +30,7 @@ from equipoise.averaging.statesync.chunks import DIGEST_BYTES, MAX_IMAGE_BYTES, 
 from equipoise.averaging.statesync.client import Fetch
 from equipoise.averaging.statesync.messages import Ask, Bulk, Chunk, Digests, TransferMessage, encode
 from equipoise.averaging.statesync.server import Server
-from equipoise.averaging.statesync.update import EncodedMean
+from equipoise.averaging.statesync.update import MAX_MANIFEST_BYTES, EncodedMean, cut, read_head
 from equipoise.tasks import Driver, TaskSet
 
 TRANSFER_FRAME = b"T"
@@ -534,3 +533,52 @@ class Transfer:
             mates = await self._mates()
             download.see({one.peer: one.credential for one in mates if not self._is_mute(one.peer)})
             await asyncio.sleep(LOOK_SECONDS)
+
+
+def most_bytes(spec: RunSpec) -> int:
+    """The largest image of a mean of this run."""
+    return spec.layout.encoded_size + MAX_MANIFEST_BYTES
+
+
+def decode(
+    image: memoryview, spec: RunSpec, after: StateId, verify: Verify, room: Callable[[], torch.Tensor]
+) -> Outcome:
+    """Decode the image of a mean, for a thread; its digest was checked. Returns the outcome of the mean's round.
+
+    Args:
+        image: Its bytes.
+        spec: The run.
+        after: The state that the mean must lead on from.
+        verify: Checks the signatures of the members' joins.
+        room: Makes room for the mean, f32 [D]; its content is undefined if this raises.
+
+    Raises:
+        ValueError: The image is no mean of this run after this state, or there is no room.
+        FrameRefused: Its manifest does not decode.
+    """
+    manifest, contributors, payload = read_head(image)
+    size, quorum = spec.options.group_size, spec.strategy.quorum
+    manifest.check(verify, spec=spec.hash, group_size=size, own=None, quorum=quorum)
+    if manifest.before != after:
+        raise ValueError(f"expected the mean after epoch {after.epoch}, got one after {manifest.before}")
+    group = group_of(spec, manifest)
+    codecs = [spec.layout.codec_of(part) for part in group.parts]
+    sizes = [codec.encoded_size(part.size) for codec, part in zip(codecs, group.parts, strict=True)]
+    mean = EncodedMean(manifest, contributors, cut(payload, sizes))
+    result = room()
+    for codec, part, encoded in zip(codecs, group.parts, mean.parts, strict=True):
+        codec.decode(encoded, result[part.start : part.stop])
+    counted, capped = weights_of(group, manifest.peers, contributors)
+    return Outcome(
+        ok=True,
+        reason=f"missed, and had from others: mean over {len(counted)} of {group.size} members",
+        run=spec.name,
+        round=manifest.round,
+        group=manifest.peers,
+        contributors=counted,
+        capped=capped,
+        digest=mean.digest().hex(),
+        bytes_received=mean.size,
+        compression_ratio=spec.layout.compression_ratio,
+        states=manifest.states,
+    )

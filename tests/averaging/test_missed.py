@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.aio.update_verification import decode, most_bytes
+from equipoise.averaging.aio.transfer import Transfer, decode, most_bytes
 from equipoise.averaging.manifest import ManifestError
 from equipoise.averaging.ports import FrameRefused
 from equipoise.averaging.schema import Schema

@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
-from equipoise.averaging.aio.transfer import Transfer
-from equipoise.averaging.aio.update_verification import decode
+from equipoise.averaging.aio.transfer import Transfer, decode
 from equipoise.averaging.outcome import FetchOutcome
 from equipoise.averaging.state import StateId
 from equipoise.averaging.statesync.answers import ANSWER_SECONDS, LONE_SECONDS, Request
