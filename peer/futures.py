@@ -25,8 +25,6 @@ Ended = TypeVar("Ended")
 GRACE = 0.8
 """Seconds past its timeout in which the daemon must have answered; with the copying, a call ends within a second."""
 
-Named = Mapping[str, torch.Tensor]
-
 DOWNLOAD_GRACE = 10.0
 """Seconds past its timeout in which the daemon must have answered; it may just then be busy with an image."""
 
@@ -140,8 +138,8 @@ class Recovered(MeanOutcome, frozen=True, kw_only=True):
         buffers: Values of the module's buffers, by name, fp32.
     """
 
-    values: Named = field(default_factory=dict)
-    buffers: Named = field(default_factory=dict)
+    values: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Download(Pending[Ended]):

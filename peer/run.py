@@ -608,7 +608,9 @@ class Run:
         with self._lock:
             self._collected(outcome)
             if outcome is not None and outcome.counted(me):
-                self._drop()
+                self._spare, self._contributed = self._contributed, None  # Its memory serves again.
+                if self._spare is not None:
+                    self._spare.clear()
             else:
                 self._keep()
             if outcome is not None and outcome.ok:
@@ -618,12 +620,6 @@ class Run:
     def _report(self) -> None:
         """Let the daemon publish the accumulated weight; under the lock, so that the last report is the latest."""
         self._link.start(messages.ReportAccumulated(self.name, self.accumulated))
-
-    def _drop(self) -> None:
-        """Forget the contribution; its memory serves again."""
-        self._spare, self._contributed = self._contributed, None
-        if self._spare is not None:
-            self._spare.clear()
 
     def _keep(self) -> None:
         """Take back the contribution, and merge the gradients accumulated since."""

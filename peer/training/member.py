@@ -231,6 +231,7 @@ class Member:
     Attributes:
         last: The last outcome; after an update made alone, an outcome that is not ok and says so.
         outcomes: Number of rounds that have ended.
+        limit: Most bytes that an image of the state takes.
     """
 
     def __init__(
@@ -248,6 +249,7 @@ class Member:
         """
         self.last: Outcome | None = None
         self.outcomes = 0
+        self.limit = subject.model.limit
         subject.state.require_writable()
         self._run = run
         self._subject = subject
@@ -279,7 +281,7 @@ class Member:
     @property
     def in_step(self) -> bool:
         """Whether that is the group's state, as far as this peer knows."""
-        return self._replica.contributes
+        return self._replica.phase is machine.Phase.IN_STEP
 
     @property
     def reason(self) -> str:
@@ -510,11 +512,6 @@ class Member:
             self._run.take()
 
         return Image(read.id, load)
-
-    @property
-    def limit(self) -> int:
-        """Most bytes that an image of this state takes."""
-        return self._subject.model.limit
 
     @property
     def whole(self) -> bool:

@@ -90,7 +90,6 @@ class SwarmOptimizer(torch.optim.Optimizer):
         run.agree(terms_of(inner, options, self.scheduler, parameters, frozen), options.buffers)
         subject = Subject(parameters, buffers, model, image.TrainingState(parts), self._update)
         self.member = Member(run, subject, options, options.target_batch_size)
-        self._clock = options.clock
         self._pace = Pace(options.target_batch_size)
         self._paced: Outcome | None = None
         self._given = 0.0
@@ -182,7 +181,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._pace.computed(self._clock())
+        self._pace.computed(self._options.clock())
         try:
             gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
             self.member.accumulate(gradients, self.batch_size)
@@ -196,7 +195,7 @@ class SwarmOptimizer(torch.optim.Optimizer):
             if self._is_due():
                 self._given = self.member.accumulated
                 self.member.meet(wait=not self._options.delay)
-        self._pace.returned(self._clock())
+        self._pace.returned(self._options.clock())
         return loss
 
     def finish(self, timeout: float = FINISH_SECONDS) -> Finished:

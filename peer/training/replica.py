@@ -93,6 +93,7 @@ class Phase(Enum):
 
     MEETING = "meeting"
     IN_STEP = "in step"
+    """This peer's gradients are of the group's parameters."""
     ASTRAY = "astray"
 
 
@@ -207,11 +208,6 @@ class Replica:
         if self.phase is Phase.ASTRAY:
             return ATTENDANCE if self._stands_in else 0.0
         return 0.0 if others_give and not self._failures else ATTENDANCE
-
-    @property
-    def contributes(self) -> bool:
-        """True if this peer's gradients are of the group's parameters."""
-        return self.phase is Phase.IN_STEP
 
     @property
     def gives_up(self) -> bool:

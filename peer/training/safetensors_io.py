@@ -84,10 +84,8 @@ def pack(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> to
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
-        told = (
-            f"names, shapes and what is no tensor to take at most {MAX_HEADER_BYTES} bytes, got {len(text)}"
-        )
-        raise ImageError(f"expected {told}: keep large lists of numbers as tensors")
+        told = f"expected names, shapes and what is no tensor to take at most {MAX_HEADER_BYTES} bytes"
+        raise ImageError(f"{told}, got {len(text)}: keep large lists of numbers as tensors")
     head = bytearray(len(text).to_bytes(8, "little") + text)
     image = torch.empty(len(head) + at, dtype=torch.uint8)
     image[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)

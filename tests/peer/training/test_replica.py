@@ -106,7 +106,7 @@ def nobody_keeps_any(machine: Replica, group: StateId) -> list[events.Action]:
 def test_it_begins_by_meeting_with_nothing_to_give() -> None:
     machine = Replica("a", START, 0.0)
     assert machine.claim == START
-    assert not machine.contributes
+    assert machine.phase is not Phase.IN_STEP
     assert machine.attendance() == ATTENDANCE
 
 
@@ -153,7 +153,7 @@ def test_astray_it_holds_fetches_and_replays() -> None:
         Apply(state_at(7)),
     ]
     assert machine.state == state_at(8)
-    assert machine.contributes
+    assert machine.phase is Phase.IN_STEP
     assert machine.handle(succeeded(state_at(8)), 40.0) == [Apply(state_at(8))]
 
 
@@ -174,7 +174,7 @@ def test_a_snapshot_a_few_means_too_old_serves_if_those_can_be_had() -> None:
         Apply(state_at(29)),
         Apply(state_at(30)),
     ]
-    assert machine.contributes
+    assert machine.phase is Phase.IN_STEP
 
 
 def test_its_circle_are_the_others_that_held_the_group_s_state_in_the_last_round() -> None:
@@ -228,7 +228,7 @@ def test_one_that_missed_a_few_rounds_gets_those_means_and_needs_no_snapshot() -
         Keep(state_at(1)),
         *(Apply(state_at(epoch)) for epoch in range(4)),
     ]
-    assert machine.contributes
+    assert machine.phase is Phase.IN_STEP
     assert machine.state == state_at(4)
 
 
@@ -299,7 +299,7 @@ def test_one_whose_round_failed_asks_at_once_whether_it_did_for_all() -> None:
     machine = in_step()
     assert machine.handle(RoundFailed("lost b", formed=True), 1.0) == [Recover(START)]
     assert machine.handle(RecoveryFailed("nobody keeps it"), 1.1) == []
-    assert machine.contributes
+    assert machine.phase is Phase.IN_STEP
     assert machine.reason == "the last round failed: lost b"
 
 
@@ -320,7 +320,7 @@ def test_a_newcomer_that_finds_others_at_work_fetches_at_once() -> None:
     assert machine.handle(OthersBegun(), 0.2) == []
     assert machine.handle(succeeded(state_at(5)), 1.0) == [Hold(state_at(5))]
     assert machine.handle(ImageFetched(state_at(5)), 2.0) == [Load(), Apply(state_at(5))]
-    assert machine.contributes
+    assert machine.phase is Phase.IN_STEP
 
 
 def test_a_snapshot_that_comes_before_any_round_is_followed_by_what_came_since() -> None:
@@ -333,7 +333,7 @@ def test_a_snapshot_that_comes_before_any_round_is_followed_by_what_came_since()
         Recover(state_at(6)),
     ]
     assert machine.handle(RecoveryFailed("nobody keeps it"), 2.2) == []
-    assert machine.contributes
+    assert machine.phase is Phase.IN_STEP
 
 
 def test_at_the_end_it_asks_for_what_it_may_have_missed() -> None:

@@ -113,7 +113,7 @@ def test_equal_ids_are_equal_states_and_in_the_end_all_are_in_step(seed: int) ->
 
 
 def _round(group: list[Peer], now: int, chance: random.Random, calm: bool, kept: dict[StateId, int]) -> None:
-    weights = {p.name: 8.0 if p.machine.contributes else p.machine.attendance() for p in group}
+    weights = {p.name: 8.0 if p.machine.phase is Phase.IN_STEP else p.machine.attendance() for p in group}
     contributors = {name: weight for name, weight in weights.items() if weight > 0}
     if len(contributors) < 2:
         for peer in group:
