@@ -23,7 +23,7 @@ from equipoise.peer.control.messages import Welcome
 from equipoise.peer.control.server import ControlServer
 from equipoise.peer.errors import EquipoiseError, Refused, Unreached
 from equipoise.peer.history import History
-from equipoise.peer.home import Home
+from equipoise.peer.home import LOG_FILE, Home
 from equipoise.peer.logs import close_log, open_log
 from equipoise.peer.session import Service
 from equipoise.peer.status import Kernels, Status
@@ -60,9 +60,11 @@ class Daemon:
     Attributes:
         server: Hears its clients.
         service: Joins and serves runs for them.
+        history: The outcomes of their rounds.
     """
 
     service: Service
+    history: History
     _swarm: Swarm
     _home: Home
 
@@ -144,29 +146,29 @@ class Daemon:
             swarm=swarm,
             runs=tuple(session.status() for session in self.service.sessions),
             kernels=Kernels(kernels().name, kernels().reason),
-            versions={name: _version(name) for name in PACKAGES},
+            versions={name: metadata.version(name) for name in PACKAGES},
             settings=self._loaded.settings,
-            log=str(self._home.log),
+            log=str(self._home.path / LOG_FILE),
             warnings=self._loaded.warnings + swarm.warnings,
         )
 
     async def _start(self) -> None:
         self._home = self._given or Home.take(Path(self._config.home))
         self._ending.callback(self._home.release)
-        self._ending.callback(close_log, open_log(self._home.log, self._config.log_level))
+        self._ending.callback(close_log, open_log(self._home.path / LOG_FILE, self._config.log_level))
         self._ending.callback(log.info, "stopped")
         for warning in self._loaded.warnings:
             log.warning(warning)
             self._say(f"warning: {warning}")
         log.info("kernels: %s (%s)", kernels().name, kernels().reason)
-        history = History(self._home.path)
-        self._ending.callback(history.close)
+        self.history = History(self._home.path)
+        self._ending.callback(self.history.close)
         from equipoise.peer.wiring import start_parts  # It imports hivemind, while the home is taken already.
 
         self._swarm, router = await start_parts(self._config)
         self._ending.push_async_callback(_bounded, self._swarm.stop, "leaving the swarm")
         self._ending.push_async_callback(_bounded, router.stop, "stopping the router")
-        self.service = Service(router, self._swarm, history)
+        self.service = Service(router, self._swarm)
         self._ending.push_async_callback(_bounded, lambda: self.server.stop(self._why), "leaving the runs")
         self.server.start(self._home.listen())
         log.info("peer %s, process %d, home %s", self._swarm.peer, os.getpid(), self._home.path)
@@ -217,10 +219,3 @@ async def _bounded(stop: Callable[[], Awaitable[None]], what: str) -> None:
         log.error("%s took longer than %g s and was abandoned", what, STOP_SECONDS)
     except Exception:
         log.exception("%s failed", what)
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

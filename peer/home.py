@@ -24,9 +24,6 @@ CHECKPOINTS = "checkpoints"
 """Directory of a directory for each run."""
 OWN_FILES = ("daemon.", "control.", "config.toml", "identity.key", "rounds.", "swarm.json", CHECKPOINTS)
 
-MAX_SOCKET_PATH_BYTES = 103
-"""Longest path of a socket: sockaddr_un holds 108 bytes on Linux and 104 on macOS, the final NUL included."""
-
 BACKLOG = 128
 """Most clients that connect at once: all processes of a machine with many accelerators wait for one daemon."""
 
@@ -51,10 +48,10 @@ class Home:
         descriptor: Holds the lock, which a process that is started with it inherits.
     """
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: int, is_shared: bool = False) -> None:
         self.path = path
         self.descriptor = lock
-        self._is_shared = False
+        self._is_shared = is_shared
 
     @classmethod
     def take(cls, path: Path) -> Self:
@@ -75,20 +72,13 @@ class Home:
         """Share a home that the process which started this one has locked, by its descriptor; that one unlocks it."""
         os.set_inheritable(lock, False)
         _write_pid(lock)
-        inherited = cls(path, lock)
-        inherited._is_shared = True
-        return inherited
-
-    @property
-    def log(self) -> Path:
-        """The daemon's log file."""
-        return self.path / LOG_FILE
+        return cls(path, lock, is_shared=True)
 
     def listen(self) -> socket.socket:
         """Bind the control socket, 0600 whatever the umask, over a stale one if need be.
 
         Raises:
-            HomeError: Something else is in its place, or its path is too long.
+            HomeError: Something else is in its place.
         """
         path = self.path / SOCKET_FILE
         if path.is_symlink() or (path.exists() and not path.is_socket()):
@@ -317,13 +307,7 @@ def _is_still(path: Path, lock: int) -> bool:
 
 
 def _with_short_path(home: Path, use: Callable[[str], None]) -> None:
-    """Call `use` (bind or connect) with a path of the control socket in `home` that is short enough."""
-    path = str(home / SOCKET_FILE)
-    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
-        use(path)
-        return
-    if not Path("/proc/self/fd").is_dir():
-        raise HomeError(f"the path {path} is too long for a socket", "give a shorter --home")
+    """Call `use` (bind or connect) with a short path of the control socket in `home`: a socket's path has 107 bytes."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY)
     try:
         use(f"/proc/self/fd/{folder}/{SOCKET_FILE}")

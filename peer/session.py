@@ -25,7 +25,6 @@ from equipoise.averaging.state import MAX_EPOCH
 from equipoise.dht.records import MAX_RUNS_PER_PEER
 from equipoise.peer.control.messages import MAX_TEXT, FetchMean, FetchState, JoinRun, Progress, StartRound
 from equipoise.peer.errors import Refused
-from equipoise.peer.history import History
 from equipoise.peer.purposes import AVERAGE, PURPOSES, STEP, run_specs
 from equipoise.peer.shared_memory import VALUE_BYTES, Region, SharedMemory
 from equipoise.peer.status import Exchanges, PeerRow, RunStatus
@@ -383,16 +382,11 @@ class Session:
 
 
 class Service:
-    """Joins, serves and leaves runs on behalf of clients.
+    """Joins, serves and leaves runs on behalf of clients."""
 
-    Attributes:
-        history: The outcomes of their rounds.
-    """
-
-    def __init__(self, router: Router, swarm: Swarm, history: History) -> None:
+    def __init__(self, router: Router, swarm: Swarm) -> None:
         self._router = router
         self._swarm = swarm
-        self.history = history
         self._sessions: dict[str, Session] = {}
 
     @property

@@ -17,6 +17,7 @@ from equipoise.peer.errors import ControlError, EquipoiseError, Refused
 from equipoise.peer.home import peer_credentials
 from equipoise.peer.session import Session
 from equipoise.peer.shared_memory import SharedMemory
+from equipoise.tasks import end
 
 if TYPE_CHECKING:
     from equipoise.peer.daemon import Daemon
@@ -71,9 +72,7 @@ class Connection:
             reading = asyncio.create_task(self._read())
             closed = asyncio.create_task(self._closed.wait())
             await asyncio.wait({reading, closed}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (reading, closed):
-            task.cancel()
-        await asyncio.gather(reading, closed, return_exceptions=True)
+        await end((reading, closed))
         await self.leave_all("its client has gone")
         self._socket.close()
 
@@ -164,8 +163,6 @@ class Connection:
         """Do what is asked; returns the answer, of the type that the request names."""
         service = self._daemon.service
         match request:
-            case Hello():
-                raise Refused("expected a request, got Hello")
             case messages.JoinRun():
                 fd = self._socket.take_descriptor()
                 self._sessions[request.run] = await service.join(request, fd, self._client)
@@ -175,14 +172,15 @@ class Connection:
             case messages.AskPeers():
                 return await service.peers()
             case messages.AskRounds(limit):
-                return service.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
+                return self._daemon.history.last(min(max(limit, 1), MAX_ROUNDS_LISTED))[-MAX_ROUNDS_LISTED:]
             case messages.StopDaemon():
                 self._daemon.request_stop(f"asked by {self._client}")
                 return None
             case messages.OfferState() | messages.FetchState() | messages.FetchMean():
                 return await self._transfer(request)
-        assert isinstance(request, RunRequest), "all others are"
-        return await self._do_in(self._session(request.run), request)
+            case RunRequest():
+                return await self._do_in(self._session(request.run), request)
+        raise Refused(f"expected a request, got {type(request).__name__}")
 
     async def _do_in(self, session: Session, request: RunRequest[Any]) -> object:
         match request:
@@ -190,7 +188,7 @@ class Connection:
                 await session.agree(terms, buffers)
             case messages.StartRound():
                 outcome = await session.start_round(request)
-                self._daemon.service.history.add(outcome)
+                self._daemon.history.add(outcome)
                 return outcome
             case messages.StopRound(_, why):
                 session.stop_round(why)

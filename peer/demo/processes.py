@@ -119,9 +119,7 @@ def _environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """On Linux, a function that has the kernel end a child when this process is killed and cannot end it itself."""
-    if sys.platform != "linux":
-        return None
+def _die_with_parent() -> Callable[[], None]:
+    """A function that has the kernel end a child when this process is killed and cannot end it itself."""
     prctl = ctypes.CDLL(None).prctl  # Looked up before the fork: after it only system calls are safe.
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -95,7 +95,6 @@ def test_a_symlink_in_place_of_the_pid_file_is_not_followed(tmp_path: Path) -> N
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only Linux can name a socket through /proc")
 def test_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
     home = Home.take(tmp_path / ("x" * 100) / ("y" * 100))
     with home.listen():
