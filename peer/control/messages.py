@@ -250,7 +250,7 @@ def decode_number(frame: bytes) -> tuple[int, msgspec.Raw]:
     Raises:
         ControlError: The frame is not even numbered.
     """
-    return _decoded(_envelope, frame)
+    return _decoded(_envelope, frame, "expected a numbered message")
 
 
 def decode_request(content: msgspec.Raw) -> Request[Any]:
@@ -259,10 +259,7 @@ def decode_request(content: msgspec.Raw) -> Request[Any]:
     Raises:
         ControlError: The message is unknown or malformed.
     """
-    try:
-        return _request.decode(content)
-    except _MALFORMED as error:
-        raise ControlError(f"the daemon does not understand this: {error}") from error
+    return _decoded(_request, content, "the daemon does not understand this")
 
 
 def decode_reply(frame: bytes) -> tuple[int, str | None, msgspec.Raw]:
@@ -271,7 +268,7 @@ def decode_reply(frame: bytes) -> tuple[int, str | None, msgspec.Raw]:
     Raises:
         ControlError: The frame is not even numbered.
     """
-    return _decoded(_reply, frame)
+    return _decoded(_reply, frame, "expected a numbered message")
 
 
 def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
@@ -280,11 +277,9 @@ def decode_answer(request: Request[Answer], content: msgspec.Raw) -> Answer:
     Raises:
         ControlError: The answer has another type than the request names.
     """
-    try:
-        answer: Answer = _answer_decoder(type(request)).decode(content)
-        return answer
-    except _MALFORMED as error:
-        raise ControlError(f"expected the answer to {type(request).__name__}: {error}") from error
+    problem = f"expected the answer to {type(request).__name__}"
+    answer: Answer = _decoded(_answer_decoder(type(request)), content, problem)
+    return answer
 
 
 @functools.cache
@@ -301,9 +296,8 @@ def _framed(content: object, what: str) -> bytes:
     return LENGTH.pack(len(encoded)) + encoded
 
 
-def _decoded(envelope: msgspec.msgpack.Decoder[Answer], frame: bytes) -> Answer:
+def _decoded(decoder: msgspec.msgpack.Decoder[Answer], content: bytes | msgspec.Raw, problem: str) -> Answer:
     try:
-        return envelope.decode(frame)
+        return decoder.decode(content)
     except _MALFORMED as error:
-        told = f"expected a numbered message, got {len(frame)} bytes that do not decode: {error}"
-        raise ControlError(told) from error
+        raise ControlError(f"{problem}: {error}") from error
