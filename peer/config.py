@@ -8,7 +8,8 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from configparser import RawConfigParser
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,11 +41,6 @@ RATES = ("bandwidth", "relay_bandwidth")
 _RATE = re.compile(
     r"(?P<amount>\d+(\.\d*)?)\s*(?P<prefix>[kKmMgGtT]i?)?((?P<bits>[Bb]its?|bps)|B|[Bb]ytes?|Bps)?(/s)?"
 )
-
-_SWITCHES = {
-    text: text in ("true", "yes", "on", "1") for text in ["true", "yes", "on", "1", "false", "no", "off", "0"]
-}
-"""Words for true and false in an environment variable."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -164,8 +160,8 @@ def load(
         problem = "a daemon in client mode cannot relay: nobody can dial it"
         raise _wrong(origins, problem, "leave out one of them")
     malformed = _malformed(config, settings, tolerant=not flags.get("join"))
-    if "channel" in settings:
-        _check_channel(config, settings["channel"].origin)
+    if config.channel == UNENCRYPTED:
+        _check_loopback(config, settings["channel"].origin)
     for key in KEYS:
         settings.setdefault(key, Setting(key, getattr(config, key), "default"))
     bad = {one.address for one in malformed}
@@ -178,10 +174,9 @@ def _wrong(origin: str, problem: str, hint: str = "") -> ConfigError:
     return kind(f"{origin}: {problem}", hint)
 
 
-def _closest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def _closest(word: str, known: Sequence[str]) -> str:
     """The question whether the closest of the known words was meant, else all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(word, known, 1, cutoff)
+    close = difflib.get_close_matches(word, known, 1)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
 
 
@@ -216,7 +211,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
             if _TYPES[key] is Addresses:
                 value = text.replace(",", " ").split()
             elif _TYPES[key] in _BOOLEANS:
-                value = _SWITCHES.get(text.strip().lower(), text)
+                value = RawConfigParser.BOOLEAN_STATES.get(text.strip().lower(), text)
             found.append((key, value, f"environment {name}"))
     return found
 
@@ -321,10 +316,8 @@ def _malformed(
     return tuple(found)
 
 
-def _check_channel(config: Config, origin: str) -> None:
+def _check_loopback(config: Config, origin: str) -> None:
     """Refuse to send anything unencrypted that could leave this machine."""
-    if config.channel != UNENCRYPTED:
-        return
     from equipoise.dht.address import is_loopback, parse_listen
 
     hosts = [parse_listen(address).host for address in (*config.listen, *config.direct_listen)]

@@ -51,17 +51,16 @@ class Peer(Client):
             ConfigError: A setting is unknown or has a wrong value.
             HomeError: The home cannot be used, or another daemon runs there.
         """
-        temporary = tempfile.TemporaryDirectory(prefix="equipoise-") if home is None else None
-        place = temporary.name if temporary else home
-        flags = {"home": place, "join": tuple(join), "listen": tuple(listen), **settings}
         with contextlib.ExitStack() as ending:
-            if temporary is not None:
-                ending.callback(temporary.cleanup)
+            place = home
+            if place is None:
+                place = ending.enter_context(tempfile.TemporaryDirectory(prefix="equipoise-"))
+            flags = {"home": place, "join": tuple(join), "listen": tuple(listen), **settings}
             thread = DaemonThread(load(flags, style="argument "))
             ending.callback(weakref.finalize(self, thread.stop))
             link = thread.connect()
             self._ending = ending.pop_all()
-        if temporary is not None:
+        if home is None:
             link.welcome = msgspec.structs.replace(link.welcome, home="")
         super().__init__(link)
 
