@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from equipoise.dht.punch import puncher
@@ -183,6 +185,36 @@ async def test_what_is_said_out_of_turn_ends_it(pair, message) -> None:
     assert "out of turn" in reason
     assert [await heard(other) for _ in range(2)] == [PLACES[1], End(reason)]
     assert side.tries == 0
+
+
+places = st.sampled_from([("44.0.0.9", 1), ("fe80::1", 2), ("0.0.0.0", 3)])
+words = st.one_of(
+    st.sampled_from([Probe(), Go(), End(""), End("no\nway")]),
+    st.builds(Candidates, places, st.lists(places, max_size=2).map(tuple)),
+)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.booleans(), st.lists(words, max_size=12))
+def test_whatever_is_said_it_ends_and_tries_no_more_than_it_may(begins: bool, said: list) -> None:
+    async def play() -> Attempt:
+        own, other = (Stream(one) for one in socket.socketpair())
+        for message in said:
+            await send_message(other, encode(message))
+        side = attempt(own, begins)
+        reason = await side.run()
+        own.close()
+        other.close()
+        assert reason
+        assert "\n" not in reason
+        return side
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TRY_SECONDS", "ANSWER_SECONDS", "MAX_LEAD_SECONDS"):
+            patch.setattr(puncher, name, 0.001)
+        side = asyncio.run(play())
+    assert side.tries <= MAX_TRIES
+    assert not side._trying
 
 
 async def test_silence_ends_it(pair, monkeypatch) -> None:
