@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import psutil
 
-from equipoise.dht.limits import LruDict, backoff
+from equipoise.dht.limits import Failure, LruDict, backoff
 
 Place = tuple[str, int]
 """IP address or name, and TCP port."""
@@ -54,21 +55,6 @@ class Refusal:
     passing: bool = False
 
 
-@dataclass
-class _Failure:
-    pause: float
-    until: float
-    reason: str
-
-
-@dataclass
-class _Host:
-    """Tries at one host on strangers' words: when they failed of late, and how many are under way."""
-
-    failed: list[float] = field(default_factory=list)
-    pending: int = 0
-
-
 class DialPolicy:
     """Decides before each try, and is told how it ended. Sans IO."""
 
@@ -76,8 +62,9 @@ class DialPolicy:
         """`networks` tells the private networks that this machine is in."""
         self._networks = networks
         self._met: LruDict[tuple[str, str], float] = LruDict(MAX_MET)
-        self._failures: LruDict[tuple[str, Place], _Failure] = LruDict(MAX_PLACES)
-        self._hosts: dict[str, _Host] = {}
+        self._failures: LruDict[tuple[str, Place], Failure] = LruDict(MAX_PLACES)
+        # When tries at a host on strangers' words have failed of late, and such tries under way.
+        self._failed: dict[str, list[float]] = {}
         self._trying: dict[Place, str] = {}
 
     def meet(self, peer: str, host: str, now: float) -> None:
@@ -92,7 +79,7 @@ class DialPolicy:
         host = place[0]
         known = self._knows(peer, host, now)
         failure = self._failures.get((peer if known else "", place))
-        if failure is not None and now < failure.until:
+        if failure is not None and now < failure.retry:
             return Refusal(failure.reason)
         if known:
             return None
@@ -102,7 +89,6 @@ class DialPolicy:
             return Refusal(f"{host} port {place[1]} is being tried for another peer", passing=True)
         refusal = self._crowded(host, now)
         if refusal is None:
-            self._hosts.setdefault(host, _Host()).pending += 1
             self._trying[place] = peer
         return refusal
 
@@ -110,15 +96,13 @@ class DialPolicy:
         """Note how a try ended; with why, if the peer was not found there."""
         if self._trying.get(place) == peer:
             del self._trying[place]
-            host = self._hosts[place[0]]
-            host.pending -= 1
             if failure:
-                host.failed.append(now)
+                self._failed.setdefault(place[0], []).append(now)
         if failure:
             key = (peer if self._knows(peer, place[0], now) else "", place)
             before = self._failures.get(key)
             pause = backoff(before.pause if before else 0.0, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS)
-            self._failures[key] = _Failure(pause, now + pause, failure)
+            self._failures[key] = Failure(failure, now + pause, pause)
         else:
             self._failures.pop((peer, place), None)
             self._failures.pop(("", place), None)
@@ -141,17 +125,19 @@ class DialPolicy:
         return now - self._met.get((peer, host), float("-inf")) < MET_SECONDS
 
     def _crowded(self, host: str, now: float) -> Refusal | None:
-        for name, one in list(self._hosts.items()):
-            one.failed = [at for at in one.failed if now - at < WINDOW_SECONDS]
-            if not one.failed and not one.pending:
-                del self._hosts[name]
-        tried = self._hosts.get(host)
-        if tried is None and len(self._hosts) >= MAX_NEW_HOSTS:
+        recent = {
+            name: [at for at in failed if now - at < WINDOW_SECONDS] for name, failed in self._failed.items()
+        }
+        self._failed = {name: failed for name, failed in recent.items() if failed}
+        pending = Counter(name for name, _ in self._trying)
+        tried = self._failed.keys() | pending.keys()
+        if host not in tried and len(tried) >= MAX_NEW_HOSTS:
             why = f"nobody was found at {MAX_NEW_HOSTS} hosts within a minute; {host} is tried later"
-            return Refusal(why, any(one.pending for one in self._hosts.values()))
-        if tried is not None and len(tried.failed) + tried.pending >= MAX_TRIES_PER_HOST:
-            why = f"nobody was found at {host} at {len(tried.failed)} tries within a minute"
-            return Refusal(why, tried.pending > 0)
+            return Refusal(why, bool(pending))
+        failed = len(self._failed.get(host, ()))
+        if failed + pending[host] >= MAX_TRIES_PER_HOST:
+            why = f"nobody was found at {host} at {failed} tries within a minute"
+            return Refusal(why, pending[host] > 0)
         return None
 
 

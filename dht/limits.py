@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 CALLS_PER_SECOND = 100.0
@@ -41,6 +42,15 @@ class LruDict(OrderedDict[_K, _V]):
         self.move_to_end(key)
         if len(self) > self._limit:
             self.popitem(last=False)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a try failed; the next one may begin at `retry`, `pause` seconds after the failure."""
+
+    reason: str
+    retry: float
+    pause: float
 
 
 def backoff(pause: float, first: float, most: float, growth: float = 2.0) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 from equipoise.dht.address import Address, is_relayed, well_formed
 from equipoise.dht.dialer import Dialer
 from equipoise.dht.identity import IdentityError, load_or_create
-from equipoise.dht.limits import LruDict, backoff
+from equipoise.dht.limits import Failure, LruDict, backoff
 from equipoise.dht.p2pd import P2pd, P2pdError, P2pdOptions
 from equipoise.dht.p2pd_client import P2pdClient
 from equipoise.dht.relay.service import HOP_PROTOCOL, Hop, Kind, Status, describe, receive, send
@@ -77,15 +77,6 @@ class Held:
     trial: str
 
 
-@dataclass(frozen=True)
-class Unfit:
-    """An unfit relay; it is tried again at `retry` on the monotonic clock, `delay` seconds after the failure."""
-
-    reason: str
-    retry: float
-    delay: float
-
-
 class RelayClient:
     """Keeps this peer reachable through relays while it runs.
 
@@ -101,7 +92,7 @@ class RelayClient:
     ) -> None:
         """`offers` returns the PeerIDs of peers that relay for others."""
         self.held: dict[str, Held] = {}
-        self.refused: LruDict[str, Unfit] = LruDict(MAX_CANDIDATES)
+        self.refused: LruDict[str, Failure] = LruDict(MAX_CANDIDATES)
         self.on_change: Callable[[], None] = lambda: None
         self._link = link
         self._dialer = dialer
@@ -164,7 +155,7 @@ class RelayClient:
             if failure:
                 self._drop(relay, failure, FIRST_RETRY_SECONDS)
 
-    async def _attempt(self, relay: str, before: Unfit | None) -> None:
+    async def _attempt(self, relay: str, before: Failure | None) -> None:
         era = self._era
         try:
             address = await self._place(relay)
@@ -172,8 +163,8 @@ class RelayClient:
             if era != self._era:
                 raise RelayError("p2pd was started again meanwhile")
         except REFUSALS as error:
-            delay = backoff(before.delay if before else 0.0, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
-            self.refused[relay] = Unfit(str(error), time.monotonic() + delay, delay)
+            delay = backoff(before.pause if before else 0.0, FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS)
+            self.refused[relay] = Failure(str(error), time.monotonic() + delay, delay)
             self._pause_until = time.monotonic() + GAP_SECONDS
             _log.info("relay %s is not used: %s", relay, error)
         else:
@@ -184,7 +175,7 @@ class RelayClient:
 
     def _drop(self, relay: str, reason: str, delay: float) -> None:
         del self.held[relay]
-        self.refused[relay] = Unfit(reason, time.monotonic() + delay, delay or FIRST_RETRY_SECONDS)
+        self.refused[relay] = Failure(reason, time.monotonic() + delay, delay or FIRST_RETRY_SECONDS)
         _log.info("relay %s is not used any more: %s", relay, reason)
         self.on_change()
 
