@@ -29,8 +29,6 @@ PROBE_SECONDS = 2.0
 CONNECT_SECONDS = 4.0
 """Longest connect of libp2p, with security and multiplexer: about five round trips."""
 MAX_KNOWN_PEERS = 1024
-MAX_ADDRESSES_PER_PEER = 4
-"""Most addresses of a peer, as a record may tell; a machine with more interfaces names its first ones."""
 GREETING = b"\x13/multistream/1.0.0\n"
 """First bytes of libp2p's listeners; on a stranger's word p2pd dials nothing else."""
 FRESH_SECONDS = 0.05
@@ -69,8 +67,7 @@ class Dialer:
 
     def learn(self, peer: str, addresses: Sequence[str]) -> None:
         """Remember where `peer` says it listens; malformed addresses and other peers' are ignored."""
-        found = well_formed(addresses[:MAX_ADDRESSES_PER_PEER])
-        mine = tuple(address for address in found if address.peer == peer)
+        mine = tuple(address for address in well_formed(addresses) if address.peer == peer)
         if mine:
             self._known[peer] = mine
 
@@ -197,10 +194,11 @@ async def probe(host: str, port: int, greeting: bytes = b"") -> None:
     async with told(host, port):
         reader, writer = await asyncio.open_connection(host, port)
         try:
-            if await reader.readexactly(len(greeting)) != greeting:
-                raise Unreached("wrong peer", f"what answers at {host} port {port} is not a libp2p peer")
+            said = await reader.readexactly(len(greeting))
         finally:
             writer.close()
+    if said != greeting:
+        raise Unreached("wrong peer", f"what answers at {host} port {port} is not a libp2p peer")
 
 
 @contextlib.asynccontextmanager
