@@ -24,7 +24,7 @@ import msgspec
 from humanfriendly.text import pluralize
 
 from equipoise.dht.address import AddressError, parse_listen, well_formed
-from equipoise.dht.dialer import GREETING, Unreached, direct_hosts, probe, told
+from equipoise.dht.dialer import GREETING, direct_hosts, probe, told
 from equipoise.dht.dialpolicy import network_of
 from equipoise.dht.direct.listener import ask_origin
 from equipoise.dht.direct.sockets import connect
@@ -364,18 +364,11 @@ async def answered(host: str, port: int) -> None:
 
 
 async def _try_all(where: list[tuple[str, int]], attempt: Probe) -> Answer:
-    async def one(host: str, port: int) -> tuple[str, str]:
-        try:
-            await attempt(host, port)
-        except Unreached as error:
-            return "", str(error)
-        return f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}", ""
-
-    results = await asyncio.gather(*(one(host, port) for host, port in where))
-    failures = [why for _, why in results if why]
+    failures = await asyncio.gather(*(attempt(*place) for place in where), return_exceptions=True)
+    reached = [place for place, failure in zip(where, failures, strict=True) if failure is None]
     return Answer(
-        reached=tuple(place for place, _ in results if place),
-        failed=(failures[0] if failures else "it listens nowhere that could be tried")[:MAX_TEXT],
+        reached=tuple(f"/ip{ipaddress.ip_address(host).version}/{host}/tcp/{port}" for host, port in reached),
+        failed=str(next(filter(None, failures), "it listens nowhere that could be tried"))[:MAX_TEXT],
     )
 
 

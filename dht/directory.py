@@ -39,7 +39,8 @@ RETRY_SECONDS = 0.3
 WITHDRAW_SECONDS = 1.0
 """Longest farewell."""
 
-Send = Callable[[str, Kept], Awaitable[bool]]
+Send = Callable[[str, Sequence[Kept]], Awaitable[int]]
+"""Has a peer keep records; raises CallError if it does not answer."""
 
 _log = logging.getLogger(__name__)
 
@@ -82,9 +83,12 @@ class Publisher:
         told = None
         try:
             while (newest := self._newest) is not None and newest != told:
-                if not await self._send(peer, newest):  # It may be a farewell, which no renewal follows.
+                try:
+                    await self._send(peer, [newest])
+                except CallError:  # It may be a farewell, which no renewal follows.
                     await asyncio.sleep(RETRY_SECONDS)
-                    await self._send(peer, newest)
+                    with contextlib.suppress(CallError):
+                        await self._send(peer, [newest])
                 told = newest
         finally:
             del self._tasks[peer]
@@ -199,17 +203,11 @@ class RunDirectory:
             **{"dialable": self._reach.dialable, **values},  # type: ignore[arg-type]
         )
 
-    async def _send(self, peer: str, kept: Kept) -> bool:
-        with contextlib.suppress(CallError):
-            await self._protocol.store(peer, [kept])
-            return True
-        return False
-
     def _publish(self, record: Readiness) -> None:
         kept = self._seal(record)
         own = self._own.get(record.run)
         if own is None:
-            publisher = Publisher(self._send, lambda: self._protocol.dialer.connected)
+            publisher = Publisher(self._protocol.store, lambda: self._protocol.dialer.connected)
             own = self._own[record.run] = _Own(publisher, record, kept)
             own.tasks.spawn(self._keep_published(own))
             own.tasks.spawn(self._keep_searched(own))

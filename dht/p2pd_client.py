@@ -133,7 +133,7 @@ class P2pdClient:
         target = {"peer": base58.b58decode(peer), "proto": [protocol], "timeout": max(1, int(seconds))}
         return await self._ask(f"open a stream to {peer}", seconds, type="STREAM_OPEN", streamOpen=target)
 
-    async def _ask(self, what: str, seconds: float = 0.0, **request: Any) -> Stream:
+    async def _ask(self, what: str, seconds: float = REQUEST_SECONDS, **request: Any) -> Stream:
         """Make one request on a connection of its own, and return that."""
         stream: Stream = await _bounded(self._request(p2pd_pb2.Request(**request)), what, seconds)
         return stream
@@ -158,8 +158,7 @@ def inbound_stream(message: bytes) -> tuple[str, bool]:
     return str(PeerID(info.peer)), is_relayed(str(Multiaddr(bytes(info.addr))))
 
 
-async def _bounded(request: Awaitable[Any], what: str, seconds: float = 0.0) -> Any:
-    seconds = seconds or REQUEST_SECONDS
+async def _bounded(request: Awaitable[Any], what: str, seconds: float = REQUEST_SECONDS) -> Any:
     try:
         async with asyncio.timeout(seconds):
             return await request
@@ -199,7 +198,6 @@ class StreamListener:
         if self._acceptor is not None:
             self._acceptor.close()
             self._acceptor = None
-            self.path.unlink(missing_ok=True)
         await self._tasks.stop()
 
     def _take(self, connection: socket.socket, _: str) -> None:

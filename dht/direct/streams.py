@@ -131,10 +131,10 @@ class AeadStream(PlainStream):
     async def send(self, head: Buffer, body: Buffer = b"") -> None:
         """Write `head`, which is small, and `body`."""
         first, rest = _join(head, body)
-        sealed, unyielded = self._seal(aead.HEAD, first, 0), 0
+        sealed, unyielded = self._sealer.seal_into(aead.HEAD, first, self._out), 0
         for piece in _pieces(rest):
             # The first piece leaves with the head: a call less for each frame.
-            sealed = self._seal(aead.BODY, piece, sealed)
+            sealed += self._sealer.seal_into(aead.BODY, piece, self._out[sealed:])
             await super().send(self._out[:sealed])
             sealed, unyielded = 0, unyielded + len(piece)
             if unyielded >= YIELD_BYTES:
@@ -142,12 +142,6 @@ class AeadStream(PlainStream):
                 await asyncio.sleep(0)
         if sealed:
             await super().send(self._out[:sealed])
-
-    def _seal(self, kind: int, plain: bytes | memoryview, at: int) -> int:
-        """Put the record of `plain` behind the first `at` bytes that wait to be sent; return how many wait then."""
-        if self._why is not None:
-            raise StreamClosed(self._why)
-        return at + self._sealer.seal_into(kind, plain, self._out[at:])
 
     async def _open_next(self, place: memoryview) -> int:
         """Open the next record into `place`, or ahead; return how many bytes `place` has got."""

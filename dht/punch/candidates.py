@@ -75,8 +75,7 @@ def targets(own: Candidates, theirs: Candidates) -> tuple[Place, ...]:
     if (own.steady or theirs.steady) and _alike(own.outside, theirs.outside):
         found = [theirs.outside]
     if own.outside[0] == theirs.outside[0]:
-        near = theirs.inside[:MAX_INSIDE]
-        found = [place for place in near if any(_alike(one, place) for one in own.inside)] + found
+        found = [place for place in theirs.inside if any(_alike(one, place) for one in own.inside)] + found
     foreign = (place for place in dict.fromkeys(found) if place not in (own.outside, *own.inside))
     return tuple(place for place in foreign if place[1] >= MIN_PORT)
 

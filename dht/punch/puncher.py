@@ -204,7 +204,8 @@ class SharedPort:
         This side also listens, for first packets that come while it does not dial: without a router between the two,
         its kernel would refuse them. Raises OSError if no connection is possible.
         """
-        self._listen(place[0])
+        if self._acceptor is None:
+            self._acceptor = Acceptor(self._bound(place[0]), MAX_ARRIVED, self._take)
         pause = AGAIN_SECONDS
         while True:
             self._arrival.clear()
@@ -247,10 +248,6 @@ class SharedPort:
                 raise
             return None
         return connection
-
-    def _listen(self, host: str) -> None:
-        if self._acceptor is None:
-            self._acceptor = Acceptor(self._bound(host), MAX_ARRIVED, self._take)
 
     def _take(self, connection: socket.socket, address: Place) -> None:
         # Keyed by host alone: if the other side's router draws ports, the port differs from the one named.

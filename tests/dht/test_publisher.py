@@ -4,6 +4,7 @@ import asyncio
 
 from equipoise.dht import directory
 from equipoise.dht.directory import MAX_UNCONNECTED, Publisher
+from equipoise.dht.protocol import CallError
 
 
 async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
@@ -13,11 +14,11 @@ async def test_ghosts_do_not_keep_the_news_from_who_is_there(until) -> None:
     )
     sent: list[str] = []
 
-    async def send(peer: str, data: bytes) -> bool:
+    async def send(peer: str, records: list[bytes]) -> int:
         sent.append(peer)
         if peer.startswith("ghost"):
             await asyncio.Event().wait()
-        return True
+        return 1
 
     publisher = Publisher(send, lambda: set(present))
     publisher.publish(b"first", [*ghosts, *present])
@@ -34,9 +35,11 @@ async def test_a_farewell_that_did_not_arrive_is_sent_once_more(monkeypatch) -> 
     monkeypatch.setattr(directory, "RETRY_SECONDS", 0.0)
     sent: list[bytes] = []
 
-    async def send(peer: str, data: bytes) -> bool:
-        sent.append(data)
-        return len(sent) > 1
+    async def send(peer: str, records: list[bytes]) -> int:
+        sent.extend(records)
+        if len(sent) == 1:
+            raise CallError("bob does not answer")
+        return 1
 
     publisher = Publisher(send, set)
     publisher.publish(b"farewell", ["bob"])
