@@ -247,11 +247,6 @@ class Reach:
         self._verdict.doubt()
         self._met.set()
 
-    def renew(self) -> None:
-        """Begin anew, because p2pd was restarted."""
-        self.doubt()
-        self.relays.lose_all()
-
     def status(self) -> ReachStatus:
         """Return how others reach this peer, without waiting."""
         state, reason, relay = self._verdict.verdict, self._verdict.reason, self._service.status()

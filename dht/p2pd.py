@@ -176,16 +176,13 @@ class P2pd:
         while chunk := await self.process.stdout.read(4096):
             *lines, partial = (partial + chunk.decode(errors="replace")).split("\n")
             for line in lines:
-                self._take_line(line)
+                if line.startswith("Peer ID:"):
+                    self._answers = True
+                    self._begun.set()
+                elif not line.startswith(("Control socket:", "Peer Addrs:", "/")):
+                    self.lines.append(printable(line, LINE_CHARACTERS))
             partial = partial[:LINE_CHARACTERS]
         self._begun.set()  # It has ended.
-
-    def _take_line(self, line: str) -> None:
-        if line.startswith("Peer ID:"):
-            self._answers = True
-            self._begun.set()
-        elif not line.startswith(("Control socket:", "Peer Addrs:", "/")):
-            self.lines.append(printable(line, LINE_CHARACTERS))
 
 
 def free_port(address: ListenAddress) -> int:

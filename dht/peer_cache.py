@@ -12,6 +12,7 @@ import msgspec
 
 from equipoise.dht.address import well_formed
 from equipoise.dht.limits import LruDict
+from equipoise.dht.records import Addresses
 from equipoise.dht.sanitize import read_regular
 
 MEMORY_FILE = "swarm.json"
@@ -30,7 +31,7 @@ class _Content(msgspec.Struct):
     starts: int = 0
     port: Port = 0
     direct_port: Port = 0
-    peers: dict[str, tuple[str, ...]] = {}
+    peers: dict[str, Addresses] = {}
 
 
 class PeerCache:

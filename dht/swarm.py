@@ -322,7 +322,8 @@ class Swarm:
         self._tell_addresses()
         for listener in self._listeners:
             await self._link.send_streams(listener)
-        self._reach.renew()
+        self._reach.doubt()
+        self._reach.relays.lose_all()
         # The connections of a p2pd that was restarted are gone: the peers met before are tried again at once.
         await self._dialer.refresh()
         self._bootstrap.network_changed()

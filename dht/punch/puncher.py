@@ -389,8 +389,7 @@ class Attempt:
             async with asyncio.timeout(ANSWER_SECONDS):
                 message = decode(await streams.receive_message(self._stream, MAX_MESSAGE_BYTES))
         except TimeoutError:
-            late = f"the other side does not answer within {ANSWER_SECONDS:.0f} s"
-            raise ConnectionError(late) from None
+            raise ConnectionError(f"the other side does not answer within {ANSWER_SECONDS:.0f} s") from None
         if isinstance(message, End):
             raise ConnectionError(f"the other side gave up: {printable(message.reason)}")
         if not isinstance(message, kind):

@@ -209,9 +209,7 @@ class RelayService:
         self._reserved[peer] = now + RESERVED_SECONDS
         _log.info("relaying for %s", peer)
         # Equipoise's peers ignore the expiry; others compare it with their own clocks. So it is far in the future.
-        expires = {"expires": 2**40}
-        answer = Hop(kind=Kind.STATUS, reservation=expires, status=Status.OK)
-        await send(stream, answer)
+        await send(stream, Hop(kind=Kind.STATUS, reservation={"expires": 2**40}, status=Status.OK))
 
     def _check(self, peer: str, target: str) -> None:
         """Raise RequestRefused unless a circuit from `peer` to `target` may be opened."""
@@ -247,10 +245,9 @@ class RelayService:
 
     async def _call(self, peer: str, target: str) -> Stream:
         """Open the half of a circuit that leads to `target`; raises an error if `target` does not agree."""
-        caller = {"id": base58.b58decode(peer)}
         with closed_on_failure(await self._link.open_stream(target, STOP_PROTOCOL, ANSWER_SECONDS)) as other:
             async with asyncio.timeout(ANSWER_SECONDS):
-                await send(other, Stop(kind=StopKind.CONNECT, peer=caller))
+                await send(other, Stop(kind=StopKind.CONNECT, peer={"id": base58.b58decode(peer)}))
                 answer = await receive(other, Stop)
             if answer.status != Status.OK:
                 raise P2pdClientError(f"{target} answers: {describe(answer.status)}")

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -94,13 +95,15 @@ async def test_a_failed_start_is_one_clear_line(tmp_path: Path, runtime: Path) -
     assert "\n" not in str(caught.value)
 
 
-async def test_output_is_bounded_and_escaped(tmp_path: Path, runtime: Path) -> None:
-    p2pd = await P2pd.start(P2pdOptions(load_or_create(tmp_path).path, runtime / "c", ()))
+async def test_output_is_bounded_and_escaped() -> None:
+    printed = asyncio.StreamReader()
     for number in range(1000):
-        p2pd._take_line(f"{number}\x1b[31m" + "x" * 10_000)
+        printed.feed_data(f"{number}\x1b[31m{'x' * 10_000}\n".encode())
+    printed.feed_eof()
+    p2pd = P2pd(Mock(stdout=printed))
+    await p2pd._read_output()
     assert len(p2pd.lines) == 100
     assert all(line.isprintable() and len(line) <= 300 for line in p2pd.lines)
-    await p2pd.stop()
 
 
 def test_runtime_directories_of_the_dead_are_swept(
