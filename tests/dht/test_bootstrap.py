@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from equipoise.dht import protocol as wire
-from equipoise.dht.dialer import Unreached, probe
+from equipoise.dht.dialer import GREETING, Unreached, probe
 from equipoise.dht.identity import load_or_create
 from equipoise.dht.state import PROTOCOL_VERSION
 from equipoise.dht.swarm import Swarm
@@ -138,6 +138,17 @@ async def test_something_else_at_the_address(members, until, stranger) -> None:
     assert "not a libp2p peer" in member.status().reason
     server.close()
     await server.wait_closed()
+
+
+async def test_a_greeting_that_is_not_libp2ps_is_told_as_such() -> None:
+    async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH_9.2p1 Debian-2\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as server:
+        with pytest.raises(Unreached, match=r"^what answers at .* is not a libp2p peer$") as caught:
+            await probe("127.0.0.1", server.sockets[0].getsockname()[1], GREETING)
+    assert caught.value.state == "wrong peer"
 
 
 async def test_silence_and_unknown_names_are_told_apart(monkeypatch) -> None:
