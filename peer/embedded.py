@@ -17,13 +17,10 @@ import msgspec
 
 from equipoise.peer.client import Client
 from equipoise.peer.config import Loaded, load
-from equipoise.peer.control.client import Link
+from equipoise.peer.control.client import START_SECONDS, Link
 from equipoise.peer.daemon import Daemon
 from equipoise.peer.home import STOP_SECONDS
 from equipoise.peer.run_daemon import run_loop
-
-START_SECONDS = 60.0
-"""Starting takes a second; the first import of the libraries on a slow disk takes many more."""
 
 
 class Peer(Client):

@@ -263,14 +263,14 @@ def _say(line: str) -> None:
     say(sys.stderr, f"launch: {line}")
 
 
-async def _end(child: asyncio.subprocess.Process, seconds: float) -> int:
-    """End a process by SIGTERM, and by SIGKILL if it takes longer; returns its exit status."""
+async def _end(child: asyncio.subprocess.Process, seconds: float) -> None:
+    """End a process by SIGTERM, and by SIGKILL if it takes longer."""
     _send(child, signal.SIGTERM)
     try:
-        return await asyncio.wait_for(child.wait(), seconds)
+        await asyncio.wait_for(child.wait(), seconds)
     except TimeoutError:
         _send(child, signal.SIGKILL)
-    return await child.wait()
+        await child.wait()
 
 
 def _forward(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
