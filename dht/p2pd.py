@@ -250,12 +250,11 @@ def _lock(host: str, port: int) -> socket.socket | None:
     bound by one process at a time, ends with it, and belongs to the network namespace, as the port does.
     """
     lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    if sys.platform == "linux":
-        try:
-            lock.bind(f"\0equipoise/port/{host}/{port}")
-        except OSError:
-            lock.close()
-            return None
+    try:
+        lock.bind(f"\0equipoise/port/{host}/{port}")
+    except OSError:
+        lock.close()
+        return None
     return lock
 
 

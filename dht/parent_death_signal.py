@@ -1,6 +1,6 @@
 """Run a program that must not outlive the process that started it. Stand-alone (`python -I -S`).
 
-On Linux the kernel kills the program when the thread that started this script ends (PR_SET_PDEATHSIG survives
+The kernel kills the program when the thread that started this script ends (PR_SET_PDEATHSIG survives
 exec), at no cost: this interpreter becomes the program. A function to run before exec in the daemon itself would do
 that more simply, but is not safe in a process with threads. (p2pd also ends when its last client hangs up; but a child
 that a training script has forked may hold that socket open.)
@@ -18,8 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(parent: str, *program: str) -> None:
     """Become `program`, unless the process `parent` has ended already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == int(parent):
         os.execv(program[0], program)
 

@@ -8,7 +8,6 @@ import fcntl
 import functools
 import socket
 import struct
-import sys
 import termios
 from collections.abc import Callable
 from typing import Any, cast
@@ -44,13 +43,13 @@ DIAL_SECONDS = 1.5
 
 def prepare(unopened: socket.socket, how: bytes = WITHIN_HOST) -> None:
     """Set the congestion control of a socket that is to connect or to listen, where the system has it."""
-    if how and hasattr(socket, "TCP_CONGESTION"):
+    if how:
         with contextlib.suppress(OSError):
             unopened.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, how)
 
 
 def tune(connection: socket.socket) -> None:
-    """Set what an open connection wants, where the system has it."""
+    """Set what an open connection wants."""
     _set(connection, TCP_NODELAY=1, TCP_USER_TIMEOUT=USER_TIMEOUT_MS, TCP_NOTSENT_LOWAT=UNSENT_BYTES)
     with contextlib.suppress(OSError):  # It has closed already.
         if connection.getpeername()[0] != connection.getsockname()[0]:
@@ -64,19 +63,17 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def _set(connection: socket.socket, **options: int) -> None:
-    """Set those options of TCP that the system has."""
+    """Set options of TCP, as far as the connection has them."""
     for name, value in options.items():
-        if hasattr(socket, name):
-            with contextlib.suppress(OSError):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 @functools.cache
 def _usual_congestion_control(family: int) -> bytes:
     """The system's choice, which a new socket has; empty where it cannot be told."""
-    if hasattr(socket, "TCP_CONGESTION"):
-        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as fresh:
-            return fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as fresh:
+        return fresh.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _NAME_BYTES).rstrip(b"\0")
     return b""
 
 
@@ -92,8 +89,6 @@ def round_trip(connection: socket.socket) -> float:
 
 def _info(connection: socket.socket, field: struct.Struct) -> int | None:
     """Return a field of what the kernel tells of a TCP connection; None where that cannot be told."""
-    if not hasattr(socket, "TCP_INFO"):
-        return None
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
     except OSError:  # Not TCP.
@@ -109,12 +104,8 @@ def waiting(connection: socket.socket) -> int:
 
 
 def wake_at(connection: socket.socket, count: int) -> None:
-    """Let the connection become readable only once `count` bytes wait, or it has ended, or its window is full.
-
-    Linux alone reads fewer when asked to nevertheless; elsewhere nothing is changed.
-    """
-    if sys.platform == "linux":
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
+    """Let the connection become readable only once `count` bytes wait, or it has ended, or its window is full."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
 
 async def connect(host: str, port: int, permits: Callable[[str], bool] = lambda host: True) -> socket.socket:
