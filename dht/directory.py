@@ -7,7 +7,6 @@ DHT alone would show a change at the next look-up, run-mates learn it within one
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -35,7 +34,7 @@ REFRESH_SECONDS = 2.0
 STALE_SECONDS = 5.0
 """`peers` of a run that is not announced searches first if the last search is older."""
 RETRY_SECONDS = 0.3
-"""Time after which news that did not arrive is sent once more."""
+"""Time after which a farewell that did not arrive is sent again."""
 WITHDRAW_SECONDS = 1.0
 """Longest farewell."""
 
@@ -56,6 +55,7 @@ class Publisher:
         self._send = send
         self._connected = connected
         self._newest: Kept | None = None
+        self._closes = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def publish(self, newest: Kept, targets: Iterable[str]) -> None:
@@ -75,6 +75,7 @@ class Publisher:
 
     async def close(self, seconds: float = 0.0) -> None:
         """Stop sending, once all is sent, or after so many seconds."""
+        self._closes = True
         if self._tasks:
             await asyncio.wait(set(self._tasks.values()), timeout=seconds)
         await end(set(self._tasks.values()))
@@ -85,10 +86,10 @@ class Publisher:
             while (newest := self._newest) is not None and newest != told:
                 try:
                     await self._send(peer, [newest])
-                except CallError:  # It may be a farewell, which no renewal follows.
-                    await asyncio.sleep(RETRY_SECONDS)
-                    with contextlib.suppress(CallError):
-                        await self._send(peer, [newest])
+                except CallError:
+                    if self._closes:  # No renewal follows a farewell.
+                        await asyncio.sleep(RETRY_SECONDS)
+                        continue
                 told = newest
         finally:
             del self._tasks[peer]

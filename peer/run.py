@@ -266,6 +266,11 @@ class Run:
         return pending.result() if wait else pending
 
     @property
+    def group_size(self) -> int:
+        """Most peers that average together in one round."""
+        return self.options.group_size
+
+    @property
     def strategy(self) -> Strategy:
         """The strategy of the run."""
         return parse_strategy(self.options.strategy)

@@ -4,7 +4,8 @@ A run has a `Region`: two flat fp32 vectors. A state travels as bytes: a script 
 daemon only reads it. A fetched image is written by the daemon, into memory that gets its pages once its size is known.
 
 The memory is anonymous: it lives as long as a process has it mapped or holds the descriptor, so nothing is left behind
-when a process dies. It is a memfd that cannot be resized: shrunk memory would end the daemon by SIGBUS.
+when a process dies. It is a memfd that cannot be resized, if the interpreter knows those: shrunk memory would end the
+daemon by SIGBUS.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import fcntl
 import mmap
 import os
 import stat
+import tempfile
+from pathlib import Path
 
 import psutil
 import torch
@@ -21,6 +24,9 @@ import torch
 from equipoise.peer.errors import Refused
 
 VALUE_BYTES = 4
+
+SEALED = hasattr(os, "memfd_create")
+"""Whether memory can be sealed against resizing. Interpreters that were built for old systems cannot, on any Linux."""
 
 
 class SharedMemory:
@@ -47,11 +53,12 @@ class SharedMemory:
         Raises:
             Refused: There cannot be so much.
         """
-        memory = cls(os.memfd_create("equipoise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), capacity)
+        memory = cls(_anonymous_file(), capacity)
         try:
             os.ftruncate(memory.fd, capacity)
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(memory.fd, fcntl.F_ADD_SEALS, seals)
+            if SEALED:
+                seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+                fcntl.fcntl(memory.fd, fcntl.F_ADD_SEALS, seals)
         except (OSError, OverflowError, ValueError) as error:
             raise Refused(f"cannot set {capacity / 1e6:.1f} MB of shared memory aside: {error}") from error
         return memory
@@ -68,7 +75,7 @@ class SharedMemory:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size != capacity or capacity < 1:
                 raise Refused(f"expected {capacity} bytes of shared memory, got {found.st_size}")
-            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            if SEALED and not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise Refused("expected shared memory that is sealed against shrinking")
         except OSError as error:
             raise Refused(f"the shared memory cannot be used: {error}") from error
@@ -162,3 +169,12 @@ def shared_copy(image: memoryview) -> SharedMemory:
     shared.allocate(len(image))
     shared.view(len(image), writable=True)[:] = image
     return shared
+
+
+def _anonymous_file() -> int:
+    """A descriptor of memory that is freed with its last holder."""
+    if SEALED:
+        return os.memfd_create("equipoise", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd, path = tempfile.mkstemp(prefix="equipoise-")
+    Path(path).unlink()
+    return fd

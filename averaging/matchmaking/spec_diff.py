@@ -205,14 +205,15 @@ def differences(here: RunSpec, there: wire.SpecAnswer) -> str:
         )
     ours, theirs = _table(here, there.place), dict(there.table)
     names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-    found = [_differs(name, ours, theirs) for name in names[:MAX_DIFFERENCES]]
+    whole = f"tensor {there.place}"  # Its name may be long, and must be whole.
+    found = [_differs(name, ours, theirs, name == whole) for name in names[:MAX_DIFFERENCES]]
     more = len(names) - MAX_DIFFERENCES
     return "; ".join(found) + (f"; and {more} more" if more > 0 else "")
 
 
-def _differs(name: str, ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+def _differs(name: str, ours: Mapping[str, str], theirs: Mapping[str, str], whole: bool) -> str:
     here, there = ours.get(name, "nothing"), theirs.get(name, "nothing")
-    if name.startswith("tensor "):  # Its name may be long, and must be whole.
+    if whole:
         return f"{name}: here {here}, there {there}"
     pairs = enumerate(zip(here, there, strict=False))
     same = next((at for at, (a, b) in pairs if a != b), min(len(here), len(there)))

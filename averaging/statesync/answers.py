@@ -26,8 +26,8 @@ class Request:
         at_least: The first epoch that is of use.
         limit: Most bytes of the image.
         after: A state: the newcomer looks for the mean that the group applied to it, not for a snapshot.
-        circle: PeerIDs of the peers that vouch for that state, of which more than half must offer the same mean. For a
-            snapshot: PeerIDs of the only peers to take it from, while any of them is there.
+        circle: PeerIDs of the peers that vouch for that state, of which more than half must offer the same mean, as
+            far as they can be reached. For a snapshot: PeerIDs of the only peers to take it from, while any is there.
         patient: Whether to wait for the peers that are not as far, if no other peer has that mean.
         proved: Whether the asking peer will know that mean by its digest, so that it can take it from any donor.
     """

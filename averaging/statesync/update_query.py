@@ -59,7 +59,9 @@ class UpdateQuery(Answers):
         offer = max(tally, key=lambda one: (*self.rank(one), tally[one], one.image.digest), default=None)
         if offer is None:
             return None
-        voters = self._circle & self.peers.keys() - self._silent
+        voters = self._circle
+        if self._settled(now, LONE_SECONDS):
+            voters = voters & self.peers.keys() - self._silent
         *_, near = self.rank(offer)
         if 2 * near <= len(voters) and not (self._request.proved and self._settled(now)):
             return None

@@ -65,7 +65,7 @@ def keep_alive(connection: socket.socket) -> None:
 def _set(connection: socket.socket, **options: int) -> None:
     """Set options of TCP, as far as the connection has them."""
     for name, value in options.items():
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, AttributeError):  # Interpreters built for old systems lack names.
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 

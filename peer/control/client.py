@@ -6,16 +6,17 @@ import concurrent.futures
 import contextlib
 import itertools
 import os
-import select
 import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 
 from equipoise.peer.control import messages
 from equipoise.peer.control.messages import Answer, Request, Welcome
@@ -37,6 +38,9 @@ START_SECONDS = 60.0
 
 END_SECONDS = 0.5
 """Time for a process that was killed to be gone, once its socket is closed; it takes milliseconds."""
+
+LOOK_SECONDS = 0.02
+"""Time between two looks whether it is gone."""
 
 
 class Link:
@@ -196,9 +200,11 @@ class Link:
         """The error of a daemon that has closed the socket and said nothing."""
         if not hasattr(self, "welcome"):
             return DaemonLost(f"{self._daemon} closed the connection")
-        pid = self.welcome.pid
-        if not _ends(pid):
-            return DaemonLost(f"{self._daemon} (process {pid}) has dropped this script and goes on")
+        pid, deadline = self.welcome.pid, time.monotonic() + END_SECONDS
+        while not _has_ended(pid):
+            if time.monotonic() >= deadline:
+                return DaemonLost(f"{self._daemon} (process {pid}) has dropped this script and goes on")
+            time.sleep(LOOK_SECONDS)
         return self._ended(f"(process {pid}) has ended without a word: it was killed, or has crashed")
 
     def _lose(self, error: EquipoiseError) -> None:
@@ -228,15 +234,10 @@ def open_link(home: Path, timeout: float = ANSWER_SECONDS, patience: float = ASK
     return Link.open(connect_socket(home, timeout, patience), home, timeout)
 
 
-def _ends(pid: int) -> bool:
-    """Wait for the end of process `pid`, at most `END_SECONDS`; returns whether it has ended."""
+def _has_ended(pid: int) -> bool:
     try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return True
-    try:
-        ended = select.poll()
-        ended.register(process, select.POLLIN)
-        return bool(ended.poll(END_SECONDS * 1000))
-    finally:
-        os.close(process)
+    except psutil.Error:  # It may not be looked at; so it is there.
+        return False

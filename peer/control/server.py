@@ -291,7 +291,10 @@ def _watching(pid: int, ended: Callable[[], None]) -> Iterator[None]:
     """Call `ended` when process `pid` ends: its forked children may hold the socket open long after it."""
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:  # A process of another namespace.
+    except (
+        AttributeError,
+        OSError,
+    ):  # The interpreter was built for an old system, or it is in another namespace.
         yield
         return
     loop = asyncio.get_running_loop()

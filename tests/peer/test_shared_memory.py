@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from equipoise.peer import shared_memory
 from equipoise.peer.errors import Refused
 from equipoise.peer.shared_memory import Region, SharedMemory, shared_copy
 
@@ -29,6 +30,12 @@ def test_what_a_client_copies_the_daemon_reads() -> None:
     assert view == b"an image"
     with pytest.raises(TypeError):
         view[0] = 1
+
+
+def test_an_interpreter_built_for_an_old_system_shares_memory_too(monkeypatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    monkeypatch.setattr(shared_memory, "SEALED", False)
+    test_what_a_client_copies_the_daemon_reads()
 
 
 def test_what_the_daemon_writes_the_client_reads() -> None:

@@ -47,7 +47,7 @@ def test_closing_a_client_does_not_wait_for_the_end_of_the_daemon(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[int] = []
-    monkeypatch.setattr("equipoise.peer.control.client._ends", looks.append)
+    monkeypatch.setattr("equipoise.peer.control.client._has_ended", looks.append)
 
     connect(home).close()
 

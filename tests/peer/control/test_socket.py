@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 
+from equipoise.peer.control.server import _watching
 from equipoise.peer.control.socket import FrameSocket
 
 
@@ -23,3 +24,9 @@ async def test_received_descriptors_are_not_inherited_by_children() -> None:
         end.close()
         far.close()
         os.close(memory)
+
+
+async def test_an_interpreter_built_for_an_old_system_serves_clients_too(monkeypatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with _watching(os.getpid(), lambda: None):
+        pass
