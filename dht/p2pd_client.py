@@ -18,7 +18,7 @@ import base58
 
 from equipoise.dht import streams
 from equipoise.dht.address import is_relayed
-from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2
+from equipoise.dht.hivemind_imports import P2P, Multiaddr, PeerID, p2pd_pb2, peer_id_of
 from equipoise.dht.limits import Tally
 from equipoise.dht.sanitize import printable
 from equipoise.dht.streams import Acceptor, Stream, receive_message
@@ -118,7 +118,7 @@ class P2pdClient:
 
     async def call(self, peer: str, name: str, request: bytes, seconds: float = REQUEST_SECONDS) -> bytes:
         """Call the unary handler `name` of `peer`; raises P2pdClientError if no answer comes in time, or an error."""
-        call = self._client().call_unary_handler(PeerID.from_base58(peer), name, request)
+        call = self._client().call_unary_handler(peer_id_of(peer), name, request)
         answer: bytes = await _bounded(call, f"call {peer}", seconds)
         return answer
 

@@ -22,7 +22,7 @@ import msgspec
 from equipoise.dht import sanitize
 from equipoise.dht.clock import SwarmClock
 from equipoise.dht.dialer import Dialer
-from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, PeerID, RoutingTable
+from equipoise.dht.hivemind_imports import DHTID, Blacklist, DHTNode, RoutingTable, peer_id_of
 from equipoise.dht.identity import public_key_of
 from equipoise.dht.limits import LruDict, RateLimit, Scrutiny, Tally
 from equipoise.dht.p2pd_client import CallHandler, P2pdClient
@@ -264,7 +264,7 @@ class RecordProtocol:
         self._held = Tally()
         # Not DHTNode.create: that registers hivemind's own handlers, and ends in an error without a bootstrap peer.
         self._dht: Any = DHTNode(_initialized_with_create=True)
-        self._dht.node_id, self._dht.peer_id = self.node_id, PeerID.from_base58(peer)
+        self._dht.node_id, self._dht.peer_id = self.node_id, peer_id_of(peer)
         self._dht.protocol, self._dht.blacklist = self, self.blacklist
         self._dht.num_replicas, self._dht.num_workers = REPLICAS, WORKERS
         self._dht.is_alive = True
@@ -433,7 +433,7 @@ class RecordProtocol:
                 continue
             if neighbour.peer != self.peer:
                 self.dialer.hear(neighbour.peer, neighbour.addresses)
-                found[node_id_of(neighbour.peer)] = PeerID.from_base58(neighbour.peer)
+                found[node_id_of(neighbour.peer)] = peer_id_of(neighbour.peer)
         return found
 
     def _meet(self, peer: str, hello: Hello) -> None:
@@ -449,7 +449,7 @@ class RecordProtocol:
             self._forget(peer)
             return
         self.on_hello(peer, hello.relays)
-        node_id, peer_id = node_id_of(peer), PeerID.from_base58(peer)
+        node_id, peer_id = node_id_of(peer), peer_id_of(peer)
         new = node_id not in self.routing_table
         self.routing_table.add_or_update_node(node_id, peer_id)
         self.blacklist.register_success(peer_id)

@@ -258,7 +258,8 @@ class RoundDriver:
                 self._store.release()
             case events.Close():
                 self.close()
-        self._mark_phase()
+        if self._machine.looked:
+            self._mark_phase()
 
     def _reduce(self, part: int, contributors: int) -> None:
         job = self._store.reduction(part, contributors)
