@@ -26,8 +26,6 @@ _PEER_PREFIX = bytes.fromhex("002408011220")
 """Identity multihash of PublicKey(key_type=Ed25519, data=32 bytes), up to the data."""
 _PEER_CHARACTERS = 52
 """Of every Ed25519 PeerID. Checked first: decoding is quadratic, and ignores white space at the end."""
-MAX_KEYS = 4096
-"""Most keys of peers that are kept, because decoding one takes 20 microseconds."""
 _FILE_BYTES = len(_KEY_PREFIX) + 64
 _SIGNATURE_CONTEXT = b"equipoise/1\0"
 
@@ -54,7 +52,7 @@ def peer_of(public: bytes) -> str:
     return base58.b58encode(_PEER_PREFIX + public).decode()
 
 
-@functools.lru_cache(MAX_KEYS)
+@functools.lru_cache(4096)  # To decode one takes 20 microseconds.
 def public_key_of(peer: str) -> bytes:
     """Return the raw public key in the PeerID of an Ed25519 key; raises ValueError if it holds no such key."""
     raw = b""

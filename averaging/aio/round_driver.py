@@ -258,8 +258,7 @@ class RoundDriver:
                 self._store.release()
             case events.Close():
                 self.close()
-        if self._machine.looked:
-            self._mark_phase()
+        self._mark_phase()
 
     def _reduce(self, part: int, contributors: int) -> None:
         job = self._store.reduction(part, contributors)
