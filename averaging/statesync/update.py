@@ -73,7 +73,7 @@ def read_head(image: memoryview) -> tuple[Manifest, int, memoryview]:
 
     Raises:
         ValueError: The image does not begin with a manifest and contributors.
-        FrameRefused: The bytes of the manifest are none.
+        FrameRefused: The manifest does not decode.
     """
     if len(image) < _LENGTH.size:
         raise ValueError(f"expected a mean, got {len(image)} bytes")

@@ -37,8 +37,8 @@ class UpdateQuery(Answers):
         self._doubted.add(offer)
 
     def rank(self, offer: Offer) -> tuple[bool, bool, int]:
-        """The rank of an offer, whose highest is tried first: more than half of the circle offer it, then it is not
-        doubted, then most of the circle offer it."""
+        """The rank of an offer; the highest is tried first. An offer of more than half of the circle comes before all
+        others, then an offer that is not doubted, then the offer of more peers of the circle."""
         near = sum(self.offers(peer, offer) for peer in self._circle)
         return 2 * near > len(self._circle), offer not in self._doubted, near
 

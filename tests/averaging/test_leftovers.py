@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,13 +22,6 @@ from fakes.cluster import IMAGE, LIMIT, SPEC, STATE, Cluster, Memory
 from fakes.memory import FakeIdentity
 from fakes.missed import recovered, rounds
 from fakes.transfer import RUN, TICKET, answer, ask, offer_of
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    await cluster.stop()
 
 
 async def until(condition: Callable[[], object]) -> None:

@@ -108,7 +108,7 @@ def raw(kind: str, **fields: object) -> bytes:
         pytest.param(raw("Mean", part=-1, contributors=7), id="negative part"),
         pytest.param(b"\x81" * 5000, id="deep"),
         pytest.param(b"\x82\xa4type\xa9Heartbeat\xa1x" + b"\x91" * 60_000 + b"\x00", id="deep and unknown"),
-        pytest.param(b"\x82\xa4type\xa6GiveUp\xa6reason\xa2\xff\xfe", id="text that is none"),
+        pytest.param(b"\x82\xa4type\xa6GiveUp\xa6reason\xa2\xff\xfe", id="bytes that are not text"),
         pytest.param(b"", id="empty"),
         pytest.param(encode(wire.Heartbeat()) + b"\x00", id="more behind"),
     ],

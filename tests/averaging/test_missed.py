@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -39,13 +38,6 @@ SIZE = 3_000_000
 SPEC = RunSpec.create("run/step", Schema.of({"w": torch.zeros(SIZE)}))
 BEFORE = StateId(7, "ab" * 32)
 OTHER = StateId(7, "cd" * 32)
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    await cluster.stop()
 
 
 def bend(liar: Transfer) -> None:

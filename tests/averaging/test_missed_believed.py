@@ -1,9 +1,8 @@
-"""Whose mean it is that was missed: the circle tells, and what liars and strangers offer comes to nothing."""
+"""A peer believes the mean that its circle offers, and takes nothing from liars and strangers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import pytest
 import torch
@@ -38,13 +37,6 @@ from fakes.transfer import SPEC as HASH
 BEFORE = StateId(7, "ab" * 32)
 NEXT = StateId(8, "ef" * 32)
 LAST = StateId(9, "0f" * 32)
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    await cluster.stop()
 
 
 def keep(mean: EncodedMean, *transfers: Transfer) -> None:

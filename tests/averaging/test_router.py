@@ -380,7 +380,7 @@ async def test_a_search_that_is_stopped_ends_at_once_with_its_reason_and_the_run
     outcome = await search
     assert (outcome.ok, outcome.reason, outcome.group) == (False, "nobody is left", ())
     assert torch.equal(result, torch.full((100,), 7.0))
-    runs[0].stop_search("there is none")
+    runs[0].stop_search("no peer has come")
     both = await asyncio.gather(*(run.average(torch.ones(100), torch.empty(100), 1.0, 20.0) for run in runs))
     assert all(outcome.ok for outcome in both), both
 

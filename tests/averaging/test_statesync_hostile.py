@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -100,13 +100,6 @@ def garbage(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | b
 
 def silent(evil: Hostile, message: AskChunks) -> list[tuple[TransferMessage | bytes, bytes]]:
     return []
-
-
-@pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
-    cluster = Cluster()
-    yield cluster
-    await cluster.stop()
 
 
 async def fetch_beside(cluster: Cluster, deed: Deed) -> tuple[Hostile, str]:

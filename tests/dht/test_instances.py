@@ -1,4 +1,4 @@
-"""Two daemons with one identity are told so; a restart is none."""
+"""Two daemons with one identity are told so; a daemon that was started again is not told."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A member of the run turns on a daemon: on direct channels that it was admitted to it breaks every rule of the wire.
 
-All is drawn from a seed. In each layer there are `CHANNELS` frames that are none (of rounds, of matchmaking, of
+All is drawn from a seed. In each layer there are `CHANNELS` frames that do not decode (of rounds, of matchmaking, of
 transfers, of no kind) and `CHANNELS` streams whose records are altered (cut, replayed, reordered, oversized, ...):
 1,080 in all, each of which costs the member its channel, among 3,780 frames that are well-formed and unasked for. With
 14,000 altered records and streams in `dht/direct/test_aead.py`, 6,650 strangers and prefaces in `test_doors.py` beside
@@ -143,7 +143,7 @@ class Intruder:
         self._messages = _messages(member.peer, daemon, spec)
 
     async def break_frames(self, number: int) -> None:
-        """On one channel: frames that are well-formed and unasked for, some of them twice; then one that is none."""
+        """Send well-formed frames that nobody asked for, some of them twice, then a frame that does not decode."""
         channel = await self._member.direct.open(self._daemon)
         speaker = Speaker(channel)
         await speaker.greet()
@@ -193,7 +193,7 @@ class Intruder:
         return kind + self._damaged(kind[:1]), b""
 
     def _damaged(self, kind: bytes) -> bytes:
-        """A message that is none: cut, changed, with something in it, or mere noise, up to as long as may be."""
+        """Bytes that hold no message: cut, changed, with something in it, or mere noise, up to as long as may be."""
         rng = self._rng
         while True:
             data = rng.choice(self._messages[kind])

@@ -60,7 +60,7 @@ def round_of(names: str, state: StateId, spec: RunSpec = SPEC) -> Manifest:
 
 
 def mean_of(names: str, state: StateId, spec: RunSpec = SPEC) -> EncodedMean:
-    """What these peers came to by themselves in such a round."""
+    """Return the mean that these peers agreed on in such a round."""
     manifest = round_of(names, state, spec)
     parts = []
     for part in group_of(spec, manifest).parts:

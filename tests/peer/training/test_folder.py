@@ -89,7 +89,7 @@ def test_the_newest_is_loaded_by_another_start(path: Path) -> None:
 
 def test_an_empty_folder_has_nothing_to_load(path: Path) -> None:
     with opened(path, OWN) as folder:
-        assert folder.load(100, lambda image: pytest.fail("there is none")) is None
+        assert folder.load(100, lambda image: pytest.fail("no checkpoint can be loaded")) is None
         assert folder.furthest is None
 
 

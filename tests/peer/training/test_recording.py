@@ -171,7 +171,7 @@ def test_nothing_to_resume_from_is_said_and_is_no_error(
 ) -> None:
     caplog.set_level(logging.INFO)
     recorder = opened(tmp_path, resume=True)
-    recorder.restore(100, lambda image: pytest.fail("there is none"))
+    recorder.restore(100, lambda image: pytest.fail("no checkpoint can be loaded"))
     assert "nothing to resume from" in caplog.text
     recorder.close()
 
