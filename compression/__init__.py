@@ -1,7 +1,7 @@
 """Codecs: flat fp32 vectors to bytes and back."""
 
 from equipoise.compression.buffers import Values, unwrapped
-from equipoise.compression.choice import kernels
+from equipoise.compression.choice import kernels, kernels_for
 from equipoise.compression.chunks import first_non_finite
 from equipoise.compression.codec import Codec, EncodeReport
 from equipoise.compression.errors import CodecError, NonFiniteError
@@ -15,6 +15,7 @@ __all__ = [
     "Values",
     "first_non_finite",
     "kernels",
+    "kernels_for",
     "parse_codec",
     "unwrapped",
 ]

@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from equipoise.compression.chunks import CHUNK_VALUES, F32_MAX, scratch
+from equipoise.compression.late_torch import torch
 
 Values = NDArray[np.float32]
 Bytes = NDArray[np.uint8]

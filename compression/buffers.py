@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias, cast
+
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from equipoise.compression.errors import CodecError
+from equipoise.compression.late_torch import is_tensor, torch
 
-Buffer = bytes | bytearray | memoryview | torch.Tensor
+_Plain = bytes | bytearray | memoryview
+
+Buffer: TypeAlias = "bytes | bytearray | memoryview | torch.Tensor"
 """Bytes: anything that exports a contiguous buffer, or a contiguous uint8 tensor on any device."""
 
-Values = torch.Tensor | NDArray[np.float32]
+Values: TypeAlias = "torch.Tensor | NDArray[np.float32]"
 """Values, f32 [n], contiguous: a tensor on any device, or an array."""
 
 _F32 = np.dtype(np.float32)
@@ -27,7 +31,7 @@ def unwrapped(values: torch.Tensor) -> Values:
 
 def plain(values: Values) -> NDArray[np.float32] | None:
     """Return `values` as an array if compiled kernels can work on them as they are."""
-    if isinstance(values, torch.Tensor):
+    if not isinstance(values, np.ndarray):
         if not values.is_cpu or values.dtype != torch.float32:
             return None
         values = values.detach().numpy()
@@ -36,10 +40,26 @@ def plain(values: Values) -> NDArray[np.float32] | None:
 
 def raw(buffer: Buffer) -> NDArray[np.uint8] | None:
     """Return `buffer` as an array if compiled kernels can work on it as it is."""
-    if isinstance(buffer, torch.Tensor | bytes):
+    if is_tensor(buffer) or isinstance(buffer, bytes):
         return None
-    view = memoryview(buffer)
+    view = memoryview(cast(_Plain, buffer))
     return np.frombuffer(view, np.uint8) if view.c_contiguous and not view.readonly and view.nbytes else None
+
+
+def contiguous(buffer: Buffer, *, written: bool = False) -> NDArray[np.uint8]:
+    """Return `buffer`, which is no tensor, as an array, uint8 [bytes], that shares its memory.
+
+    Raises:
+        CodecError: The buffer is not contiguous, or read-only though to be `written`.
+    """
+    view = memoryview(cast(_Plain, buffer))
+    if not view.c_contiguous:
+        raise CodecError("the buffer is a strided memoryview; pass a contiguous one")
+    if written and view.readonly:
+        kind = type(buffer).__name__
+        raise CodecError(f"the buffer to encode into is read-only ({kind}); pass a writable one")
+    # An empty view of several dimensions cannot be cast, and has no bytes to share.
+    return np.asarray(view.cast("B") if view.nbytes else memoryview(bytearray()))
 
 
 def shared(buffer: Buffer, *, written: bool = False) -> torch.Tensor:
@@ -50,18 +70,11 @@ def shared(buffer: Buffer, *, written: bool = False) -> torch.Tensor:
     Raises:
         CodecError: The buffer is not contiguous, a tensor of another dtype, or read-only though to be `written`.
     """
-    if isinstance(buffer, torch.Tensor):
+    if is_tensor(buffer):
         if buffer.dtype != torch.uint8 or not buffer.is_contiguous():
             got = f"{buffer.dtype} {list(buffer.shape)}"
             raise CodecError(f"expected a contiguous uint8 tensor as buffer, got {got}")
         return buffer.view(-1)
-    view = memoryview(buffer)
-    if not view.c_contiguous:
-        raise CodecError("the buffer is a strided memoryview; pass a contiguous one")
-    if written and view.readonly:
-        kind = type(buffer).__name__
-        raise CodecError(f"the buffer to encode into is read-only ({kind}); pass a writable one")
-    # An empty view of several dimensions cannot be cast, and has no bytes to share.
-    array = np.asarray(view.cast("B") if view.nbytes else memoryview(bytearray()))
+    array = contiguous(buffer, written=written)
     # torch knows no read-only tensors. What comes from other peers lies in writable memory.
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -5,18 +5,25 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from equipoise.compression import blockwise
+from equipoise.compression.array_math import BlockMath
 from equipoise.compression.blockwise import OWN_ADDRESS, ArrayKernels
+from equipoise.compression.device_kernels import TensorKernels, agree
 from equipoise.compression.errors import CodecError
+from equipoise.compression.late_torch import torch
 
 ENVIRONMENT = "EQUIPOISE_KERNELS"
 """Name of the variable that decides if it is set to one of NAMES."""
 
-NAMES = ("torch", "numba")
+NAMES = ("torch", "numba", "triton")
+
+INTERPRETER = "TRITON_INTERPRET"
+"""Name of Triton's own variable: with "1" its kernels run on CPU tensors, for tests."""
 
 _PROBE_BLOCK = 32
 _PROBE_WEIGHTS = (0.3, 0.7)
@@ -24,48 +31,79 @@ _PROBE_WEIGHTS = (0.3, 0.7)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The kernels for values on a CPU.
+    """The kernels for values on a device.
 
     Attributes:
         name: One of NAMES.
-        arrays: Compiled kernels of the int8 codec; None where torch computes.
+        arrays: Compiled kernels of the int8 codec for a CPU's memory; None where others compute.
         reason: Why these, in a few words, for logs and `status`.
+        tensors: Kernels for tensors; None where others compute.
     """
 
     name: str
     arrays: ArrayKernels | None
     reason: str
+    tensors: TensorKernels | None = None
 
 
 @functools.cache
-def kernels() -> Choice:
-    """Choose the kernels, once per process; numba, where it is installed and does not disagree with torch.
+def kernels(device: str = "cpu") -> Choice:
+    """Choose the kernels for a device, as "cpu" or "cuda:0", once per process.
 
-    The first call imports numba and loads its compiled code (0.6-0.9 s; longer once per machine, when it compiles).
-    Call it at start, where nobody waits.
+    They are numba's on a CPU and Triton's on a GPU, where these are installed and do not disagree with torch (on a
+    CPU: with numpy, whose bytes are the same).
+    The first call imports them and loads compiled code (0.6-0.9 s; longer once per machine, when they compile).
+    Call it in a thread for which no round waits.
 
     Raises:
         CodecError: EQUIPOISE_KERNELS is neither unset nor one of NAMES.
     """
     wanted = os.environ.get(ENVIRONMENT)
     if wanted not in (None, "", *NAMES):
-        raise CodecError(f"{ENVIRONMENT}={wanted!r} is not known; expected {' or '.join(NAMES)}, or unset")
+        raise CodecError(f"{ENVIRONMENT}={wanted!r} is not known; expected {', '.join(NAMES)}, or unset")
     if wanted == "torch":
         return Choice("torch", None, f"{ENVIRONMENT}=torch")
-    origin = f"{ENVIRONMENT}=numba" if wanted else "numba is installed"
+    on_cpu = device == "cpu"
+    interpreted = wanted == "triton" and os.environ.get(INTERPRETER) == "1"
+    if interpreted or (device.startswith("cuda") and wanted != "numba"):
+        name, hint = "triton", "pip install 'equipoise[gpu]' for kernels of one pass"
+    elif on_cpu:
+        name, hint = "numba", "pip install 'equipoise[fast]' for kernels that are 2-3 times as fast"
+    else:
+        return Choice("torch", None, f"{wanted or 'triton'} does not run there")
+    origin = f"{ENVIRONMENT}={name}" if wanted == name else f"{name} is installed"
     try:
-        compiled = _numba()
+        if name == "triton":
+            tensors = _triton()
+            agreed, choice = agree(tensors, torch.device(device)), Choice(name, None, origin, tensors)
+        else:
+            arrays = _numba()
+            agreed, choice = _agree(arrays), Choice(name, arrays, origin)
     except ModuleNotFoundError as error:
-        hint = "pip install 'equipoise[fast]' for kernels that are 2-3 times as fast"
         return Choice("torch", None, f"{error.name} is not installed; {hint}")
     # What can go wrong in a compiler, its binary dependencies and its cache is not for us to enumerate; all of it
     # leaves the other kernels, and its reason is shown.
     except Exception as error:
         text = (str(error) or type(error).__name__).splitlines()[0]
-        return Choice("torch", None, f"numba failed: {text}")
-    if not _agree(compiled):
-        return Choice("torch", None, "numba's bytes differ from torch's on this machine")
-    return Choice("numba", compiled, origin)
+        return Choice("torch", None, f"{name} failed: {text}")
+    return choice if agreed else Choice("torch", None, f"{name}'s bytes differ from torch's on this machine")
+
+
+def kernels_for(device: torch.device) -> str:
+    """Say in one line which kernels serve tensors of a device, and why if they are not the best.
+
+    As "numba", "triton on cuda:0" or "torch on cuda:0: triton is not installed; ...".
+    """
+    on_cpu = device.type == "cpu"
+    choice = kernels() if on_cpu else kernels(str(device))
+    where = choice.name if on_cpu else f"{choice.name} on {device}"
+    return f"{where}: {choice.reason}" if choice.name == "torch" else where
+
+
+def _triton() -> TensorKernels:
+    from equipoise.compression.triton_kernels import KERNELS
+
+    return KERNELS
 
 
 def _numba() -> ArrayKernels:
@@ -75,25 +113,23 @@ def _numba() -> ArrayKernels:
 
 
 def _agree(compiled: ArrayKernels) -> bool:
-    """Compare bytes with torch's on values of many magnitudes; a fused operation in either changes some of them."""
-    count = 64 * _PROBE_BLOCK + 5
-    exponents = torch.arange(count, dtype=torch.float32).div_(_PROBE_BLOCK).floor_().mul_(4).sub_(140)
-    values = torch.linspace(-1.9, 1.7, count).mul_(torch.exp2(exponents.clamp_(max=127)))
-    own, decoded, total = values.flip(0), torch.empty_like(values), torch.zeros_like(values)
-    payload, mean = (
-        torch.empty(blockwise.payload_size(count, _PROBE_BLOCK), dtype=torch.uint8) for _ in range(2)
-    )
-    blockwise.quantise(values, payload, _PROBE_BLOCK)
-    blockwise.dequantise(payload, decoded, _PROBE_BLOCK)
-    blockwise.quantise(own, mean, _PROBE_BLOCK)
+    """Compare bytes with numpy's on values of many magnitudes; a fused operation in either changes some of them."""
+    count, block, math = 64 * _PROBE_BLOCK + 5, _PROBE_BLOCK, BlockMath("int8", _PROBE_BLOCK)
+    exponents = np.minimum(np.arange(count) // block * 4 - 140, 127).astype(np.float32)
+    values = np.linspace(-1.9, 1.7, count, dtype=np.float32) * np.exp2(exponents)
+    own, decoded, total = values[::-1].copy(), np.empty_like(values), np.zeros_like(values)
+    payload, mean = (np.zeros(blockwise.payload_size(count, block), np.uint8) for _ in range(2))
+    math.encode(values, payload)
+    math.decode(payload, decoded)
+    math.encode(own, mean)
     for each, weight in zip((payload, mean), _PROBE_WEIGHTS, strict=True):
-        blockwise.accumulate(each, weight, total, _PROBE_BLOCK)
-    blockwise.quantise(total, mean, _PROBE_BLOCK)
-    blockwise.dequantise(mean, total, _PROBE_BLOCK)
-    expected = [each.numpy() for each in (payload, decoded, mean, total)]
+        math.accumulate(each, weight, total)
+    math.encode(total, mean)
+    math.decode(mean, total)
+    expected: list[NDArray[Any]] = [payload, decoded, mean, total]
     first, second, third, fourth = found = [np.zeros_like(each) for each in expected]
-    compiled.encode(values.numpy(), first, _PROBE_BLOCK)
-    compiled.decode(first, second, _PROBE_BLOCK)
+    compiled.encode(values, first, block)
+    compiled.decode(first, second, block)
     addresses = np.array([compiled.address(first), OWN_ADDRESS], np.int64)
-    compiled.reduce(addresses, np.array(_PROBE_WEIGHTS), own.numpy(), third, fourth, _PROBE_BLOCK)
+    compiled.reduce(addresses, np.array(_PROBE_WEIGHTS), own, third, fourth, block)
     return all(one.tobytes() == other.tobytes() for one, other in zip(found, expected, strict=True))

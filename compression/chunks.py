@@ -9,13 +9,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
-import torch
+import numpy as np
+
+from equipoise.compression.late_torch import torch
 
 CHUNK_VALUES = 512 * 1024
 """Values per piece. Its 2 MiB of fp32 stay within second- and third-level caches; pieces of 256 Ki values are 10-15 %
 slower for the fixed cost of torch calls, larger ones are not faster."""
 
-F32_MAX = torch.finfo(torch.float32).max
+F32_MAX = float(np.finfo(np.float32).max)
 
 _of_thread = threading.local()
 

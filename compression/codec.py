@@ -17,11 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
-from equipoise.compression.buffers import Buffer, Values, plain, shared
+from equipoise.compression.array_math import ArrayMath
+from equipoise.compression.buffers import Buffer, Values, contiguous, plain, shared
+from equipoise.compression.choice import kernels
 from equipoise.compression.chunks import F32_MAX
+from equipoise.compression.device_kernels import Kind, TensorKernels, clamped
 from equipoise.compression.errors import CodecError, NonFiniteError
+from equipoise.compression.late_torch import is_tensor, torch
 
 if sys.byteorder != "little":
     raise ImportError("equipoise.compression: payloads are little-endian and this machine is not")
@@ -45,22 +49,37 @@ class Codec(ABC):
     """One way for values to travel; immutable, equal to others of the same spec, usable from several threads.
 
     Subclasses fill in the underscored methods and may rely on what the public ones have checked: dtypes,
-    contiguity, exact sizes, alignment, one device.
+    contiguity, exact sizes, alignment, one device. With `math` they need no torch where all they get are arrays.
 
     Attributes:
         spec: The canonical spec string, all options spelled out: `parse_codec(codec.spec) == codec`.
         alignment: Bytes to which `_encode`, `_decode`, ... need their payload's first byte aligned.
         granule: Values that are encoded together: cut at multiples of it, a vector is encoded to the same scales and
             codes whatever the cut.
+        math: What they do with arrays; None if arrays are for the underscored methods, too.
     """
 
     spec: str
     alignment: int = 4
     granule: int = 1
+    math: ArrayMath | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """The format by which `TensorKernels` know it; 0 if they do not."""
+        return 0
 
     @abstractmethod
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
+
+    def plane_sizes(self, count: int) -> tuple[int, ...]:
+        """Return the sizes in bytes of the planes of a payload of `count` values, in their order.
+
+        A plane holds something for each value, or for each granule of values. So the values from one multiple of the
+        granule to another are a slice of each plane. By default, there is one plane.
+        """
+        return (self.encoded_size(count),)
 
     def encode(self, values: Values, out: Buffer) -> EncodeReport:
         """Encode `values` into `out`.
@@ -73,8 +92,16 @@ class Codec(ABC):
             NonFiniteError: A value is NaN or infinite; names the first.
             CodecError: `values` or `out` has another dtype, shape or size.
         """
+        if self.math is not None and isinstance(values, np.ndarray) and not is_tensor(out):
+            array = _array(values)
+            return EncodeReport(self.math.encode(array, self._bytes(out, array.size, written=True)))
         values = _vector(values)
         with self._staged(out, values) as target:
+            if fused := self._fused(values):
+                count = clamped(fused.encode(values, target, self.kind))
+                if count is not None:
+                    return EncodeReport(count)
+            # The torch operations also say which value is not finite.
             return self._encode(values, target)
 
     def decode(self, payload: Buffer, out: Values) -> None:
@@ -84,10 +111,19 @@ class Codec(ABC):
             CodecError: No encoder writes such a payload, or the payload or `out` has another dtype, shape or size. Then
                 `out` is undefined.
         """
+        if self.math is not None and isinstance(out, np.ndarray) and not is_tensor(payload):
+            array = _array(out)
+            given = self._bytes(payload, array.size)
+            self.math.check(given, array.size)
+            self.math.decode(given, array)
+            return
         out = _vector(out)
         source = self._source(payload, out)
         self._check(source, out.numel())
-        self._decode(source, out)
+        if fused := self._fused(out):
+            fused.decode(source, out, self.kind)
+        else:
+            self._decode(source, out)
 
     def accumulate(self, payload: Buffer, weight: float, into: Values) -> None:
         """Add `weight` times the decoded `payload` to `into`, f32 [n], contiguous, on any device.
@@ -99,6 +135,10 @@ class Codec(ABC):
             CodecError: `weight` is no finite f32, or `payload` or `into` has another dtype, shape or size.
         """
         _check_weight(weight)
+        if self.math is not None and isinstance(into, np.ndarray) and not is_tensor(payload):
+            array = _array(into)
+            self.math.accumulate(self._bytes(payload, array.size), weight, array)
+            return
         into = _vector(into)
         self._accumulate(self._source(payload, into), weight, into)
 
@@ -126,14 +166,17 @@ class Codec(ABC):
             NonFiniteError: A value of `own` is NaN or infinite; names the first.
             CodecError: A weight is no finite f32, a size or dtype differs, or the sum is not finite.
         """
-        out, own = _vector(out), _vector(own)
-        if own.numel() != out.numel() or own.device != out.device:
-            got = f"{own.numel()} on {own.device}"
-            raise CodecError(f"expected {out.numel()} own values on {out.device}, got {got}")
         if len(weights) != len(payloads):
             raise CodecError(f"{self.spec}: expected {len(payloads)} weights, got {len(weights)}")
         for weight in weights:
             _check_weight(weight)
+        buffers = not any(map(is_tensor, (*payloads, mean)))
+        if self.math is not None and buffers and isinstance(out, np.ndarray) and isinstance(own, np.ndarray):
+            return self._reduce_arrays(self.math, payloads, weights, _array(own), mean, _array(out))
+        out, own = _vector(out), _vector(own)
+        if own.numel() != out.numel() or own.device != out.device:
+            got = f"{own.numel()} on {own.device}"
+            raise CodecError(f"expected {out.numel()} own values on {out.device}, got {got}")
         sources = [
             self._source(payload, out) if payload is not None and weight else None
             for payload, weight in zip(payloads, weights, strict=True)
@@ -147,8 +190,10 @@ class Codec(ABC):
         Raises:
             CodecError: The size differs, or a value is not finite, or a code is one that no encoder writes.
         """
-        source = self._sized(shared(payload), count)
-        self._check(self._aligned(source), count)
+        if self.math is not None and not is_tensor(payload):
+            self.math.check(self._bytes(payload, count), count)
+        else:
+            self._check(self._aligned(self._sized(shared(payload), count)), count)
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport: ...
@@ -167,20 +212,75 @@ class Codec(ABC):
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> EncodeReport:
+        if (fused := self._fused(out)) and (
+            report := self._reduce_at_once(fused, payloads, weights, own, mean, out)
+        ):
+            return report
         out.zero_()
-        clamped = 0
+        count = 0
         for payload, weight in zip(payloads, weights, strict=True):
             if weight:
                 if payload is None:
                     # Until the mean is there, its place is one for another payload.
-                    clamped += self._encode(own, mean).clamped
+                    count += self._encode(own, mean).clamped
                 self._accumulate(mean if payload is None else payload, weight, out)
         try:
-            clamped += self._encode(out, mean).clamped
+            count += self._encode(out, mean).clamped
         except NonFiniteError as error:
             raise CodecError(f"{self.spec}: the weighted sum is not finite: {error}") from None
         self._decode(mean, out)
-        return EncodeReport(clamped)
+        return EncodeReport(count)
+
+    def _reduce_arrays(
+        self,
+        math: ArrayMath,
+        payloads: Sequence[Buffer | None],
+        weights: Sequence[float],
+        own: NDArray[np.float32],
+        mean: Buffer,
+        out: NDArray[np.float32],
+    ) -> EncodeReport:
+        if own.size != out.size:
+            raise CodecError(f"expected {out.size} own values on cpu, got {own.size} on cpu")
+        target, count = self._bytes(mean, out.size, written=True), 0
+        used = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
+        sources = [None if payload is None else self._bytes(payload, out.size) for payload, _ in used]
+        out.fill(0)
+        for source, (_, weight) in zip(sources, used, strict=True):
+            if source is None:
+                # Until the mean is there, its place is one for another payload.
+                count += math.encode(own, target)
+            math.accumulate(target if source is None else source, weight, out)
+        try:
+            count += math.encode(out, target)
+        except NonFiniteError as error:
+            raise CodecError(f"{self.spec}: the weighted sum is not finite: {error}") from None
+        math.decode(target, out)
+        return EncodeReport(count)
+
+    def _reduce_at_once(
+        self,
+        fused: TensorKernels,
+        payloads: Sequence[torch.Tensor | None],
+        weights: Sequence[float],
+        own: torch.Tensor,
+        mean: torch.Tensor,
+        out: torch.Tensor,
+    ) -> EncodeReport | None:
+        """Reduce in one pass; None if a value or a sum is not finite."""
+        used = [(payload, weight) for payload, weight in zip(payloads, weights, strict=True) if weight]
+        ours = sum(payload is None for payload, _ in used)
+        encoded, count = torch.empty_like(mean), None
+        if ours and (count := clamped(fused.encode(own, encoded, self.kind))) is None:
+            return None
+        there = [encoded if payload is None else payload for payload, _ in used]
+        further = clamped(fused.reduce(there, [weight for _, weight in used], mean, out, self.kind))
+        return None if further is None else EncodeReport(ours * (count or 0) + further)
+
+    def _fused(self, values: torch.Tensor) -> TensorKernels | None:
+        if not self.kind or not values.numel():
+            return None
+        return (kernels() if values.is_cpu else kernels(str(values.device))).tensors
 
     @abstractmethod
     def _check(self, payload: torch.Tensor, count: int) -> None: ...
@@ -193,6 +293,12 @@ class Codec(ABC):
 
     def __repr__(self) -> str:
         return f"<codec {self.spec}>"
+
+    def _bytes(self, buffer: Buffer, count: int, *, written: bool = False) -> NDArray[np.uint8]:
+        array, expected = contiguous(buffer, written=written), self.encoded_size(count)
+        if array.size != expected:
+            raise CodecError(f"{self.spec}: {count} values are {expected} bytes, not {array.size}")
+        return array
 
     def _sized(self, payload: torch.Tensor, count: int) -> torch.Tensor:
         expected = self.encoded_size(count)
@@ -223,15 +329,19 @@ def _check_weight(weight: float) -> None:
         raise CodecError(f"a weight is a finite f32, not {weight}")
 
 
+def _array(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    if plain(values) is None:
+        raise CodecError(
+            f"expected a contiguous, writable float32 array of one dimension, got {values.dtype} "
+            f"{list(values.shape)}{'' if values.flags.writeable else ', read-only'}"
+            f"{'' if values.flags.c_contiguous else ', strided'}"
+        )
+    return values
+
+
 def _vector(values: Values) -> torch.Tensor:
     if isinstance(values, np.ndarray):
-        if plain(values) is None:
-            raise CodecError(
-                f"expected a contiguous, writable float32 array of one dimension, got {values.dtype} "
-                f"{list(values.shape)}{'' if values.flags.writeable else ', read-only'}"
-                f"{'' if values.flags.c_contiguous else ', strided'}"
-            )
-        return torch.from_numpy(values)
+        return torch.from_numpy(_array(values))
     if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
         raise CodecError(
             f"expected a contiguous float32 tensor of one dimension, got {values.dtype} {list(values.shape)}"

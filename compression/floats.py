@@ -4,24 +4,35 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
-
-from equipoise.compression.chunks import extremes, first_non_finite, locate, scratch, spans, within
+from equipoise.compression.array_math import FloatMath
+from equipoise.compression.chunks import F32_MAX, extremes, first_non_finite, locate, scratch, spans, within
 from equipoise.compression.codec import Codec, EncodeReport
+from equipoise.compression.device_kernels import Kind
 from equipoise.compression.errors import CodecError, NonFiniteError
+from equipoise.compression.late_torch import torch
 
 
 class _Format(NamedTuple):
-    dtype: torch.dtype
-    bits: torch.dtype
+    name: str
+    size: int
+    limit: float
     exponent: int
     """Mask of the exponent's bits, all set in NaN and infinities and in nothing else."""
 
+    @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.name)
+        return dtype
+
+    @property
+    def bits(self) -> torch.dtype:
+        return torch.int32 if self.size == 4 else torch.int16
+
 
 _FORMATS = {
-    "fp32": _Format(torch.float32, torch.int32, 0x7F80_0000),
-    "fp16": _Format(torch.float16, torch.int16, 0x7C00),
-    "bf16": _Format(torch.bfloat16, torch.int16, 0x7F80),
+    "fp32": _Format("float32", 4, F32_MAX, 0x7F80_0000),
+    "fp16": _Format("float16", 2, 65504.0, 0x7C00),
+    "bf16": _Format("bfloat16", 2, float.fromhex("0x1.fep+127"), 0x7F80),
 }
 
 
@@ -35,12 +46,18 @@ class FloatCodec(Codec):
     def __init__(self, name: str) -> None:
         self.spec = name
         self._format = _FORMATS[name]
-        self._limit = torch.finfo(self._format.dtype).max
-        self.alignment = self._format.dtype.itemsize
+        self._limit = self._format.limit
+        self.alignment = self._format.size
+        self.math = FloatMath(name, self._limit)
+
+    @property
+    def kind(self) -> Kind:
+        """The dtype; see `Codec.kind`."""
+        return self._format.dtype
 
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
-        return count * self._format.dtype.itemsize
+        return count * self._format.size
 
     def _encode(self, values: torch.Tensor, out: torch.Tensor) -> EncodeReport:
         encoded = out.view(self._format.dtype)

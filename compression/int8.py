@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from equipoise.compression import blockwise
-from equipoise.compression.blockwise import MAX_SCALE, MIN_SCALE, OWN_ADDRESS, payload_size, planes
+from equipoise.compression.array_math import BlockMath
+from equipoise.compression.blockwise import (
+    MAX_SCALE,
+    MIN_SCALE,
+    OWN_ADDRESS,
+    SCALE_BYTES,
+    payload_size,
+    planes,
+)
 from equipoise.compression.buffers import Buffer, Values, plain, raw
 from equipoise.compression.choice import kernels
 from equipoise.compression.chunks import first_non_finite, locate
 from equipoise.compression.codec import UNCLAMPED, Codec, EncodeReport
+from equipoise.compression.device_kernels import Kind
 from equipoise.compression.errors import CodecError, NonFiniteError
+from equipoise.compression.late_torch import torch
 
 MIN_BLOCK = 32
 """Values of the smallest block: below it the scales exceed an eighth of the codes, and the error hardly falls."""
@@ -38,11 +47,21 @@ class Int8Codec(Codec):
         if not MIN_BLOCK <= block <= MAX_BLOCK or block & (block - 1):
             raise CodecError(f"int8: block is a power of two from {MIN_BLOCK} to {MAX_BLOCK}, not {block}")
         self.spec = f"int8:block={block}"
+        self.math = BlockMath(self.spec, block)
         self.block = self.granule = block
+
+    @property
+    def kind(self) -> Kind:
+        """The block; see `Codec.kind`."""
+        return self.block
 
     def encoded_size(self, count: int) -> int:
         """Return the exact size in bytes of a payload of `count` values."""
         return payload_size(count, self.block)
+
+    def plane_sizes(self, count: int) -> tuple[int, ...]:
+        """Return the bytes of the scales and of the codes; see `Codec.plane_sizes`."""
+        return -(-count // self.block) * SCALE_BYTES, count
 
     # Each of these takes the short way if it can: one call of a compiled kernel, with nothing around it. The long way
     # is there for all else, and to say what was wrong.

@@ -1,0 +1,201 @@
+"""The arithmetic of the codecs in numpy, for processes without torch: the bytes are those of torch and of kernels.
+
+Arrays here are contiguous: values, out, into: f32 [n]; payload: uint8 [`encoded_size(n)`], with any alignment. Each
+operation is one of IEEE-754 single precision; numpy fuses none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.compression.blockwise import LEVELS, MAX_SCALE, MIN_ABSMAX, MIN_SCALE, SCALE_BYTES
+from equipoise.compression.errors import CodecError, NonFiniteError
+
+Values = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+CHUNK_VALUES = 32 * 1024
+"""Values per piece: what is made of one stays in the second-level cache, and in memory that is used again."""
+
+_MAGNITUDE = np.int32(0x7FFF_FFFF)
+
+
+class ArrayMath(ABC):
+    """What one codec does with arrays."""
+
+    @abstractmethod
+    def encode(self, values: Values, payload: Bytes) -> int:
+        """Fill `payload`; return how many values were clamped.
+
+        Raises:
+            NonFiniteError: A value is NaN or infinite.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Bytes, out: Values) -> None:
+        """Fill `out` from a payload that an encoder wrote."""
+
+    @abstractmethod
+    def check(self, payload: Bytes, count: int) -> None:
+        """Verify that an encoder could have written `payload`.
+
+        Raises:
+            CodecError: It could not.
+        """
+
+    @abstractmethod
+    def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
+        """Add f32(f32(weight) * decoded) to `into`."""
+
+
+class BlockMath(ArrayMath):
+    """int8, as `blockwise` defines it."""
+
+    def __init__(self, spec: str, block: int) -> None:
+        self._spec = spec
+        self._block = block
+
+    def encode(self, values: Values, payload: Bytes) -> int:
+        """See `ArrayMath.encode`."""
+        _require_finite(values)
+        levels = np.float32(LEVELS)
+        for rows, codes, scales in self._pieces(values, payload):
+            absmax = np.abs(rows).max(1, keepdims=True)
+            small = absmax < np.float32(MIN_ABSMAX)
+            with np.errstate(divide="ignore", over="ignore"):
+                inverse = np.where(small, np.float32(0), levels / absmax)
+            codes[...] = np.rint(rows * inverse)
+            scales[...] = np.where(small, np.float32(0), np.minimum(absmax / levels, np.float32(MAX_SCALE)))
+        return 0
+
+    def decode(self, payload: Bytes, out: Values) -> None:
+        """See `ArrayMath.decode`."""
+        for rows, codes, scales in self._pieces(out, payload):
+            np.multiply(codes, scales, out=rows)
+
+    def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
+        """See `ArrayMath.accumulate`."""
+        for rows, codes, scales in self._pieces(into, payload):
+            decoded = codes * scales
+            decoded *= np.float32(weight)
+            rows += decoded
+
+    def check(self, payload: Bytes, count: int) -> None:
+        """See `ArrayMath.check`."""
+        scales, codes = self._planes(payload, count)
+        # NaN compares false, and so counts as faulty. -0.0 decodes to the same as 0.0.
+        faulty = ~((scales == 0) | ((scales >= np.float32(MIN_SCALE)) & (scales <= np.float32(MAX_SCALE))))
+        if faulty.any():
+            index = int(faulty.argmax())
+            raise CodecError(
+                f"{self._spec}: the scale of block {index} of {scales.size} is {float(scales[index])};"
+                f" expected 0, or {MIN_SCALE:.4g} to {MAX_SCALE:.4g}"
+            )
+        if count and codes.min() == -128:
+            raise CodecError(
+                f"{self._spec}: code {int(codes.argmin())} of {count} is -128; expected -127 to 127"
+            )
+
+    def _planes(self, payload: Bytes, count: int) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
+        split = -(-count // self._block) * SCALE_BYTES
+        return payload[:split].view(np.float32), payload[split:].view(np.int8)
+
+    def _pieces(
+        self, values: Values, payload: Bytes
+    ) -> Iterator[tuple[Values, NDArray[np.int8], NDArray[np.float32]]]:
+        """Yield views (values [r, block], codes [r, block], scales [r, 1]); last, by itself, a short block."""
+        block, (scales, codes) = self._block, self._planes(payload, values.size)
+        whole = values.size // block * block
+        for start in range(0, whole, CHUNK_VALUES):
+            stop = min(start + CHUNK_VALUES, whole)
+            rows = values[start:stop].reshape(-1, block), codes[start:stop].reshape(-1, block)
+            yield (*rows, scales[start // block : stop // block, None])
+        if whole < values.size:
+            yield values[None, whole:], codes[None, whole:], scales[-1:, None]
+
+
+class FloatMath(ArrayMath):
+    """fp32, fp16 or bf16, of which `limit` is the greatest value."""
+
+    def __init__(self, spec: str, limit: float) -> None:
+        self._spec = spec
+        self._limit = np.float32(limit)
+
+    def encode(self, values: Values, payload: Bytes) -> int:
+        """See `ArrayMath.encode`."""
+        _require_finite(values)
+        clamped = 0
+        for start in range(0, values.size, CHUNK_VALUES):
+            piece = values[start : start + CHUNK_VALUES]
+            if self._spec != "fp32":
+                clamped += int(np.count_nonzero(np.abs(piece) > self._limit))
+                piece = np.clip(piece, -self._limit, self._limit)
+            size = self._itemsize
+            self._write(piece, payload[start * size : (start + piece.size) * size])
+        return clamped
+
+    def decode(self, payload: Bytes, out: Values) -> None:
+        """See `ArrayMath.decode`."""
+        if self._spec == "bf16":
+            bits = out.view(np.uint32)
+            bits[...] = payload.view(np.uint16)
+            bits <<= 16
+        else:
+            out[...] = payload.view(np.float32 if self._spec == "fp32" else np.float16)
+
+    def accumulate(self, payload: Bytes, weight: float, into: Values) -> None:
+        """See `ArrayMath.accumulate`."""
+        size, shared = self._itemsize, np.empty(min(into.size, CHUNK_VALUES), np.float32)
+        for start in range(0, into.size, CHUNK_VALUES):
+            values = into[start : start + CHUNK_VALUES]
+            decoded = shared[: values.size]
+            self.decode(payload[start * size : (start + values.size) * size], decoded)
+            decoded *= np.float32(weight)
+            values += decoded
+
+    def check(self, payload: Bytes, count: int) -> None:
+        """See `ArrayMath.check`."""
+        bits, exponent = _BITS[self._spec]
+        words = payload.view(bits)
+        for start in range(0, count, CHUNK_VALUES):
+            # All bits of the exponent are set in NaN and infinities, and in nothing else.
+            found = words[start : start + CHUNK_VALUES] & exponent
+            if found.max() == exponent:
+                index = start + int(found.argmax())
+                value = np.empty(1, np.float32)
+                self.decode(payload[index * self._itemsize : (index + 1) * self._itemsize], value)
+                raise CodecError(f"{self._spec}: value {index} of {count} is {float(value[0])}, not finite")
+
+    @property
+    def _itemsize(self) -> int:
+        return int(_BITS[self._spec][0].itemsize)
+
+    def _write(self, values: Values, payload: Bytes) -> None:
+        if self._spec == "bf16":
+            bits = values.view(np.uint32)
+            # Half of the last kept place, less 1 unless that place is odd: rounds to nearest, ties to even.
+            payload.view(np.uint16)[...] = (bits + (np.uint32(0x7FFF) + ((bits >> 16) & 1))) >> 16
+        else:
+            payload.view(np.float32 if self._spec == "fp32" else np.float16)[...] = values
+
+
+_BITS: dict[str, tuple[np.dtype[Any], Any]] = {
+    "fp32": (np.dtype(np.uint32), np.uint32(0x7F80_0000)),
+    "fp16": (np.dtype(np.uint16), np.uint16(0x7C00)),
+    "bf16": (np.dtype(np.uint16), np.uint16(0x7F80)),
+}
+"""The words of each format, and the bits of the exponent in them."""
+
+
+def _require_finite(values: Values) -> None:
+    for start in range(0, values.size, CHUNK_VALUES):
+        # Magnitudes of floats order like their bits; a maximum of floats would warn of NaN.
+        magnitudes = values[start : start + CHUNK_VALUES].view(np.int32) & _MAGNITUDE
+        if magnitudes.max() >= 0x7F80_0000:
+            index = start + int((magnitudes >= 0x7F80_0000).argmax())
+            raise NonFiniteError(index, values.size, float(values[index]))

@@ -1,0 +1,63 @@
+"""Reduction of encoded contributions on a GPU, or wherever torch computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equipoise.compression.buffers import Buffer
+from equipoise.compression.codec import Codec, EncodeReport
+from equipoise.compression.errors import CodecError
+from equipoise.compression.late_torch import torch
+
+
+class DeviceReducer:
+    """Reduces parts on a device; a part on which the device fails is reduced on the CPU, to the same bytes.
+
+    Args:
+        device: As `torch.device("cuda:0")`.
+
+    Attributes:
+        executor: A thread for the calls of `reduce`, which wait for the device.
+        trouble: The first failure of the device, in one line, for `status`; empty if there was none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.executor: Executor = ThreadPoolExecutor(1, "equipoise-reduce")
+        self.trouble = ""
+
+    def reduce(
+        self,
+        codec: Codec,
+        payloads: Sequence[Buffer | None],
+        weights: Sequence[float],
+        values: NDArray[np.float32],
+        mean: Buffer,
+    ) -> EncodeReport:
+        """Encode the weighted sum of payloads into `mean`; both lie in the host's memory.
+
+        Args:
+            codec: Encodes and decodes.
+            payloads: `codec.encoded_size(n)` bytes each; those of weight 0 are not looked at.
+            weights: One per payload.
+            values: Memory of f32 [n], to decode into if the device fails.
+            mean: Writable, `codec.encoded_size(n)` bytes.
+
+        Raises:
+            CodecError: See `Codec.reduce`; that is the fault of the values, and no device reduces them.
+        """
+        try:
+            out = torch.empty(len(values), device=self.device)
+            return codec.reduce(payloads, weights, out, mean, out)
+        except CodecError:
+            raise
+        # What a driver, a compiler, or a device whose memory other programs have taken, raises is not for us to
+        # enumerate.
+        except Exception as error:
+            text = (str(error) or type(error).__name__).splitlines()[0]
+            self.trouble = self.trouble or f"{self.device} failed, so the CPU reduced the part: {text}"
+        return codec.reduce(payloads, weights, values, mean, values)

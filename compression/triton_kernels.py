@@ -1,0 +1,237 @@
+"""Codecs in Triton, for tensors on a GPU. Importing this module imports triton.
+
+With TRITON_INTERPRET=1 in the environment before that import, the same kernels run on CPU tensors, slowly.
+
+The bytes are those of `blockwise` and `floats`. Five things would change them, and are avoided here:
+
+- `enable_fp_fusion`, which Triton sets by default, contracts a product and a sum: OPTIONS turns it off.
+- `/` is an approximate division, and by a constant a multiplication: `tl.math.div_rn` divides.
+- Only adding and taking off _HALF_EVEN rounds half to even in PTX and in the interpreter alike.
+- A maximum of floats drops NaN: magnitudes are compared as integers, among which NaN is the greatest.
+- Contributions are added in their order by one program for each tile: no atomics, and no tree.
+
+`scripts/check_kernels.py` looks for the first two in the PTX, which the interpreter cannot show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from equipoise.compression import blockwise
+from equipoise.compression.device_kernels import Kind, TensorKernels
+
+OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
+"""Options of every launch."""
+
+TILE = 4096
+"""Values of one program, at least a block: 32 for each of its 128 threads."""
+
+_LEVELS = tl.constexpr(blockwise.LEVELS)
+_MIN_ABSMAX = tl.constexpr(blockwise.MIN_ABSMAX)
+_MAX_SCALE = tl.constexpr(blockwise.MAX_SCALE)
+_HALF_EVEN = tl.constexpr(1.5 * 2.0**23)
+_MAGNITUDE = tl.constexpr(0x7FFF_FFFF)
+_EXPONENT = tl.constexpr(0x7F80_0000)
+
+_WIRE = {torch.bfloat16: torch.int16}
+"""How kernels see the values of formats that they convert themselves: Triton's interpreter does not round to bf16."""
+
+
+@triton.jit
+def _quantise(x):
+    """Return scales f32 [r], codes int8 [r, block] and whether a row has a value that is not finite, of x f32."""
+    top = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE, 1)
+    absmax = top.to(tl.float32, bitcast=True)
+    levels = tl.full(absmax.shape, _LEVELS, tl.float32)
+    scale = tl.minimum(tl.math.div_rn(absmax, levels), _MAX_SCALE)
+    inverse = tl.where(absmax < _MIN_ABSMAX, 0.0, tl.math.div_rn(levels, absmax))
+    rounded = (x * inverse[:, None] + _HALF_EVEN) - _HALF_EVEN
+    return tl.where(absmax < _MIN_ABSMAX, 0.0, scale), rounded.to(tl.int8), top >= _EXPONENT
+
+
+@triton.jit
+def _encode_int8(values, scales, codes, notes, count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    left = count - tile * (ROWS * BLOCK)
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(values + tile * (ROWS * BLOCK) + at, mask=at < left, other=0.0)
+    scale, code, faulty = _quantise(x)
+    tl.store(scales + tile * ROWS + row, scale, mask=row * BLOCK < left)
+    tl.store(codes + tile * (ROWS * BLOCK) + at, code, mask=at < left)
+    tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
+
+
+@triton.jit
+def _decode_int8(out, scales, codes, count, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    left = count - tile * (ROWS * BLOCK)
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    scale = tl.load(scales + tile * ROWS + row, mask=row * BLOCK < left, other=0.0)
+    code = tl.load(codes + tile * (ROWS * BLOCK) + at, mask=at < left, other=0)
+    tl.store(out + tile * (ROWS * BLOCK) + at, code.to(tl.float32) * scale[:, None], mask=at < left)
+
+
+@triton.jit
+def _reduce_int8(
+    out,
+    addresses,
+    weights,
+    members,
+    notes,
+    count,
+    scales,
+    codes,
+    split,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    left = count - tile * (ROWS * BLOCK)
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for member in range(members):
+        address = tl.load(addresses + member)
+        theirs = tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 4) + tile * ROWS
+        plane = tl.multiple_of((address + split).to(tl.pointer_type(tl.int8)), ALIGNED)
+        scale = tl.load(theirs + row, mask=row * BLOCK < left, other=0.0)
+        code = tl.load(plane + tile * (ROWS * BLOCK) + at, mask=at < left, other=0)
+        total += tl.load(weights + member) * (code.to(tl.float32) * scale[:, None])
+    scale, code, faulty = _quantise(total)
+    tl.store(scales + tile * ROWS + row, scale, mask=row * BLOCK < left)
+    tl.store(codes + tile * (ROWS * BLOCK) + at, code, mask=at < left)
+    tl.store(out + tile * (ROWS * BLOCK) + at, code.to(tl.float32) * scale[:, None], mask=at < left)
+    tl.store(notes + tile, -tl.max(faulty.to(tl.int32), 0))
+
+
+@triton.jit
+def _widen(encoded):
+    """Return encoded values as f32; int16 stands for the bits of bf16."""
+    if encoded.dtype == tl.int16:
+        return (encoded.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return encoded.to(tl.float32)
+
+
+@triton.jit
+def _narrow(x, limit, FORMAT: tl.constexpr):
+    """Return x, f32 [n], as FORMAT, and the number that was clamped to the limit, or -1 if one is not finite."""
+    magnitude = x.to(tl.int32, bitcast=True) & _MAGNITUDE
+    beyond = magnitude.to(tl.float32, bitcast=True) > limit
+    noted = tl.where(tl.max(magnitude, 0) >= _EXPONENT, -1, tl.sum(beyond.to(tl.int32), 0))
+    clamped = tl.where(beyond, tl.where(x < 0.0, -limit, limit), x)
+    if FORMAT == tl.int16:
+        # Round to nearest even by integers.
+        bits = clamped.to(tl.int32, bitcast=True)
+        encoded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    else:
+        encoded = clamped.to(FORMAT)
+    return encoded, noted
+
+
+@triton.jit
+def _encode_float(values, encoded, notes, count, limit, TILE: tl.constexpr):
+    tile = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, TILE)
+    inside = at < count - tile * TILE
+    x = tl.load(values + tile * TILE + at, mask=inside, other=0.0)
+    narrow, noted = _narrow(x, limit, encoded.dtype.element_ty)
+    tl.store(encoded + tile * TILE + at, narrow, mask=inside)
+    tl.store(notes + tile, noted)
+
+
+@triton.jit
+def _reduce_float(
+    out,
+    addresses,
+    weights,
+    members,
+    notes,
+    count,
+    encoded,
+    limit,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, TILE)
+    inside = at < count - tile * TILE
+    total = tl.zeros([TILE], tl.float32)
+    for member in range(members):
+        address = tl.load(addresses + member).to(tl.pointer_type(encoded.dtype.element_ty))
+        theirs = tl.load(tl.multiple_of(address, ALIGNED) + tile * TILE + at, mask=inside, other=0)
+        total += tl.load(weights + member) * _widen(theirs)
+    narrow, noted = _narrow(total, limit, encoded.dtype.element_ty)
+    tl.store(encoded + tile * TILE + at, narrow, mask=inside)
+    tl.store(out + tile * TILE + at, _widen(narrow), mask=inside)
+    tl.store(notes + tile, noted)
+
+
+def encode(values: torch.Tensor, payload: torch.Tensor, kind: Kind) -> torch.Tensor:
+    """Start to encode `values`; see `TensorKernels`."""
+    count, notes = values.numel(), _notes(values)
+    if isinstance(kind, int):
+        scales, codes = blockwise.planes(payload, count, kind)
+        _launch(_encode_int8, values, scales, codes, notes, count, kind, TILE // kind)
+    else:
+        encoded = payload.view(_WIRE.get(kind, kind))
+        _launch(_encode_float, values, encoded, notes, count, torch.finfo(kind).max, TILE)
+    return notes
+
+
+def decode(payload: torch.Tensor, out: torch.Tensor, kind: Kind) -> None:
+    """Start to decode into `out`; see `TensorKernels`. torch converts plain values in one pass as well."""
+    if isinstance(kind, int):
+        scales, codes = blockwise.planes(payload, out.numel(), kind)
+        _launch(_decode_int8, out, scales, codes, out.numel(), kind, TILE // kind)
+    else:
+        out.copy_(payload.view(kind))
+
+
+def reduce(
+    payloads: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    mean: torch.Tensor,
+    out: torch.Tensor,
+    kind: Kind,
+) -> torch.Tensor:
+    """Start to reduce `payloads`; see `TensorKernels`."""
+    count, notes = out.numel(), _notes(out)
+    addresses = [payload.data_ptr() for payload in payloads]
+    places = torch.tensor(addresses, dtype=torch.int64, device=out.device)
+    shares = torch.tensor(weights, dtype=torch.float32, device=out.device)
+    given = (out, places, shares, len(addresses), notes, count)
+    if isinstance(kind, int):
+        scales, codes = blockwise.planes(mean, count, kind)
+        split = scales.numel() * blockwise.SCALE_BYTES
+        aligned = _alignment(address + split for address in addresses)
+        _launch(_reduce_int8, *given, scales, codes, split, aligned, kind, TILE // kind)
+    else:
+        encoded = mean.view(_WIRE.get(kind, kind))
+        _launch(_reduce_float, *given, encoded, torch.finfo(kind).max, _alignment(addresses), TILE)
+    return notes
+
+
+def _notes(values: torch.Tensor) -> torch.Tensor:
+    return torch.empty(triton.cdiv(values.numel(), TILE), dtype=torch.int32, device=values.device)
+
+
+def _alignment(addresses: Iterable[int]) -> int:
+    """The greatest power of two up to 16 that divides all addresses: as many bytes may be loaded at once."""
+    return min([16, *(address & -address for address in addresses)])
+
+
+def _launch(kernel: Any, values: torch.Tensor, *args: object) -> None:
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(values):
+        kernel[(triton.cdiv(values.numel(), TILE),)](values, *args, **OPTIONS)
+
+
+KERNELS = TensorKernels(encode, decode, reduce)

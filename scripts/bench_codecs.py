@@ -1,0 +1,174 @@
+"""Time every codec on every kernel beside a plain copy in the same run: one core, or a GPU; milliseconds.
+
+On a GPU, times are between events of its stream. Triton's kernels are launched as codecs launch them, without the wait
+for their notes; torch's figures are those of the whole call of the codec, since it waits in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+from equipoise.compression import Codec, kernels, parse_codec, unwrapped
+from equipoise.compression.choice import ENVIRONMENT
+
+NAMES = {"cpu": ("torch", "numba"), "cuda": ("torch", "triton")}
+"""The kernels that are compared on each kind of device."""
+
+BLOCKWISE = "int8"
+"""On a CPU, only this codec's arithmetic has kernels to choose from."""
+
+
+def measure(call: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Least and median milliseconds of `call` after one to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e3)
+    return {"min": round(min(times), 2), "median": round(statistics.median(times), 2)}
+
+
+def bench_codec(codec: Codec, count: int, repeats: int) -> dict[str, dict[str, float]]:
+    source, target = torch.randn(count), torch.zeros(count)
+    values, out = unwrapped(source), unwrapped(target)
+    payload, mean = (memoryview(bytearray(codec.encoded_size(count))) for _ in range(2))
+    others, weights = [payload, payload, payload, None], [0.25] * 4
+    return {
+        "copy": measure(lambda: target.copy_(source), repeats),
+        "encode": measure(lambda: codec.encode(values, payload), repeats),
+        "check": measure(lambda: codec.check(payload, count), repeats),
+        "decode": measure(lambda: codec.decode(payload, out), repeats),
+        "reduce 4": measure(lambda: codec.reduce(others, weights, values, mean, out), repeats),
+    }
+
+
+def measure_on(device: torch.device, call: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Least and median milliseconds between events on a GPU's current stream, after one to warm up."""
+    call()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize(device)
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(begin.elapsed_time(end))
+    return {"min": round(min(times), 4), "median": round(statistics.median(times), 4)}
+
+
+def bench_on(device: torch.device, codec: Codec, count: int, repeats: int) -> dict[str, dict[str, float]]:
+    """As `bench_codec`; `share` is of the bandwidth of a copy in the same run, by the bytes that a pass must move."""
+    values, out = torch.randn(count, device=device), torch.zeros(count, device=device)
+    size = codec.encoded_size(count)
+    payload, mean = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    codec.encode(values, payload)
+    four, weights, fused = [payload] * 4, [0.25] * 4, kernels(str(device)).tensors
+    calls: dict[str, tuple[Callable[[], object], int]] = {"copy": (lambda: out.copy_(values), 8 * count)}
+    if fused:
+        calls["encode"] = (lambda: fused.encode(values, payload, codec.kind), 4 * count + size)
+        calls["decode"] = (lambda: fused.decode(payload, out, codec.kind), 4 * count + size)
+        calls["reduce 4"] = (lambda: fused.reduce(four, weights, mean, out, codec.kind), 4 * count + 5 * size)
+    else:
+        calls["encode"] = (lambda: codec.encode(values, payload), 4 * count + size)
+        calls["decode"] = (lambda: codec.decode(payload, out), 4 * count + size)
+        calls["reduce 4"] = (lambda: codec.reduce(four, weights, values, mean, out), 4 * count + 5 * size)
+    found = {}
+    with torch.cuda.device(device):
+        for what, (call, moved) in calls.items():
+            found[what] = measure_on(device, call, repeats)
+            found[what]["bandwidth"] = moved / found[what]["min"] / 1e6
+    for each in found.values():
+        each["share"] = round(each["bandwidth"] / found["copy"]["bandwidth"], 2)
+        each["bandwidth"] = round(each["bandwidth"])
+    return found
+
+
+def bench_kernels(
+    device: torch.device, specs: list[str], count: int, repeats: int
+) -> list[dict[str, object]]:
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    chosen = kernels() if device.type == "cpu" else kernels(str(device))
+    choosing = round((time.perf_counter() - start) * 1e3)
+    rows: list[dict[str, object]] = []
+    for codec in map(parse_codec, specs):
+        row = {"codec": codec.spec, "kernels": chosen.name, "reason": chosen.reason, "choosing_ms": choosing}
+        on_cpu = device.type == "cpu"
+        figures = bench_codec(codec, count, repeats) if on_cpu else bench_on(device, codec, count, repeats)
+        rows.append({**row, "device": name_of(device), "ms": figures})
+    return rows
+
+
+def name_of(device: torch.device) -> str:
+    return "one thread" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def bench_all(device: torch.device, specs: list[str], count: int, repeats: int) -> list[dict[str, object]]:
+    """Kernels are chosen once per process: one process for each."""
+    rows: list[dict[str, object]] = []
+    for name in NAMES[device.type]:
+        mine = [spec for spec in specs if name != "numba" or spec.startswith(BLOCKWISE)]
+        if not mine:
+            continue
+        options = ["--device", str(device), "--values", str(count), "--repeats", str(repeats)]
+        done = subprocess.run(
+            [sys.executable, __file__, "--worker", *options, *mine],
+            env={**os.environ, ENVIRONMENT: name},
+            stdout=subprocess.PIPE,
+            check=True,
+            timeout=600,
+        )
+        rows.extend(json.loads(done.stdout))
+    return rows
+
+
+def table(rows: list[dict[str, object]], count: int) -> str:
+    where = rows[0]["device"] if rows else "nothing"
+    lines = [f"{count} values, {count * 4 / 2**20:.0f} MiB of fp32, {where}; milliseconds, least / median"]
+    for row in rows:
+        figures = row["ms"]
+        assert isinstance(figures, dict)
+        cells = "  ".join(f"{what} {cell(ms)}" for what, ms in figures.items())
+        lines.append(f"{row['codec']:<15} {row['kernels']:<6} {cells}")
+        if ENVIRONMENT not in str(row["reason"]):  # Others were asked for.
+            lines.append(f"  {row['reason']}")
+    return "\n".join(lines)
+
+
+def cell(ms: dict[str, float]) -> str:
+    if "share" not in ms:
+        return f"{ms['min']:6.2f} /{ms['median']:6.2f}"
+    return f"{ms['min']:7.3f} /{ms['median']:7.3f} ({ms['share']:.0%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("specs", nargs="*", default=["fp32", "fp16", "bf16", "int8"], metavar="CODEC")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="cpu, or cuda[:n] (%(default)s)")
+    parser.add_argument("--values", type=int, default=16 * 2**20, help="values per vector (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="timed calls of each kind (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON list instead of a table")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.device.type not in NAMES:
+        parser.error(f"--device is cpu or cuda[:n], not {options.device}")
+    if options.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device that torch can use")
+    run = bench_kernels if options.worker else bench_all
+    rows = run(options.device, options.specs, options.values, options.repeats)
+    print(json.dumps(rows) if options.json or options.worker else table(rows, options.values))
+
+
+if __name__ == "__main__":
+    main()

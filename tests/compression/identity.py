@@ -1,0 +1,118 @@
+"""Print, as JSON, this process's kernels, and digests of what they make of many values: run by test_triton_kernels.py.
+
+Kernels are chosen once per process, so each choice has one of its own, with EQUIPOISE_KERNELS in its environment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+
+import numpy as np
+import torch
+
+from equipoise.compression import Codec, CodecError, Values, kernels, parse_codec
+
+SPECS = ("fp32", "fp16", "bf16", "int8:block=32", "int8", "int8:block=4096")
+MAGNITUDES = (1e-44, 1e-37, 2.0**-116, 1e-3, 1.0, 3e4, 1e20, torch.finfo(torch.float32).max)
+COUNTS = (1, 300, 9001)
+WEIGHTS = (1 / 3, 0.0, 2.0**-30)
+MEMBERS = 16
+
+
+def values_of(count: int, magnitude: float, seed: int) -> torch.Tensor:
+    """Values up to `magnitude`, with zeros of both signs, half steps of a code, and one block of zeros."""
+    values = torch.rand(count, generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1)
+    values[::7] = 0.0
+    values[3::7] = -0.0
+    values[5::64] = (
+        torch.arange(len(values[5::64]), dtype=torch.float32).remainder_(254).sub_(126.5).div_(127)
+    )
+    values[6::64] = 1.0
+    values[4096 : 4096 + 128] = 0.0
+    return values.mul_(magnitude)
+
+
+def digest(*parts: memoryview | torch.Tensor | int) -> str:
+    made = hashlib.sha256()
+    for part in parts:
+        made.update(
+            part.numpy()
+            if isinstance(part, torch.Tensor)
+            else str(part).encode()
+            if isinstance(part, int)
+            else part
+        )
+    return made.hexdigest()[:16]
+
+
+def room(codec: Codec, count: int) -> memoryview:
+    return memoryview(bytearray(codec.encoded_size(count)))
+
+
+def given(values: torch.Tensor) -> Values:
+    """The values as codecs get them: with --arrays, those of a process without torch."""
+    return values.numpy() if "--arrays" in sys.argv else values
+
+
+def encoded(codec: Codec, values: torch.Tensor) -> tuple[memoryview, int]:
+    payload = room(codec, values.numel())
+    return payload, codec.encode(given(values), payload).clamped
+
+
+def reduced(codec: Codec, members: int, count: int) -> str:
+    rows = [values_of(count, 10.0 ** (index % 5 - 2), index) for index in range(members)]
+    # Every other mean has a contribution of our own.
+    payloads = [
+        None if index == 3 and members % 2 else encoded(codec, row)[0] for index, row in enumerate(rows)
+    ]
+    weights = [WEIGHTS[index % len(WEIGHTS)] for index in range(members)]
+    mean, out = room(codec, count), torch.empty(count)
+    report = codec.reduce(payloads, weights, given(rows[min(3, members - 1)]), mean, given(out))
+    return digest(mean, out, report.clamped)
+
+
+def digests() -> dict[str, str]:
+    found = {}
+    for codec in map(parse_codec, SPECS):
+        for magnitude in MAGNITUDES:
+            for count in COUNTS:
+                values = values_of(count, magnitude, count)
+                payload, clamped = encoded(codec, values)
+                out = torch.empty(count)
+                codec.decode(payload, given(out))
+                case = f"{codec.spec}, {count} of {magnitude:.3g}"
+                found[f"encode {case}"] = digest(payload, clamped)
+                found[f"decode {case}"] = digest(out)
+        for members in range(1, MEMBERS + 1):
+            found[f"reduce {codec.spec}, {members} members"] = reduced(codec, members, 4500)
+        found.update(refusals(codec))
+    return found
+
+
+def refusals(codec: Codec) -> dict[str, str]:
+    """What a codec says of values, and of a sum, that are not finite."""
+    found = {}
+    for wrong in (math.nan, math.inf, -math.inf):
+        values = values_of(9001, 1.0, 0)
+        values[[8123, 8999]] = wrong
+        try:
+            encoded(codec, values)
+        except CodecError as error:
+            found[f"{codec.spec} of {wrong}"] = str(error)
+    payload, out = encoded(codec, torch.full((300,), 6e4))[0], torch.empty(300)
+    try:
+        codec.reduce([payload] * 2, [3e38] * 2, given(out), room(codec, 300), given(out))
+    except CodecError as error:
+        found[f"{codec.spec} of a sum"] = str(error)
+    return found
+
+
+if __name__ == "__main__":
+    np.seterr(all="ignore")  # Triton's interpreter is numpy, which warns of what CPUs and GPUs do silently.
+    torch.set_num_threads(1)
+    chosen = kernels()
+    found = {} if "--choice" in sys.argv else digests()
+    print(json.dumps({"kernels": chosen.name, "reason": chosen.reason, "found": found}))

@@ -1,0 +1,114 @@
+"""The choice of kernels: once, with its reason, and nothing loaded before it."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from equipoise.compression import CodecError, kernels, parse_codec
+from equipoise.compression.blockwise import ArrayKernels
+
+MODULE = "equipoise.compression.numba_kernels"
+
+
+@pytest.fixture(autouse=True)
+def fresh_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("EQUIPOISE_KERNELS", raising=False)
+    kernels.cache_clear()
+    yield
+    kernels.cache_clear()
+
+
+def test_numba_where_it_is_installed() -> None:
+    pytest.importorskip("numba")
+    assert (kernels().name, kernels().reason) == ("numba", "numba is installed")
+    assert kernels() is kernels()
+
+
+@pytest.mark.parametrize("name", ["torch", "numba"])
+def test_the_environment_decides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "numba":
+        pytest.importorskip("numba")
+    monkeypatch.setenv("EQUIPOISE_KERNELS", name)
+    assert (kernels().name, kernels().reason) == (name, f"EQUIPOISE_KERNELS={name}")
+    assert (kernels().arrays is None) == (name == "torch")
+
+
+def test_an_unknown_name_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EQUIPOISE_KERNELS", "cython")
+    with pytest.raises(
+        CodecError, match="EQUIPOISE_KERNELS='cython' is not known; expected torch, numba, triton, or unset"
+    ):
+        kernels()
+
+
+@pytest.mark.parametrize("wanted", ["", "numba"])
+def test_torch_where_numba_is_missing(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EQUIPOISE_KERNELS", wanted)
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, MODULE, raising=False)
+    assert kernels().name == "torch"
+    assert kernels().reason.startswith("numba is not installed; pip install 'equipoise[fast]'")
+
+
+def test_torch_where_numba_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> ArrayKernels:
+        raise RuntimeError("no locator available\nfor the cache")
+
+    monkeypatch.setattr("equipoise.compression.choice._numba", fail)
+    assert (kernels().name, kernels().reason) == ("torch", "numba failed: no locator available")
+
+
+def test_torch_where_bytes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    from equipoise.compression.numba_kernels import KERNELS
+
+    def fused(
+        addresses: np.ndarray,
+        weights: np.ndarray,
+        own: np.ndarray,
+        payload: np.ndarray,
+        out: np.ndarray,
+        block: int,
+    ) -> bool:
+        first = np.array((ctypes.c_uint8 * payload.size).from_address(int(addresses[0])))
+        one, other = np.empty_like(own), np.empty_like(own)
+        KERNELS.decode(first, one, block)
+        KERNELS.encode(own, payload, block)
+        KERNELS.decode(payload, other, block)
+        one, share = one * np.float32(weights[0]), float(np.float32(weights[1]))
+        out[:] = one.astype(np.float64) + share * other.astype(np.float64)
+        return KERNELS.encode(out, payload, block) and KERNELS.decode(payload, out, block)
+
+    monkeypatch.setattr("equipoise.compression.choice._numba", lambda: replace(KERNELS, reduce=fused))
+    assert (kernels().name, kernels().reason) == (
+        "torch",
+        "numba's bytes differ from torch's on this machine",
+    )
+
+
+def test_codecs_use_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads = []
+    values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    for name in ("torch", "numba"):
+        monkeypatch.setenv("EQUIPOISE_KERNELS", name)
+        kernels.cache_clear()
+        payload = bytearray(parse_codec("int8").encoded_size(5000))
+        parse_codec("int8").encode(values, payload)
+        payloads.append(payload)
+    assert payloads[0] == payloads[1]
+
+
+def test_importing_and_parsing_load_no_numba() -> None:
+    code = (
+        "import sys; from equipoise.compression import parse_codec; parse_codec('int8');"
+        "sys.exit('numba' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
